@@ -1,0 +1,157 @@
+"""Start a run: from a configuration to a result, through whichever launcher it names."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from podium.cluster.base import Event, Launcher
+from podium.config import RunConfig, RunResult, parse_strategy
+from podium.errors import ConfigError
+from podium.measure.manifest import write_manifest
+from podium.measure.records import merge_records, read_records
+from podium.measure.summary import summarise
+from podium.strategies import STRATEGIES, make_strategy
+from podium.strategies.base import Strategy
+from podium.task import Task, load_task
+from podium.training import Job
+
+_LAUNCHERS = {
+    "local": "podium.cluster.local:run_local",
+    "threads": "podium.cluster.inprocess:run_threads",
+    "virtual": "podium.cluster.inprocess:run_virtual",
+    "shaped": "podium.cluster.shaped:run_shaped",
+}
+
+
+def train(
+    task: str | Task = "digits-mlp",
+    *,
+    strategy: str | Strategy[Any] = "all-reduce",
+    workers: int = 1,
+    on_event: Callable[[Event], None] | None = None,
+    stop: threading.Event | None = None,
+    **options: Any,
+) -> RunResult:
+    """Train a task under a strategy and return what came of it.
+
+    `task` is a built-in name, `file.py:function` or a Task; `strategy` a name (with `name:key=value`) or an instance.
+    `options` are the other fields of `RunConfig`. A Task object that cannot be pickled runs in threads and in virtual
+    time; for processes, name its function instead.
+    """
+    if isinstance(strategy, Strategy):
+        name, given = name_of(strategy), dataclasses.asdict(strategy)  # type: ignore[call-overload]  # all strategies are dataclasses
+    else:
+        name, given = parse_strategy(strategy)
+    given = {**given, **options.pop("strategy_options", {})}
+    spec = task if isinstance(task, str) else task.name
+    config = RunConfig(task=spec, strategy=name, strategy_options=given, workers=workers, **options)
+    return launch(config, task=None if isinstance(task, str) else task, on_event=on_event, stop=stop)
+
+
+def launch(
+    config: RunConfig,
+    *,
+    task: Task | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    stop: threading.Event | None = None,
+) -> RunResult:
+    """Run this configuration to its end; records and model stay in its folder.
+
+    Setting `stop` lets all workers finish the step, save and return.
+    """
+    job = prepare(config, task)
+    assert job.run_dir is not None
+    write_manifest(job.run_dir, job.config.to_dict(), strategy=repr(job.strategy))
+    tell = on_event or _silent
+    tell(
+        {
+            "event": "start",
+            "run_dir": str(job.run_dir),
+            "workers": config.workers,
+            "servers": job.strategy.server_count,
+        }
+    )
+    launcher = _find_launcher(config.launcher)
+    try:
+        launched = launcher(job, on_event, stop)
+    finally:
+        if (job.run_dir / "records").is_dir():
+            merge_records(job.run_dir)
+    if launched.facts:
+        write_manifest(job.run_dir, job.config.to_dict(), strategy=repr(job.strategy), **launched.facts)
+    stopped = any(report.stopped for report in launched.reports)
+    result = RunResult(
+        run_dir=str(job.run_dir),
+        status="stopped" if stopped else "finished",
+        task=config.task,
+        strategy=label_of(config),
+        workers=config.workers,
+        seed=config.seed,
+        launcher=config.launcher,
+        model=str(job.run_dir / "model.safetensors"),
+        **summarise(read_records(job.run_dir)),
+    )
+    tell({"event": "end", "status": result.status})
+    return result
+
+
+def prepare(config: RunConfig, task: Task | None = None) -> Job:
+    """Check all that can be checked before anything starts, and make the run's folder."""
+    strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
+    if strategy.colocated and strategy.server_count > config.workers:
+        raise ConfigError(
+            f"{config.strategy}: colocated servers need a worker each ({config.workers}), got {strategy.server_count}"
+        )
+    if config.launcher == "shaped" and config.cluster is None:
+        raise ConfigError("launcher shaped needs a cluster file: --cluster FILE")
+    if config.replay is not None and config.launcher != "virtual":
+        raise ConfigError(f"replay runs in virtual time: launcher must be 'virtual', got {config.launcher!r}")
+    found = task or load_task(config.task, config.task_options, config.data_dir)
+    if task is not None and config.buffers is not None:
+        found = dataclasses.replace(found, buffers=config.buffers)
+    elif config.buffers is not None:
+        found = dataclasses.replace(found, buffers=config.buffers)
+    run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
+    return Job(dataclasses.replace(config, run_dir=str(run_dir)), found, strategy, run_dir)
+
+
+def new_run_dir(config: RunConfig) -> Path:
+    """A folder name that tells what it holds and is taken by nobody."""
+    what = Path(config.task.partition(":")[0]).stem
+    strategy = config.strategy.rpartition(":")[2]
+    return Path(config.out) / f"{what}-{strategy}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def label_of(config: RunConfig) -> str:
+    """The strategy's name and the options that were given, as `parameter-server(mode=async)`."""
+    options = ", ".join(f"{k}={v}" for k, v in sorted(config.strategy_options.items()))
+    return f"{config.strategy}({options})" if options else config.strategy
+
+
+def name_of(strategy: Strategy[Any]) -> str:
+    """How other processes can find this strategy's class."""
+    cls = type(strategy)
+    for name, place in STRATEGIES.items():
+        if place == f"{cls.__module__}:{cls.__qualname__}":
+            return name
+    module = cls.__module__
+    if module == "__main__":
+        module = str(getattr(sys.modules["__main__"], "__file__", "__main__"))
+    return f"{module}:{cls.__qualname__}"
+
+
+def _find_launcher(name: str) -> Launcher:
+    place, _, function = _LAUNCHERS[name].partition(":")
+    return getattr(importlib.import_module(place), function)  # type: ignore[no-any-return]  # a Launcher, by the table
+
+
+def _silent(_event: Event) -> None:
+    pass

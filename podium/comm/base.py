@@ -1,0 +1,184 @@
+"""The communicator: all that a strategy knows of the other ranks.
+
+Ranks are endpoints. Workers are numbered first (0 … N-1), servers after them (N … N+M-1). Collectives run among the
+workers that are members of the present generation; messages run between any two endpoints.
+
+Rules that hold in every world:
+
+- The buffer given to an exchange belongs to it until its handle is done.
+- `send` and `reply` have taken the body when they return; a `call` has taken it when its reply is there.
+- Collectives are issued in the same order by all members.
+- No wait is without a deadline, and none is allowed inside a backward pass: a callback issues, it never waits.
+- A collective that fails raises `Lost`; the group is then dead and only `regroup` helps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from podium.errors import CommError
+
+DEPARTED = "departed"
+"""Kind of the message that tells a receiver that its source is gone."""
+
+Meta = dict[str, Any]
+"""Small facts that travel with a message: JSON types only."""
+
+
+class Message(NamedTuple):
+    """What arrived: from whom, what it asks, its small facts and its tensors."""
+
+    source: int
+    kind: str
+    meta: Meta
+    body: tuple[Tensor, ...] = ()
+    call: int = 0  # names the call that waits for a reply; 0 when nobody does
+
+
+class Handle(ABC):
+    """An exchange under way. Ask the communicator to wait for it."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool: ...
+
+
+@dataclass
+class Traffic:
+    """Bytes of tensors that this rank has sent and received, collectives counted by their ring formula."""
+
+    sent: int = 0
+    received: int = 0
+
+    def count_all_reduce(self, nbytes: int, size: int) -> None:
+        """A ring moves 2 (n - 1) / n of the buffer through every rank, each way."""
+        moved = 2 * nbytes * (size - 1) // size
+        self.sent += moved
+        self.received += moved
+
+    def count_broadcast(self, nbytes: int, is_source: bool, size: int) -> None:
+        """The source sends one copy per receiver, as a flat broadcast would."""
+        if is_source:
+            self.sent += nbytes * (size - 1)
+        else:
+            self.received += nbytes
+
+
+def nbytes_of(tensors: Sequence[Tensor]) -> int:
+    """Bytes of these tensors' elements."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class Clock(ABC):
+    """Time as the world has it. In a real world time passes by itself; in the virtual one work must be charged."""
+
+    @abstractmethod
+    def now_ns(self) -> int:
+        """Nanoseconds since the run began."""
+
+    def begin_pass(self, samples: int) -> None:
+        """A forward and backward pass over this many samples begins now."""
+
+    def reach(self, fraction: float) -> None:
+        """This share of the backward pass is done."""
+
+    def touch(self, nbytes: int) -> None:
+        """This many bytes of parameters were updated in memory."""
+
+
+@dataclass(eq=False)
+class Communicator(ABC):
+    """One rank's view of the others."""
+
+    rank: int
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+    clock: Clock
+    generation: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
+    deadline_s: float = 60.0
+    """How long any wait may take unless it says otherwise."""
+    in_backward: bool = False
+    waited_ns: int = 0
+    """Time spent waiting for others, on the world's clock."""
+
+    shares_process = False
+    """Whether other ranks compute in this process, so that torch's global generator has to be swapped."""
+
+    @property
+    def size(self) -> int:
+        return len(self.workers)
+
+    @property
+    def index(self) -> int:
+        """This worker's place among the members of the present generation."""
+        return self.workers.index(self.rank)
+
+    # Collectives, among the workers.
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        """Sum over the workers, in place."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        """Copy from rank `source`, in place."""
+
+    # Messages, between any two endpoints.
+
+    @abstractmethod
+    def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+        """One way; has taken the body when it returns."""
+
+    @abstractmethod
+    def call(
+        self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
+    ) -> Handle:
+        """Ask and expect a reply, which `wait` returns; its tensors land in `into`, where given."""
+
+    @abstractmethod
+    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+        """Answer a call; has taken the body when it returns."""
+
+    @abstractmethod
+    def recv(self, deadline_s: float | None = None) -> Message:
+        """The next message from anyone, in order of arrival. A departure is a message."""
+
+    # Waiting.
+
+    def wait(self, *handles: Handle, deadline_s: float | None = None) -> list[Message | None]:
+        """Block until all are done; one result each, None for a collective."""
+        if self.in_backward:
+            raise CommError(f"rank {self.rank}: waiting inside a backward pass is not allowed; issue there, wait after")
+        before = self.clock.now_ns()
+        try:
+            return self._wait(handles, self.deadline_s if deadline_s is None else deadline_s)
+        finally:
+            self.waited_ns += self.clock.now_ns() - before
+
+    @abstractmethod
+    def _wait(self, handles: Sequence[Handle], deadline_s: float) -> list[Message | None]: ...
+
+    @abstractmethod
+    def regroup(self, generation: int, members: Sequence[int]) -> None:
+        """Drop every handle and the old group; form a new one of these workers."""
+
+    def close(self) -> None:
+        """Leave for good."""
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around forward and backward; where ranks share a process, one computes at a time."""
+        yield
+
+    def barrier(self) -> None:
+        """Return once every worker has come here."""
+        from torch import zeros
+
+        self.wait(self.all_reduce(zeros(1)))

@@ -1,0 +1,340 @@
+"""The wire format: frames of JSON and raw tensor bytes, and the handshake that comes before the first of them.
+
+    prologue   22 bytes, big-endian: magic, version, header length, body length, CRC-32 of the header
+    header     JSON in UTF-8: kind, source, call, meta, tensors as [[dtype, shape], …]
+    body       the tensors' bytes back to back, little-endian, as they lie in memory
+
+Nothing is unpickled, and nothing is allocated for a frame before its whole description has been checked.
+
+The handshake proves both sides hold the same secret without sending it: the listener sends a nonce, the dialler its
+own with an HMAC-SHA256 over both nonces and both ranks, the listener answers with another. The dialler proves itself
+first, so a stranger learns nothing. What follows is neither encrypted nor signed: that is TLS's work, not done here.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+import os
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from podium.comm.base import Meta
+from podium.errors import CommError
+
+MAGIC, VERSION = b"PODM", 1
+PROLOGUE = struct.Struct("!4sHIQI")
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+    )
+}
+"""All that may travel, by its name on the wire."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_DIMS = 32
+_MAX_BUFFERS = 1024  # of one sendmsg: Linux's IOV_MAX
+
+
+class FrameError(CommError):
+    """A frame is not what the wire format allows, or does not fit where it should land."""
+
+
+class Refused(CommError):
+    """The other side of a new connection does not hold this run's secret, or is not the rank that was wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a peer may make us hold."""
+
+    header_bytes: int = 64 << 10
+    tensors: int = 4096
+    body_bytes: int = 4 << 30
+    inbox_messages: int = 1024
+    """Messages that may wait to be received before a channel stops reading."""
+    inbox_bytes: int = 1 << 30
+    """The same in bytes; a single larger message is let in when nothing else waits."""
+
+
+class TensorSpec(NamedTuple):
+    """A tensor announced by a header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Header(NamedTuple):
+    """What a frame says of itself. `call` is 0 for a message, n for a call, -n for the reply to call n."""
+
+    kind: str
+    source: int
+    call: int
+    meta: Meta
+    tensors: tuple[TensorSpec, ...]
+    body_bytes: int
+
+
+class Frame(NamedTuple):
+    header: Header
+    body: tuple[Tensor, ...]
+    wire_bytes: int  # all of it: prologue, header and body
+
+
+Sink = Callable[[Header], "Sequence[Tensor] | None"]
+"""Offers the tensors that a body is received into; None has fresh ones allocated."""
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The tensor's own memory as bytes, nothing copied; the tensor must be dense, contiguous and on the CPU."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise FrameError(
+            f"a tensor on the wire must be dense, contiguous and on the CPU, got {tuple(tensor.shape)}, "
+            f"stride {tensor.stride() if tensor.layout is torch.strided else tensor.layout}, on {tensor.device}"
+        )
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def encode_frame(
+    kind: str, source: int, call: int, meta: Meta, tensors: Sequence[Tensor] = (), limits: Limits | None = None
+) -> list[memoryview]:
+    """The frame as buffers to be sent in order; those after the first are the tensors' own memory.
+
+    A tensor that is not contiguous is copied. What the receiver's limits would refuse is refused here already.
+    """
+    limits = limits or Limits()
+    dense = [t if t.layout is not torch.strided or t.is_contiguous() else t.contiguous() for t in tensors]
+    described = [[_dtype_name(t.dtype), list(t.shape)] for t in dense]
+    fields = {"kind": kind, "source": source, "call": call, "meta": meta, "tensors": described}
+    try:
+        header = json.dumps(fields, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FrameError(f"the meta of {kind!r} must hold JSON types only: {error}") from None
+    body = [view for view in map(byte_view, dense) if view.nbytes]
+    body_bytes = sum(view.nbytes for view in body)
+    _check_at_most("header bytes", len(header), limits.header_bytes)
+    _check_at_most("tensors", len(dense), limits.tensors)
+    _check_at_most("body bytes", body_bytes, limits.body_bytes)
+    prologue = PROLOGUE.pack(MAGIC, VERSION, len(header), body_bytes, zlib.crc32(header))
+    return [memoryview(prologue + header), *body]
+
+
+def send_buffers(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
+    """Send all of it, gathered, and return how many bytes that was. Blocks; raises what the socket raises."""
+    rest, first, total = list(buffers), 0, 0
+    while first < len(rest):
+        sent = sock.sendmsg(rest[first : first + _MAX_BUFFERS])
+        total += sent
+        while first < len(rest) and sent >= rest[first].nbytes:
+            sent -= rest[first].nbytes
+            first += 1
+        if sent:
+            rest[first] = rest[first][sent:]
+    return total
+
+
+def write_frame(
+    sock: socket.socket,
+    kind: str,
+    source: int,
+    call: int,
+    meta: Meta,
+    tensors: Sequence[Tensor] = (),
+    limits: Limits | None = None,
+) -> int:
+    """Send one frame; returns the bytes that went over the wire."""
+    return send_buffers(sock, encode_frame(kind, source, call, meta, tensors, limits))
+
+
+def read_frame(sock: socket.socket, limits: Limits | None = None, sink: Sink | None = None) -> Frame | None:
+    """Receive one frame; None when the other side closed between two frames.
+
+    `sink` is asked once the header has been found good, before the body is read. What it offers must match in dtype
+    and number of elements, may differ in shape, and is what the frame then holds.
+    """
+    limits = limits or Limits()
+    prologue = bytearray(PROLOGUE.size)
+    if not _fill(sock, memoryview(prologue), "prologue", may_end=True):
+        return None
+    header_bytes, body_bytes, crc = parse_prologue(prologue, limits)
+    raw = bytearray(header_bytes)
+    _fill(sock, memoryview(raw), "header")
+    if zlib.crc32(raw) != crc:
+        raise FrameError("the header's CRC-32 does not match: the frame was damaged on the way")
+    header = parse_header(raw, body_bytes, limits)
+    offered = sink(header) if sink is not None else None
+    body = _fresh(header) if offered is None else tuple(offered)
+    for view in _destinations(header, body):
+        _fill(sock, view, "body")
+    return Frame(header, body, PROLOGUE.size + header_bytes + body_bytes)
+
+
+def parse_prologue(raw: bytes | bytearray, limits: Limits) -> tuple[int, int, int]:
+    """Header length, body length and the header's CRC-32, the lengths within the limits."""
+    magic, version, header_bytes, body_bytes, crc = PROLOGUE.unpack(raw)
+    if magic != MAGIC:
+        raise FrameError(f"a frame must begin with {MAGIC!r}, got {magic!r}")
+    if version != VERSION:
+        raise FrameError(f"the wire format must be version {VERSION}, got {version}")
+    _check_at_most("header bytes", header_bytes, limits.header_bytes)
+    _check_at_most("body bytes", body_bytes, limits.body_bytes)
+    return header_bytes, body_bytes, crc
+
+
+def parse_header(raw: bytes | bytearray, body_bytes: int, limits: Limits) -> Header:
+    """The header, every field checked, its tensors adding up to the stated body."""
+    try:
+        fields = json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"the header is not JSON in UTF-8: {error}") from None
+    if not isinstance(fields, dict) or set(fields) != {"kind", "source", "call", "meta", "tensors"}:
+        raise FrameError("the header must be an object of kind, source, call, meta and tensors")
+    kind, source, call = _field(fields, "kind", str), _field(fields, "source", int), _field(fields, "call", int)
+    meta, described = _field(fields, "meta", dict), _field(fields, "tensors", list)
+    if not 0 <= source < 2**32 or not -(2**63) < call < 2**63:
+        raise FrameError("the header's source must fit 32 bits and its call 64")
+    _check_at_most("tensors", len(described), limits.tensors)
+    tensors = tuple(_parse_spec(entry, limits) for entry in described)
+    if (announced := sum(spec.nbytes for spec in tensors)) != body_bytes:
+        raise FrameError(f"the tensors must add up to the body's {body_bytes} bytes, got {announced}")
+    return Header(kind, source, call, meta, tensors, body_bytes)
+
+
+def _parse_spec(entry: Any, limits: Limits) -> TensorSpec:
+    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], list):
+        raise FrameError("a tensor must be described as [dtype, shape]")
+    name, shape = entry
+    if not isinstance(name, str) or name not in DTYPES:
+        raise FrameError(f"a tensor's dtype must be one of {', '.join(DTYPES)}, got {str(name)[:40]!r}")
+    if len(shape) > _MAX_DIMS or any(type(dim) is not int or dim < 0 for dim in shape):
+        raise FrameError(f"a shape must be at most {_MAX_DIMS} whole numbers of 0 or more")
+    # Empty dimensions count as 1: torch multiplies the others too, and must not overflow.
+    _check_at_most("bytes of one tensor", math.prod(dim or 1 for dim in shape), limits.body_bytes)
+    return TensorSpec(DTYPES[name], tuple(shape))
+
+
+def _field(fields: dict[str, Any], name: str, kind: type) -> Any:
+    value = fields[name]
+    if type(value) is not kind:
+        raise FrameError(f"the header's {name} must be of type {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _check_at_most(what: str, number: int, limit: int) -> None:
+    if number > limit:
+        shown = str(number) if number < 2**64 else "more than 2**64"
+        raise FrameError(f"a frame may have at most {limit} {what}, got {shown}")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    if dtype not in _NAMES:
+        raise FrameError(f"a tensor's dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    return _NAMES[dtype]
+
+
+def _fresh(header: Header) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in header.tensors)
+
+
+def _destinations(header: Header, body: Sequence[Tensor]) -> list[memoryview]:
+    """The body's memory, checked against the header."""
+    if len(body) != len(header.tensors):
+        raise FrameError(f"{header.kind!r} brings {len(header.tensors)} tensors, but {len(body)} were offered for them")
+    for spec, tensor in zip(header.tensors, body, strict=True):
+        if spec.dtype != tensor.dtype or math.prod(spec.shape) != tensor.numel():
+            raise FrameError(
+                f"{header.kind!r} brings {spec.dtype} of shape {spec.shape}, but {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)} was offered for it"
+            )
+    return [byte_view(tensor) for tensor in body]
+
+
+def _fill(sock: socket.socket, view: memoryview, what: str, *, may_end: bool = False) -> bool:
+    """Receive until the view is full. False if the stream ended before its first byte and that is allowed."""
+    total = view.nbytes
+    while view.nbytes:
+        # WAITALL leaves the loop to the kernel: a body of 100 MB costs one call, not hundreds.
+        got = sock.recv_into(view, 0, socket.MSG_WAITALL)
+        if got == 0:
+            if may_end and view.nbytes == total:
+                return False
+            raise FrameError(f"the connection ended inside a frame: its {what} lacks {view.nbytes} of {total} bytes")
+        view = view[got:]
+    return True
+
+
+# The handshake.
+
+ACCEPTED, BUSY, REFUSED = 1, 2, 3
+"""The listener's verdicts: go on; a connection of this pair exists or is being made; not with me."""
+_HELLO, _CLAIM, _VERDICT = struct.Struct("!4sH32s"), struct.Struct("!II32s32s"), struct.Struct("!B32s")
+
+
+def challenge(sock: socket.socket, rank: int, secret: bytes, until: float) -> tuple[int, bytes]:
+    """The listener's side, until the dialler has proved itself: its rank, and what `give_verdict` signs.
+
+    `until` is on the monotonic clock. Raises `Refused`, or OSError when the dialler is silent, slow or gone.
+    """
+    nonce = os.urandom(32)
+    sock.settimeout(max(until - time.monotonic(), 0.001))
+    sock.sendall(_HELLO.pack(MAGIC, VERSION, nonce))
+    peer, wanted, theirs, proof = _CLAIM.unpack(_receive_by(sock, _CLAIM.size, until))
+    transcript = struct.pack("!II", peer, wanted) + nonce + theirs
+    proved = hmac.compare_digest(proof, _sign(secret, b"dialler", transcript))
+    if not proved or wanted != rank or peer == rank:
+        sock.sendall(_VERDICT.pack(REFUSED, bytes(32)))
+        raise Refused(f"rank {rank}: refused a connection that says it is rank {peer} looking for rank {wanted}")
+    return peer, transcript
+
+
+def give_verdict(sock: socket.socket, secret: bytes, transcript: bytes, verdict: int) -> None:
+    """The listener's last word; proves that it holds the secret too."""
+    sock.sendall(_VERDICT.pack(verdict, _sign(secret, b"listener%d" % verdict, transcript)))
+
+
+def prove(sock: socket.socket, rank: int, peer: int, secret: bytes, until: float) -> int:
+    """The dialler's side: ACCEPTED or BUSY. Raises `Refused`, or OSError when the listener is silent or gone."""
+    magic, version, theirs = _HELLO.unpack(_receive_by(sock, _HELLO.size, until))
+    if (magic, version) != (MAGIC, VERSION):
+        raise Refused(f"rank {rank}: rank {peer} must speak {MAGIC!r} {VERSION}, got {magic!r} {version}")
+    nonce = os.urandom(32)
+    transcript = struct.pack("!II", rank, peer) + theirs + nonce
+    sock.sendall(_CLAIM.pack(rank, peer, nonce, _sign(secret, b"dialler", transcript)))
+    verdict, proof = _VERDICT.unpack(_receive_by(sock, _VERDICT.size, until))
+    if verdict == REFUSED:
+        raise Refused(f"rank {rank}: rank {peer} refused the connection: its secret differs, or it is another rank")
+    if not hmac.compare_digest(proof, _sign(secret, b"listener%d" % verdict, transcript)):
+        raise Refused(f"rank {rank}: who answers for rank {peer} does not hold this run's secret")
+    return int(verdict)
+
+
+def _sign(secret: bytes, role: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secret, role + b"\0" + transcript, "sha256")
+
+
+def _receive_by(sock: socket.socket, nbytes: int, until: float) -> bytes:
+    """Exactly so many bytes by then, however slowly they drip."""
+    received = b""
+    while len(received) < nbytes:
+        sock.settimeout(max(until - time.monotonic(), 0.001))
+        piece = sock.recv(nbytes - len(received))
+        if not piece:
+            raise ConnectionAbortedError("the connection ended during the handshake")
+        received += piece
+        if time.monotonic() > until and len(received) < nbytes:
+            raise TimeoutError("the handshake took too long")
+    return received

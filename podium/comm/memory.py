@@ -1,0 +1,244 @@
+"""The memory world: ranks are threads of one process, messages are handed over, time is the wall's.
+
+It exists to test races and protocols, not speed: torch's generator is global, so one rank computes at a time. Sums run
+in rank order, so a collective gives the same bits however the threads race.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import final
+
+from torch import Tensor
+
+from podium.comm.base import DEPARTED, Clock, Communicator, Handle, Message, Meta, nbytes_of
+from podium.errors import CommError, DeadlineExceeded, Lost
+
+
+@final
+class WallClock(Clock):
+    """Nanoseconds since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic_ns()
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns() - self._start
+
+
+@dataclass(eq=False)
+class _Pending(Handle):
+    what: str
+    peers: tuple[int, ...]  # whom it waits for
+    into: Sequence[Tensor] | None = None
+    result: Message | None = None
+    error: CommError | None = None
+    finished: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.finished
+
+
+@dataclass
+class _Round:
+    """One collective: who has come, with which tensor."""
+
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    handles: list[_Pending] = field(default_factory=list)
+
+
+class MemoryWorld:
+    """Threads that exchange by handing tensors over."""
+
+    def __init__(self, workers: int, servers: int = 0, deadline_s: float = 60.0) -> None:
+        self.changed = threading.Condition()
+        self.compute_lock = threading.Lock()
+        self.clock = WallClock()
+        self.members = tuple(range(workers))
+        self.servers = tuple(range(workers, workers + servers))
+        self.inboxes: dict[int, deque[Message]] = {r: deque() for r in self.members + self.servers}
+        self.calls: dict[int, tuple[_Pending, int]] = {}  # call -> its handle, who was asked
+        self.rounds: dict[tuple[int, int], _Round] = {}
+        self.departed: set[int] = set()
+        self._calls_made = 0
+        self.ranks = [
+            MemoryCommunicator(self, rank, self.members, self.servers, self.clock, deadline_s=deadline_s)
+            for rank in self.members + self.servers
+        ]
+
+    def run(self, mains: Sequence[Callable[[], None]]) -> list[BaseException | None]:
+        """Run one function per rank to its end, each in its own thread; what each raised."""
+        errors: list[BaseException | None] = [None] * len(mains)
+
+        def body(rank: int) -> None:
+            try:
+                mains[rank]()
+            except BaseException as error:  # kept for the caller: a thread has nobody above it
+                errors[rank] = error
+            finally:
+                self.depart(rank, failed=errors[rank] is not None)
+
+        threads = [threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(len(mains))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return errors
+
+    def depart(self, rank: int, failed: bool) -> None:
+        """This rank is gone: whoever waits for it is told."""
+        with self.changed:
+            self.departed.add(rank)
+            for other, inbox in self.inboxes.items():
+                if other != rank:
+                    inbox.append(Message(rank, DEPARTED, {"failed": failed}))
+            for handle, peer in self.calls.values():
+                if peer == rank and not handle.finished:
+                    self._fail(handle, rank)
+            for round_ in self.rounds.values():
+                if rank not in round_.tensors:
+                    for handle in round_.handles:
+                        self._fail(handle, rank)
+            self.changed.notify_all()
+
+    def new_call(self, handle: _Pending, to: int) -> int:
+        self._calls_made += 1
+        self.calls[self._calls_made] = (handle, to)
+        return self._calls_made
+
+    @staticmethod
+    def _fail(handle: _Pending, rank: int) -> None:
+        handle.error, handle.finished = Lost(f"rank {rank} is gone ({handle.what})"), True
+
+
+@final
+class MemoryCommunicator(Communicator):
+    """One thread's view of the others."""
+
+    shares_process = True
+
+    def __init__(
+        self,
+        world: MemoryWorld,
+        rank: int,
+        workers: tuple[int, ...],
+        servers: tuple[int, ...],
+        clock: Clock,
+        deadline_s: float,
+    ) -> None:
+        super().__init__(rank, workers, servers, clock, deadline_s=deadline_s)
+        self._world, self._issued = world, 0
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        self.traffic.count_all_reduce(nbytes_of([tensor]), self.size)
+        return self._collective(tensor, "all-reduce", sum_in_order)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        self.traffic.count_broadcast(nbytes_of([tensor]), self.rank == source, self.size)
+        place = self.workers.index(source)
+        return self._collective(tensor, "broadcast", lambda tensors: tensors[place].clone())
+
+    def _collective(self, tensor: Tensor, what: str, combine: Callable[[list[Tensor]], Tensor]) -> Handle:
+        world, key = self._world, (self.generation, self._issued)
+        self._issued += 1
+        handle = _Pending(f"{what} {key[1]} of generation {key[0]}", self.workers)
+        with world.changed:
+            round_ = world.rounds.setdefault(key, _Round())
+            round_.tensors[self.rank] = tensor
+            round_.handles.append(handle)
+            if len(round_.tensors) == self.size:
+                result = combine([round_.tensors[r] for r in self.workers])
+                for mine in round_.tensors.values():
+                    mine.copy_(result)
+                for waiting in round_.handles:
+                    waiting.finished = True
+                del world.rounds[key]
+                world.changed.notify_all()
+            else:
+                gone = world.departed.intersection(self.workers) - round_.tensors.keys()
+                if gone:
+                    world._fail(handle, min(gone))
+        return handle
+
+    def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+        self._deliver(to, Message(self.rank, kind, meta, tuple(t.clone() for t in body)))
+
+    def call(
+        self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
+    ) -> Handle:
+        handle = _Pending(f"call {kind!r} to rank {to}", (to,), into)
+        with self._world.changed:
+            number = self._world.new_call(handle, to)
+            if to in self._world.departed:
+                self._world._fail(handle, to)
+                return handle
+        self._deliver(to, Message(self.rank, kind, meta, tuple(t.clone() for t in body), number))
+        return handle
+
+    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+        self.traffic.sent += nbytes_of(body)
+        with self._world.changed:
+            handle, _ = self._world.calls.pop(to.call)
+            handle.result = Message(self.rank, to.kind, meta, land(body, handle.into), to.call)
+            handle.finished = True
+            self._world.changed.notify_all()
+
+    def _deliver(self, to: int, message: Message) -> None:
+        self.traffic.sent += nbytes_of(message.body)
+        with self._world.changed:
+            self._world.inboxes[to].append(message)
+            self._world.changed.notify_all()
+
+    def recv(self, deadline_s: float | None = None) -> Message:
+        world, limit = self._world, self.deadline_s if deadline_s is None else deadline_s
+        inbox = world.inboxes[self.rank]
+        with world.changed:
+            if not world.changed.wait_for(lambda: bool(inbox), limit):
+                raise DeadlineExceeded(f"rank {self.rank}: no message from anyone in {limit:g} s")
+            message = inbox.popleft()
+        self.traffic.received += nbytes_of(message.body)
+        return message
+
+    def _wait(self, handles: Sequence[Handle], deadline_s: float) -> list[Message | None]:
+        pending = [h for h in handles if isinstance(h, _Pending)]
+        with self._world.changed:
+            if not self._world.changed.wait_for(lambda: all(h.finished for h in pending), deadline_s):
+                late = next(h for h in pending if not h.finished)
+                raise DeadlineExceeded(f"rank {self.rank}: {late.what} did not end in {deadline_s:g} s")
+        for handle in pending:
+            if handle.error is not None:
+                raise handle.error
+            if handle.result is not None:
+                self.traffic.received += nbytes_of(handle.result.body)
+        return [h.result for h in pending]
+
+    def regroup(self, generation: int, members: Sequence[int]) -> None:
+        self.generation, self.workers, self._issued = generation, tuple(members), 0
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with self._world.compute_lock:
+            yield
+
+
+def sum_in_order(tensors: list[Tensor]) -> Tensor:
+    """The sum, always added up in rank order, so that it has the same bits in every run."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def land(body: Sequence[Tensor], into: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+    """A reply's tensors in the buffers made ready for them, or in fresh ones."""
+    if into is None:
+        return tuple(t.clone() for t in body)
+    for mine, theirs in zip(into, body, strict=True):
+        mine.copy_(theirs)
+    return tuple(into)

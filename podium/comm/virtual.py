@@ -1,0 +1,410 @@
+"""The virtual world: real gradients, a simulated clock and network, and the same bits every time.
+
+Ranks are threads that pass a baton: one runs at a time, and whoever blocks runs the event loop until somebody, perhaps
+itself, can go on. A rank's own clock runs ahead while it computes; what it sends becomes an event at the time stamped
+on it, and events are taken in the order (time, class, rank, number). So hundreds of ranks need one core, tracebacks are
+ordinary, and nothing depends on how the operating system schedules threads.
+
+Measured wall time never enters the clock. What work costs comes from the cluster description: a pass over b samples
+takes (seconds_per_step + b * seconds per sample) / speed, a third of it forward; a bucket is ready when its share of
+the backward pass is done. Messages queue at the sender's and the receiver's network card, first come first served; a
+collective takes the ring formula of the cluster and follows the one before it.
+
+Not modelled: collectives and messages do not slow each other down, and validation is free.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from podium.comm.base import DEPARTED, Clock, Communicator, Handle, Message, Meta, nbytes_of
+from podium.comm.memory import land, sum_in_order
+from podium.comm.network import Network, Terrain, make_network
+from podium.errors import CommError, DeadlineExceeded, Lost
+
+HEADER_BYTES = 256
+"""What a message weighs besides its tensors."""
+
+
+class Event(NamedTuple):
+    time: int
+    order: int  # 0: something arrives or is done; 1: a rank goes on
+    rank: int
+    number: int
+    action: Callable[[], None] | None  # None: the rank goes on
+
+
+@dataclass(eq=False)
+class _Pending(Handle):
+    owner: int
+    what: str
+    into: Sequence[Tensor] | None = None
+    result: Message | None = None
+    finished: bool = False
+    failed: CommError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.finished
+
+
+@dataclass
+class _Round:
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    handles: list[_Pending] = field(default_factory=list)
+
+
+@dataclass
+class _Seat:
+    """What the loop knows of one rank."""
+
+    gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    waits_for: set[_Pending] | None = None  # None: not waiting for handles
+    wants_message: bool = False
+    waiting_for: str = ""
+    alive: bool = True
+    error: CommError | None = None  # to raise when it goes on
+
+
+class VirtualWorld:
+    """The event loop, the network and the ranks of one simulated run."""
+
+    def __init__(self, cluster: Terrain, workers: int, servers: int = 0, *, colocated: bool = False, seed: int = 0):
+        self.cluster, self.seed = cluster, seed
+        self.now = 0
+        self.members = tuple(range(workers))
+        self.servers = tuple(range(workers, workers + servers))
+        self.node_of = cluster.place(workers, servers, colocated)
+        self.network: Network = make_network(cluster, self)
+        self.inboxes: dict[int, deque[Message]] = {r: deque() for r in self.members + self.servers}
+        self.calls: dict[int, tuple[_Pending, int]] = {}
+        self.rounds: dict[tuple[int, int], _Round] = {}
+        self.collective_free = 0
+        self._calls_made = 0
+        self._events: list[Event] = []
+        self._numbers = 0
+        self._seats = {r: _Seat() for r in self.members + self.servers}
+        self._over = threading.Event()
+        self.ranks = [VirtualCommunicator(self, rank) for rank in self.members + self.servers]
+
+    def at(self, time: int, rank: int, action: Callable[[], None] | None, order: int = 0) -> None:
+        """Let something happen at this time."""
+        self._numbers += 1
+        heapq.heappush(self._events, Event(time, order, rank, self._numbers, action))
+
+    def run(self, mains: Sequence[Callable[[], None]]) -> list[BaseException | None]:
+        """Run one function per rank to its end in virtual time; what each raised."""
+        errors: list[BaseException | None] = [None] * len(mains)
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(before)})  # batons pass 3 times faster on one core; new threads inherit it
+        threads = [
+            threading.Thread(target=self._body, args=(r, main, errors), name=f"rank-{r}", daemon=True)
+            for r, main in enumerate(mains)
+        ]
+        try:
+            for rank, thread in enumerate(threads):
+                thread.start()
+                self.at(0, rank, None, order=1)
+            self._next()
+            self._over.wait()
+            for thread in threads:
+                thread.join()
+        finally:
+            os.sched_setaffinity(0, before)
+        return errors
+
+    def _body(self, rank: int, main: Callable[[], None], errors: list[BaseException | None]) -> None:
+        self._seats[rank].gate.acquire()
+        try:
+            main()
+        except BaseException as error:  # kept for the caller: a thread has nobody above it
+            errors[rank] = error
+        self._leave(rank, failed=errors[rank] is not None)
+
+    def _leave(self, rank: int, failed: bool) -> None:
+        """A rank ended: tell the others, and pass the baton for the last time."""
+        self._seats[rank].alive = False
+        leaving_at = self.ranks[rank].virtual_clock.local
+        self.at(max(self.now, leaving_at), rank, lambda: self._announce_departure(rank, failed))
+        self._next()
+
+    def _announce_departure(self, rank: int, failed: bool) -> None:
+        for other, seat in self._seats.items():
+            if seat.alive and other != rank:
+                self.deliver(other, Message(rank, DEPARTED, {"failed": failed}))
+        for handle, peer in list(self.calls.values()):
+            if peer == rank:
+                self.finish(handle, Lost(f"rank {rank} is gone ({handle.what})"))
+        for round_ in self.rounds.values():
+            if rank not in round_.tensors:
+                for handle in round_.handles:
+                    self.finish(handle, Lost(f"rank {rank} is gone ({handle.what})"))
+
+    # The baton.
+
+    def block(self, rank: int) -> None:
+        """Let others run until this rank can go on."""
+        seat = self._seats[rank]
+        if self._next(rank) != rank:
+            seat.gate.acquire()
+        error, seat.error = seat.error, None
+        if error is not None:
+            raise error
+
+    def _next(self, me: int | None = None) -> int | None:
+        """Run events until a rank can go on, and hand it the baton (unless it is `me`)."""
+        while self._events or self._break_deadlock():
+            event = heapq.heappop(self._events)
+            assert event.time >= self.now, "time ran backwards"
+            self.now = event.time
+            if event.action is not None:
+                event.action()
+            elif self._seats[event.rank].alive:
+                self.ranks[event.rank].virtual_clock.catch_up(event.time)
+                if event.rank != me:
+                    self._seats[event.rank].gate.release()
+                return event.rank
+        self._over.set()
+        return None
+
+    def _break_deadlock(self) -> bool:
+        """Nothing can happen any more, yet ranks wait: the first of them is told."""
+        for rank, seat in self._seats.items():
+            if seat.alive and (seat.waits_for is not None or seat.wants_message):
+                seat.error = DeadlineExceeded(f"rank {rank} waits for ever in virtual time: {seat.waiting_for}")
+                seat.waits_for, seat.wants_message = None, False
+                self.at(self.now, rank, None, order=1)
+                return True
+        return False
+
+    def wait_for(self, rank: int, handles: Sequence[_Pending]) -> None:
+        open_ = {h for h in handles if not h.finished}
+        if open_:
+            seat = self._seats[rank]
+            seat.waits_for, seat.waiting_for = open_, "; ".join(sorted(h.what for h in open_)[:3])
+            self.block(rank)
+
+    def wait_for_message(self, rank: int) -> None:
+        seat = self._seats[rank]
+        seat.wants_message, seat.waiting_for = True, "a message from anyone"
+        self.block(rank)
+
+    # What events do.
+
+    def finish(self, handle: _Pending, error: CommError | None = None) -> None:
+        """An exchange ended; its owner goes on if it waited for nothing else."""
+        if handle.finished:
+            return
+        handle.finished, handle.failed = True, error
+        seat = self._seats[handle.owner]
+        if seat.waits_for is not None and handle in seat.waits_for:
+            seat.waits_for.discard(handle)
+            if not seat.waits_for or error is not None:
+                seat.waits_for = None
+                self._go_on(handle.owner)
+
+    def deliver(self, to: int, message: Message) -> None:
+        self.inboxes[to].append(message)
+        seat = self._seats[to]
+        if seat.wants_message:
+            seat.wants_message = False
+            self._go_on(to)
+
+    def _go_on(self, rank: int) -> None:
+        self.at(max(self.now, self.ranks[rank].virtual_clock.local), rank, None, order=1)
+
+    def is_alive(self, rank: int) -> bool:
+        return self._seats[rank].alive
+
+    def new_call(self, handle: _Pending, to: int) -> int:
+        self._calls_made += 1
+        self.calls[self._calls_made] = (handle, to)
+        return self._calls_made
+
+
+@final
+class VirtualClock(Clock):
+    """One rank's clock: it runs ahead of the world's while the rank computes."""
+
+    def __init__(self, world: VirtualWorld, rank: int) -> None:
+        self.local = 0
+        node = world.cluster.nodes[world.node_of[rank]]
+        self._cluster, self._rank, self._seed = world.cluster, rank, world.seed
+        self._speed, self._memory_bytes_per_s = node.speed, node.memory_gbs * 1e9
+        self._flops = node.flops
+        self._passes = 0
+        self._backward_from = self._backward_ns = 0
+        self.flops_per_sample = 0.0
+        """Set by the worker's builder; used where the cluster gives no `seconds_per_sample`."""
+
+    def now_ns(self) -> int:
+        return self.local
+
+    def catch_up(self, time: int) -> None:
+        self.local = max(self.local, time)
+
+    def begin_pass(self, samples: int) -> None:
+        per_sample = self._cluster.seconds_per_sample
+        if per_sample is None:
+            per_sample = self.flops_per_sample / self._flops
+        seconds = (self._cluster.seconds_per_step + samples * per_sample) / self._speed * self._jitter()
+        total = round(seconds * 1e9)
+        self._backward_ns = total * 2 // 3
+        self._backward_from = self.local + total - self._backward_ns
+        self._passes += 1
+
+    def reach(self, fraction: float) -> None:
+        self.catch_up(self._backward_from + round(self._backward_ns * fraction))
+
+    def touch(self, nbytes: int) -> None:
+        self.local += round(nbytes / self._memory_bytes_per_s * 1e9)
+
+    def _jitter(self) -> float:
+        """Lognormal with mean 1, drawn from (seed, rank, pass): adding a rank shifts nobody's draws."""
+        cv = self._cluster.jitter
+        if cv == 0:
+            return 1.0
+        sigma = float(np.sqrt(np.log1p(cv**2)))
+        draw = np.random.Generator(np.random.Philox(key=[self._seed, self._rank << 40 | self._passes]))
+        return float(np.exp(draw.normal(-(sigma**2) / 2, sigma)))
+
+
+@final
+class VirtualCommunicator(Communicator):
+    """One simulated rank's view of the others."""
+
+    shares_process = True
+
+    def __init__(self, world: VirtualWorld, rank: int) -> None:
+        self.virtual_clock = VirtualClock(world, rank)
+        super().__init__(rank, world.members, world.servers, self.virtual_clock)
+        self._world, self._issued = world, 0
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        nbytes = nbytes_of([tensor])
+        self.traffic.count_all_reduce(nbytes, self.size)
+        nodes = [self._world.node_of[r] for r in self.workers]
+        cost = round(self._world.cluster.ring_seconds(nbytes, nodes) * 1e9)
+        return self._collective(tensor, "all-reduce", sum_in_order, cost)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        nbytes = nbytes_of([tensor])
+        self.traffic.count_broadcast(nbytes, self.rank == source, self.size)
+        nodes = [self._world.node_of[r] for r in self.workers]
+        cost = round(self._world.cluster.ring_seconds(nbytes, nodes) * 1e9 / 2)  # half a ring: gather only
+        place = self.workers.index(source)
+        return self._collective(tensor, "broadcast", lambda tensors: tensors[place].clone(), cost)
+
+    def _collective(
+        self, tensor: Tensor, what: str, combine: Callable[[list[Tensor]], Tensor], cost_ns: int
+    ) -> Handle:
+        world, key = self._world, (self.generation, self._issued)
+        self._issued += 1
+        handle = _Pending(self.rank, f"{what} {key[1]} of generation {key[0]}")
+        members = self.workers
+
+        def join() -> None:
+            round_ = world.rounds.setdefault(key, _Round())
+            round_.tensors[self.rank] = tensor
+            round_.handles.append(handle)
+            gone = [r for r in members if not world.is_alive(r) and r not in round_.tensors]
+            if gone:
+                world.finish(handle, Lost(f"rank {gone[0]} is gone ({handle.what})"))
+            elif len(round_.tensors) == len(members):
+                world.collective_free = max(world.now, world.collective_free) + cost_ns
+                world.at(world.collective_free, self.rank, lambda: complete(round_))
+
+        def complete(round_: _Round) -> None:
+            del world.rounds[key]
+            result = combine([round_.tensors[r] for r in members])
+            for mine in round_.tensors.values():
+                mine.copy_(result)
+            for waiting in round_.handles:
+                world.finish(waiting)
+
+        world.at(self.virtual_clock.local, self.rank, join)
+        return handle
+
+    def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+        message = Message(self.rank, kind, meta, tuple(t.clone() for t in body))
+        self._transfer(to, message.body, lambda: self._world.deliver(to, message))
+
+    def call(
+        self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
+    ) -> Handle:
+        handle = _Pending(self.rank, f"call {kind!r} to rank {to}", into)
+        number = self._world.new_call(handle, to)
+        message = Message(self.rank, kind, meta, tuple(t.clone() for t in body), number)
+
+        def arrive() -> None:
+            if self._world.is_alive(to):
+                self._world.deliver(to, message)
+            else:
+                self._world.finish(handle, Lost(f"rank {to} is gone ({handle.what})"))
+
+        self._transfer(to, message.body, arrive)
+        return handle
+
+    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+        handle, _ = self._world.calls[to.call]
+        message = Message(self.rank, to.kind, meta, tuple(t.clone() for t in body), to.call)
+
+        def arrive() -> None:
+            del self._world.calls[to.call]
+            handle.result = message._replace(body=land(message.body, handle.into))
+            self._world.finish(handle)
+
+        self._transfer(to.source, message.body, arrive)
+
+    def _transfer(self, to: int, body: Sequence[Tensor], arrive: Callable[[], None]) -> None:
+        nbytes = nbytes_of(body)
+        self.traffic.sent += nbytes
+        world = self._world
+        a, b = world.node_of[self.rank], world.node_of[to]
+        world.at(
+            self.virtual_clock.local,
+            self.rank,
+            lambda: world.network.start(a, b, nbytes + HEADER_BYTES, self.rank, arrive),
+        )
+
+    def recv(self, deadline_s: float | None = None) -> Message:
+        inbox = self._world.inboxes[self.rank]
+        if not inbox:
+            self._world.wait_for_message(self.rank)
+        message = inbox.popleft()
+        self.traffic.received += nbytes_of(message.body)
+        return message
+
+    def _wait(self, handles: Sequence[Handle], deadline_s: float) -> list[Message | None]:
+        pending = [h for h in handles if isinstance(h, _Pending)]
+        self._world.wait_for(self.rank, pending)
+        for handle in pending:
+            if handle.failed is not None:
+                raise handle.failed
+            if handle.result is not None:
+                self.traffic.received += nbytes_of(handle.result.body)
+        return [h.result for h in pending]
+
+    def regroup(self, generation: int, members: Sequence[int]) -> None:
+        self.generation, self.workers, self._issued = generation, tuple(members), 0
+
+
+def count_flops(model: torch.nn.Module, loss: Callable[..., Tensor], inputs: object, targets: object) -> float:
+    """Floating-point operations of one forward and backward pass over this batch, counted, not timed."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        loss(model(inputs), targets).backward()
+    for p in model.parameters():
+        p.grad = None
+    return float(counter.get_total_flops())

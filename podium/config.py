@@ -1,0 +1,293 @@
+"""A run's configuration: one frozen dataclass, TOML in, `a.b=c` over it, every unknown key refused.
+
+Only names and numbers live here, no torch: the command line reads it before anything heavy is imported, and each rank
+gets it as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from podium.errors import ConfigError, UnknownName
+
+LAUNCHERS = ("local", "threads", "virtual", "shaped")
+"""Where ranks live: processes here, threads here, simulated time, processes in shaped network namespaces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All that decides a run. The resolved one is written to its manifest."""
+
+    task: str = "digits-mlp"
+    """A built-in name, `file.py:function` or `package.module:function`."""
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the task's function (`--set task.lr=0.1`)."""
+    strategy: str = "all-reduce"
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the strategy (`--set strategy.servers=2`)."""
+    workers: int = 1
+    seed: int = 0
+    epochs: int | None = None
+    """How often the data are gone through; the task's own number when not given."""
+    steps: int | None = None
+    """Ends the run after this many global steps, whatever `epochs` says."""
+    batch_size: int | None = None
+    """Samples per global step over all workers; the task's own number when not given."""
+    accumulate: int | None = None
+    """Micro-batches per step on each worker; the task's own number when not given."""
+    clip_norm: float | None = None
+    autocast: Literal["off", "bf16"] | None = None
+    buffers: Literal["mean", "broadcast", "local"] | None = None
+    shares: tuple[float, ...] | None = None
+    """Each worker's part of a global step, in any unit; equal when not given."""
+    eval_every: int = 1
+    """Epochs between validations; 0 validates at the end only."""
+    checkpoint_every: int = 0
+    """Global steps between checkpoints; 0 writes one at the end only."""
+    keep_checkpoints: int = 2
+    launcher: Literal["local", "threads", "virtual", "shaped"] = "local"
+    cluster: str | None = None
+    """A cluster file (TOML): nodes and links. Needed by `shaped`, used by `virtual`."""
+    device: str = "cpu"
+    """`cpu`, `cuda` (ranks share the visible GPUs in turn) or `auto`."""
+    threads: int | None = None
+    """Intra-op threads per rank; the cores divided by the ranks when not given, 1 in threads and virtual time."""
+    data_dir: str | None = None
+    out: str = "runs"
+    """The run's folder is made inside this one."""
+    run_dir: str | None = None
+    """The run's folder itself; made up from task, strategy and time when not given."""
+    resume: str | None = None
+    """A run's folder or one checkpoint to go on from."""
+    replay: str | None = None
+    """A run's folder whose recorded order of arrivals is repeated, in virtual time."""
+    deadline_s: float = 60.0
+    """How long any rank waits for another before it gives up."""
+    heartbeat_s: float = 2.0
+    """A rank that is silent for longer is taken for lost and killed."""
+    start_deadline_s: float = 60.0
+    """How long all ranks together may take to start."""
+
+    def __post_init__(self) -> None:
+        def need(holds: bool, name: str, what: str) -> None:
+            if not holds:
+                raise ConfigError(f"{name} must be {what}, got {getattr(self, name)!r}")
+
+        need(self.workers >= 1, "workers", "at least 1")
+        need(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
+        for name in ("epochs", "steps", "batch_size", "accumulate", "threads"):
+            value = getattr(self, name)
+            need(value is None or value >= 1, name, "at least 1")
+        need(self.clip_norm is None or self.clip_norm > 0, "clip_norm", "above 0")
+        for name in ("eval_every", "checkpoint_every"):
+            need(getattr(self, name) >= 0, name, "0 or more")
+        need(self.keep_checkpoints >= 1, "keep_checkpoints", "at least 1")
+        for name in ("deadline_s", "heartbeat_s", "start_deadline_s"):
+            need(getattr(self, name) > 0, name, "above 0")
+        if self.launcher not in LAUNCHERS:
+            raise UnknownName("launcher", self.launcher, LAUNCHERS)
+        if self.shares is not None:
+            need(len(self.shares) == self.workers, "shares", f"one number per worker ({self.workers})")
+            need(min(self.shares) >= 0 and sum(self.shares) > 0, "shares", "0 or more each, not all 0")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run came to. `podium train --json` prints it; `results.jsonl` holds one per line."""
+
+    run_dir: str
+    status: Literal["finished", "stopped"]
+    task: str
+    strategy: str
+    """Name and options that differ from the default, as `parameter-server(mode=async)`."""
+    workers: int
+    seed: int
+    launcher: str
+    metrics: Mapping[str, float]
+    """Of the last validation."""
+    loss: float
+    """Of the last validation."""
+    param_hash: Mapping[str, str]
+    """Each worker's hash of its parameters at the end, by rank."""
+    steps: int
+    """Global steps, or pushes applied when asynchronous."""
+    samples: int
+    epochs: float
+    seconds: float
+    """Training time on the world's own clock, validation left out."""
+    samples_per_s: float
+    sent_bytes: int
+    """By all ranks together."""
+    step_ms: Mapping[str, float] = field(default_factory=dict)
+    """Median and 90th percentile of a worker's step: `p50`, `p90`."""
+    wait_share: float = 0.0
+    """Share of the workers' step time spent waiting for others."""
+    staleness: Mapping[str, float] = field(default_factory=dict)
+    """`mean`, `max`, `count` over updates, each worker's first push left out; empty when nothing can be stale."""
+    history: Sequence[Mapping[str, Any]] = ()
+    """One row per validation: step, epoch, samples, seconds, loss and the metrics."""
+    lost: Sequence[int] = ()
+    """Ranks that were lost on the way."""
+    model: str = ""
+    """Where the trained parameters are (safetensors)."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+T = TypeVar("T")
+
+
+def build(cls: type[T], values: Mapping[str, Any], *, who: str) -> T:
+    """An instance of a config dataclass from plain values: strings are converted, unknown keys refused."""
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: hints[f.name] for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # always a dataclass
+    given = {}
+    for name, value in values.items():
+        key = name.replace("-", "_")
+        if key not in fields:
+            raise UnknownName(f"option of {who}", name, fields)
+        given[key] = convert(value, fields[key], f"{who}: {name}")
+    return cls(**given)
+
+
+def convert(value: Any, hint: Any, who: str) -> Any:
+    """Turn a plain value (perhaps a string from the command line) into what the annotation says, or refuse it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return parse_value(value) if isinstance(value, str) else value
+    if origin in (typing.Union, types.UnionType):
+        if value is None or (value == "none" and type(None) in args):
+            if type(None) in args:
+                return None
+            raise ConfigError(f"{who} must not be none")
+        choices = [a for a in args if a is not type(None)]
+        for choice in choices[:-1]:
+            try:
+                return convert(value, choice, who)
+            except ConfigError:
+                continue
+        return convert(value, choices[-1], who)
+    if origin is Literal:
+        if value in args:
+            return value
+        if all(isinstance(a, str) for a in args):
+            raise UnknownName(f"value of {who}:", value, args)
+        raise ConfigError(f"{who} must be one of {list(args)}, got {value!r}")
+    if origin in (tuple, list, Sequence):
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, Sequence):
+            raise ConfigError(f"{who} must be a list, got {value!r}")
+        return tuple(convert(item, args[0], who) for item in items)
+    if origin is not None:  # mappings and the like come from code or TOML as they are
+        return value
+    return _convert_plain(value, hint, who)
+
+
+def _convert_plain(value: Any, hint: Any, who: str) -> Any:
+    if hint is bool:
+        known = {"true": True, "false": False, True: True, False: False}
+        if value not in known:
+            raise ConfigError(f"{who} must be true or false, got {value!r}")
+        return known[value]
+    if hint in (int, float):
+        if isinstance(value, bool) or (hint is int and isinstance(value, float) and not value.is_integer()):
+            raise ConfigError(f"{who} must be {_A[hint]}, got {value!r}")
+        try:
+            return hint(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{who} must be {_A[hint]}, got {value!r}") from None
+    if hint is str and not isinstance(value, str):
+        raise ConfigError(f"{who} must be text, got {value!r}")
+    return value
+
+
+_A = {int: "a whole number", float: "a number"}
+
+
+def parse_value(text: str) -> Any:
+    """A value as TOML would read it; bare words stay text."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def resolve(
+    file: str | Path | None = None, overrides: Sequence[str] = (), given: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The run's configuration: defaults, then the TOML file, then options that were given, then `a.b=c`."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        values.update(_flatten(_read_toml(Path(file))))
+    values.update({k: v for k, v in (given or {}).items() if v is not None})
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set takes KEY=VALUE, got {override!r}")
+        _put(values, key.strip(), text.strip())
+    name, options = parse_strategy(str(values.get("strategy", RunConfig.strategy)))
+    values["strategy"] = name
+    values["strategy_options"] = {**options, **values.get("strategy_options", {})}
+    return build(RunConfig, values, who="run")
+
+
+def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
+    """`name` or `name:key=value,key=value` to name and options; `my.py:Class` is a name too."""
+    name, _, rest = text.partition(":")
+    if "." in name:  # a file or module of the user's own
+        cls, _, rest = rest.partition(":")
+        name = f"{name}:{cls}"
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"strategy {name}: options are key=value, got {part!r}")
+        options[key.strip().replace("-", "_")] = value.strip()
+    return name.strip(), options
+
+
+def _put(values: dict[str, Any], key: str, text: str) -> None:
+    head, dot, tail = key.partition(".")
+    if head in ("strategy", "task") and dot:
+        options = values[f"{head}_options"] = dict(values.get(f"{head}_options", {}))
+        options[tail.replace("-", "_")] = parse_value(text) if head == "task" else text
+    elif head == "run" and dot:
+        values[tail] = text
+    else:
+        values[key] = text
+
+
+def _flatten(table: Mapping[str, Any]) -> dict[str, Any]:
+    """`[run]`, `[task]` and `[strategy]` tables of a run file to the fields of RunConfig."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if key == "run" and isinstance(value, Mapping):
+            flat.update(value)
+        elif key in ("task", "strategy") and isinstance(value, Mapping):
+            options = dict(value)
+            if "name" in options:
+                flat[key] = options.pop("name")
+            flat[f"{key}_options"] = options
+        else:
+            flat[key] = value
+    return flat
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from error

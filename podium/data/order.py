@@ -1,0 +1,89 @@
+"""The global sample order: one permutation per epoch, fixed by (seed, epoch).
+
+A position counts samples since the start of the run. A global step is a slice of the order that never crosses the end
+of an epoch; it is divided among workers in proportion to their share. Nothing here knows about ranks that join, leave
+or change strategy: whoever holds a position can go on from it, so every sample is used once per epoch whatever happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from podium.errors import ConfigError
+
+
+class Slice(NamedTuple):
+    """A run of samples in the global order, all of one epoch."""
+
+    position: int  # of the first sample, counted since the start of the run
+    count: int
+    epoch: int
+    offset: int  # of the first sample, inside its epoch
+
+
+class GlobalOrder:
+    """The order in which the samples of a data set are used, whoever uses them."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        if samples < 1:
+            raise ConfigError("the training data must hold at least one sample, got none")
+        self.samples, self.seed = samples, seed
+        self._epoch = -1
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    def slice_at(self, position: int, count: int) -> Slice:
+        """The next `count` samples, or what the epoch has left."""
+        epoch, offset = divmod(position, self.samples)
+        return Slice(position, min(count, self.samples - offset), epoch, offset)
+
+    def indices(self, piece: Slice) -> np.ndarray:
+        """Which samples of the data set these are."""
+        return self.permutation(piece.epoch)[piece.offset : piece.offset + piece.count]
+
+    def keys(self, piece: Slice) -> np.ndarray:
+        """One uint64 per sample, fixed by (seed, epoch, sample): what augmentation draws from."""
+        return _mix(self.indices(piece).astype(np.uint64), self.seed, piece.epoch)
+
+    def permutation(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            self._permutation = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.samples)
+            self._epoch = epoch
+        return self._permutation
+
+    def steps(self, batch_size: int, epochs: int) -> int:
+        """How many global steps that many epochs take."""
+        return epochs * -(-self.samples // batch_size)
+
+
+def divide(count: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to `shares` that add up to `count` (largest remainder; ties to the lower index)."""
+    total = float(sum(shares))
+    if total <= 0 or min(shares) < 0:
+        raise ConfigError(f"shares must not be negative and must add up to more than 0, got {list(shares)}")
+    exact = [count * share / total for share in shares]
+    whole = [int(x) for x in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (whole[i] - exact[i], i))
+    for i in by_remainder[: count - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+def share_of(piece: Slice, shares: Sequence[float], index: int) -> Slice:
+    """The part of a global step that belongs to the worker at `index`."""
+    counts = divide(piece.count, shares)
+    before = sum(counts[:index])
+    return Slice(piece.position + before, counts[index], piece.epoch, piece.offset + before)
+
+
+def _mix(values: np.ndarray, *salts: int) -> np.ndarray:
+    """SplitMix64's finaliser over (value, salts): cheap, vectorised, and the same on every machine."""
+    with np.errstate(over="ignore"):
+        for salt in salts:
+            values = values + np.uint64((salt * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF)
+            values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            values = values ^ (values >> np.uint64(31))
+    return values

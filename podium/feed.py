@@ -1,0 +1,97 @@
+"""Where a worker's batches come from: its share of each global step, or leases from the servers' cursor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from podium.data.base import Dataset
+from podium.data.order import GlobalOrder, Slice, share_of
+from podium.worker import Batch, Worker
+
+
+class Feed(ABC):
+    """Hands out the batches of one worker until the horizon."""
+
+    def __init__(self, dataset: Dataset, order: GlobalOrder, worker: Worker, device: torch.device) -> None:
+        self.dataset, self.order, self.worker, self.device = dataset, order, worker, device
+
+    @abstractmethod
+    def next(self) -> Batch | None:
+        """The next batch, or None when this stretch of training is over."""
+
+    def _batch(self, mine: Slice, weight: float, end: int, lease: int = -1) -> Batch:
+        if mine.count == 0:
+            return Batch(None, None, 0, 0.0, mine, end, lease)
+        inputs, targets = self.dataset.gather(self.order.indices(mine), self.order.keys(mine))
+        return Batch(
+            to_device(inputs, self.device), to_device(targets, self.device), mine.count, weight, mine, end, lease
+        )
+
+
+@final
+class StepFeed(Feed):
+    """This worker's share of each global step."""
+
+    def __init__(self, *args: Any, shares: Sequence[float] | None = None) -> None:
+        super().__init__(*args)
+        self._shares = shares
+
+    def next(self) -> Batch | None:
+        worker = self.worker
+        if worker.position >= worker.horizon:
+            return None
+        step = self.order.slice_at(worker.position, worker.batch_size)
+        members = worker.comm.workers
+        shares = [1.0] * len(members) if self._shares is None else [self._shares[r] for r in members]
+        mine = share_of(step, shares, worker.comm.index)
+        return self._batch(mine, mine.count / step.count, step.position + step.count)
+
+
+@final
+class CursorFeed(Feed):
+    """Leases from the cursor on the first server."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._last = -1
+
+    def next(self) -> Batch | None:
+        worker = self.worker
+        asked = {"done": self._last, "stop": worker.stop_requested}
+        (answer,) = worker.comm.wait(worker.comm.call(worker.comm.servers[0], "draw", asked))
+        assert answer is not None
+        if "lease" not in answer.meta:
+            worker.position = answer.meta["position"]
+            worker.stop_agreed = worker.position < worker.horizon
+            self._last = -1
+            return None
+        self._last = answer.meta["lease"]
+        piece = Slice(*answer.meta["piece"])
+        self._follow_schedule(piece)
+        return self._batch(piece, 1.0, piece.position + piece.count, self._last)
+
+    def _follow_schedule(self, piece: Slice) -> None:
+        """The learning rate is that of the global step in which the lease lies."""
+        worker = self.worker
+        if worker.schedule is None:
+            return
+        steps_per_epoch = -(-self.order.samples // worker.batch_size)
+        due = piece.epoch * steps_per_epoch + piece.offset // worker.batch_size
+        while worker.schedule.last_epoch < due:
+            worker.step_schedule()
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Every tensor of a nest of tuples, lists and dicts, on this device."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {k: to_device(v, device) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(v, device) for v in value)
+    return value

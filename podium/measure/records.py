@@ -1,0 +1,131 @@
+"""Records: one measured fact per line, appended as it happens; everything else reads them.
+
+A run's folder:
+
+    manifest.json            what was run: resolved configuration, seed, versions, hardware, commit
+    records/rank-3.jsonl     what rank 3 saw, one JSON object per line, flushed line by line
+    records.jsonl            all of them in order of time, written when the run ends
+
+Every record has `kind`, `rank`, `t_ns` (nanoseconds since the run began, on the world's own clock) and its own fields.
+A file cut short by a kill is readable up to its last whole line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from podium.errors import RecordError
+
+Record = dict[str, Any]
+
+KINDS: dict[str, str] = {
+    "begin": "a rank is ready: role, parameters, buckets, device",
+    "step": "one step of one worker: step, position, samples, loss, step_ns, wait_ns, sent, received (bytes)",
+    "eval": "validation: step, epoch, position, loss, metrics, eval_ns",
+    "arrival": "a server took up a message: source, what, lease, step; their order is the run's order",
+    "update": "a server applied gradients: version, staleness, worker, lease",
+    "lost": "a rank was lost: lost (rank), cause, generation",
+    "regroup": "the survivors agreed: generation, members, source, step, took_ns",
+    "checkpoint": "a checkpoint was written: step, position, path, took_ns",
+    "stop": "the run was asked to stop: step, reason",
+    "failed": "a rank raised: error, message, place, step",
+    "end": "a rank is through: step, position, param_hash, metrics, sent, received",
+}
+"""What each kind of record holds."""
+
+
+class Recorder:
+    """Appends one rank's records to its file; with no path, keeps them in memory."""
+
+    def __init__(self, rank: int, path: Path | None = None) -> None:
+        self.rank, self.path = rank, path
+        self.kept: list[Record] = []
+        self._file = None
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("a", buffering=1, encoding="utf-8")
+            except OSError as error:
+                raise RecordError(f"records of rank {rank} cannot be written to {path}: {error}") from error
+
+    def write(self, kind: str, t_ns: int, **fields: Any) -> None:
+        assert kind in KINDS, kind
+        record: Record = {"kind": kind, "rank": self.rank, "t_ns": int(t_ns), **fields}
+        if self._file is None:
+            self.kept.append(record)
+            return
+        try:
+            self._file.write(to_json(record) + "\n")
+        except OSError as error:
+            raise RecordError(f"records of rank {self.rank} cannot be written to {self.path}: {error}") from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def to_json(value: Any) -> str:
+    """One line of strict JSON; a number that is not finite becomes a string, since JSON has none."""
+    return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False, default=_plain)
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a file, or of a run's folder in order of time; a torn last line is left out."""
+    if path.is_dir():
+        merged = path / "records.jsonl"
+        yield from read_records(merged) if merged.is_file() else merged_records((path / "records").glob("rank-*.jsonl"))
+        return
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise RecordError(f"records cannot be read from {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # no newline behind it: the writer was killed in mid-line
+                return
+            raise RecordError(f"{path}:{number}: not a record: {error}") from error
+
+
+def merged_records(paths: Iterable[Path]) -> list[Record]:
+    """Records of several ranks in order of time, then rank, then as written."""
+    rows = [row for path in sorted(paths) for row in read_records(path)]
+    return sorted(rows, key=lambda row: (row["t_ns"], row["rank"]))  # stable: ties keep each file's order
+
+
+def merge_records(run_dir: Path) -> Path:
+    """Write `records.jsonl` from the ranks' files, whole or not at all."""
+    target = run_dir / "records.jsonl"
+    partial = target.with_suffix(".partial")
+    rows = merged_records((run_dir / "records").glob("rank-*.jsonl"))
+    try:
+        partial.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        raise RecordError(f"records cannot be merged into {target}: {error}") from error
+    return target
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"a record cannot hold a {type(value).__name__}")

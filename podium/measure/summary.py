@@ -1,0 +1,88 @@
+"""What a run came to, worked out from its records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from podium.measure.records import Record
+
+
+def summarise(records: Iterable[Record]) -> dict[str, Any]:
+    """The measured fields of a RunResult."""
+    rows = list(records)
+    by_kind: dict[str, list[Record]] = {}
+    for row in rows:
+        by_kind.setdefault(row["kind"], []).append(row)
+    steps, evals = by_kind.get("step", []), by_kind.get("eval", [])
+    ends = [row for row in by_kind.get("end", []) if "param_hash" in row]
+    begins = [row for row in by_kind.get("begin", []) if row["role"] == "worker"]
+    is_async = "update" in by_kind
+    began = min((row["t_ns"] for row in begins), default=0)
+    history = _history(evals, began, is_async)
+    samples = max((row["position"] for row in ends), default=0) - min((row["position"] for row in begins), default=0)
+    seconds = _seconds(steps, evals, began, is_async)
+    step_ns = np.array([row["step_ns"] for row in steps] or [0])
+    last = evals[-1] if evals else {}
+    return {
+        "metrics": last.get("metrics", {}),
+        "loss": last.get("loss", float("nan")),
+        "param_hash": {str(row["rank"]): row["param_hash"] for row in ends},
+        "steps": sum(row["steps"] for row in ends) if is_async else max((row["steps"] for row in ends), default=0),
+        "samples": samples,
+        "epochs": history[-1]["epoch"] if history else 0.0,
+        "seconds": seconds,
+        "samples_per_s": samples / seconds if seconds > 0 else 0.0,
+        "sent_bytes": sum(row["sent"] for row in by_kind.get("end", [])),
+        "step_ms": {"p50": float(np.median(step_ns)) / 1e6, "p90": float(np.quantile(step_ns, 0.9)) / 1e6},
+        "wait_share": float(sum(row["wait_ns"] for row in steps)) / max(1.0, float(step_ns.sum())),
+        "staleness": staleness(by_kind.get("update", [])),
+        "history": history,
+        "lost": sorted({row["lost"] for row in by_kind.get("lost", [])}),
+    }
+
+
+def staleness(updates: Sequence[Record]) -> dict[str, float]:
+    """Mean, largest and number over updates, each worker's first push left out (it begins with fresh parameters)."""
+    seen: set[tuple[int, int]] = set()
+    later = []
+    for row in updates:
+        key = (row["rank"], row["worker"])
+        if key in seen:
+            later.append(row["staleness"])
+        seen.add(key)
+    if not later:
+        return {}
+    return {"mean": float(np.mean(later)), "max": float(max(later)), "count": float(len(later))}
+
+
+def _seconds(steps: Sequence[Record], evals: Sequence[Record], began: int, is_async: bool) -> float:
+    """From the first worker's start to the last step.
+
+    Validation is left out where all wait for it. In asynchronous training the others go on meanwhile, so its time
+    counts.
+    """
+    if not steps:
+        return 0.0
+    last = max(row["t_ns"] for row in steps)
+    validating = 0 if is_async else sum(row["eval_ns"] for row in evals if row["t_ns"] <= last)
+    return float(last - began - validating) / 1e9
+
+
+def _history(evals: Sequence[Record], began: int, is_async: bool) -> list[Mapping[str, Any]]:
+    history, validating = [], 0
+    for row in evals:
+        validating += 0 if is_async else row["eval_ns"]
+        history.append(
+            {
+                "step": row["step"],
+                "epoch": row["epoch"],
+                "samples": row["position"],
+                "seconds": (row["t_ns"] - began - validating) / 1e9,
+                "loss": row["loss"],
+                **row["metrics"],
+            }
+        )
+    return history

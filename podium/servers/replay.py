@@ -1,0 +1,73 @@
+"""In which order a server takes its messages up: as they come, or as they came in a recorded run.
+
+An asynchronous run is decided by the order in which its servers took up draws and pushes; everything else follows from
+the seed. Its records hold that order, so a run that raced on real machines can be repeated bit by bit in virtual time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from typing import final
+
+from podium.comm.base import DEPARTED, Communicator, Message
+from podium.errors import RecordError
+from podium.measure.records import Record
+
+ORDERED = ("draw", "push")
+
+
+class Arrivals(ABC):
+    """Chooses the next message."""
+
+    @abstractmethod
+    def next(self, comm: Communicator) -> Message: ...
+
+
+@final
+class AsTheyCome(Arrivals):
+    """First come, first served."""
+
+    def next(self, comm: Communicator) -> Message:
+        return comm.recv()
+
+
+@final
+class AsRecorded(Arrivals):
+    """Draws and pushes in the order of a recorded run; what comes early is held back."""
+
+    def __init__(self, records: Iterable[Record], rank: int) -> None:
+        self._script = deque(
+            (r["source"], r["what"], r["lease"]) for r in records if r["kind"] == "arrival" and r["rank"] == rank
+        )
+        self._held: list[Message] = []
+
+    def next(self, comm: Communicator) -> Message:
+        while True:
+            message = self._take_held()
+            if message is not None:
+                return message
+            message = comm.recv()
+            if message.kind in ORDERED:
+                self._held.append(message)
+            elif message.kind == DEPARTED and self._script and self._held:
+                raise RecordError(f"replay: the record expects {self._script[0]}, which never came")
+            else:
+                return message
+
+    def _take_held(self) -> Message | None:
+        if not self._held:
+            return None
+        if not self._script:
+            raise RecordError(f"replay: the record ends before {self._held[0].kind} of rank {self._held[0].source}")
+        source, what, lease = self._script[0]
+        for message in self._held:
+            if (message.source, message.kind) == (source, what):
+                got = message.meta.get("lease", message.meta.get("done"))
+                if got != lease:
+                    raise RecordError(f"replay: expected lease {lease} of rank {source}, got {got}")
+                self._held.remove(message)
+                self._script.popleft()
+                return message
+        return None

@@ -1,0 +1,57 @@
+"""A strategy: how replicas come to agree.
+
+A frozen dataclass of hyper-parameters, so that one instance serves every worker and its `repr` is its configuration.
+What must outlive a step is the state, which `init` makes and `finish` ends. All three are collective. Training goes in
+stretches, each from one `init` to its `finish`; a checkpoint or a change of strategy lies between two stretches, when
+the worker's own state is the whole truth. A strategy sees
+a worker and, through it, a communicator; it opens no socket, reads no clock and imports no `torch.distributed`, so the
+same code runs on processes, in threads and in virtual time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from podium.worker import Batch, Worker
+
+S = TypeVar("S")
+
+
+class Strategy(ABC, Generic[S]):
+    """How replicas come to agree. Subclasses are frozen, keyword-only dataclasses."""
+
+    name: ClassVar[str]
+    max_workers: ClassVar[int | None] = None
+    survives_loss: ClassVar[bool] = False
+    """Whether `step` may be tried again among the survivors after it raised `Lost`."""
+    bucket_bytes: int = 8 << 20
+    """Gradients travel in buckets of about this size; a bucket is never smaller than a tensor."""
+
+    @property
+    def server_count(self) -> int:
+        """How many servers must exist from the start."""
+        return 0
+
+    @property
+    def colocated(self) -> bool:
+        """Whether servers live in the workers' processes rather than in their own."""
+        return False
+
+    @property
+    def feed(self) -> Literal["step", "cursor"]:
+        """Fed by its share of a global step, or by the next lease from a cursor."""
+        return "step"
+
+    @abstractmethod
+    def init(self, worker: Worker) -> S: ...
+
+    @abstractmethod
+    def step(self, worker: Worker, state: S, batch: Batch) -> Tensor:
+        """Train on one batch; returns its loss. Raising `Lost` leaves the parameters untouched."""
+
+    def finish(self, worker: Worker, state: S) -> None:
+        """Bring home whatever lives elsewhere: afterwards the worker's own state is the whole truth."""

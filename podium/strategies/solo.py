@@ -1,0 +1,30 @@
+"""Solo: one worker, nobody to agree with. The yardstick for all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, final
+
+from torch import Tensor
+
+from podium.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from podium.worker import Batch, Worker
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Solo(Strategy[None]):
+    """Plain training in one process."""
+
+    name: ClassVar[str] = "solo"
+    max_workers: ClassVar[int | None] = 1
+
+    def init(self, worker: Worker) -> None:
+        return None
+
+    def step(self, worker: Worker, state: None, batch: Batch) -> Tensor:
+        loss = worker.backward(batch)
+        worker.apply(batch)
+        return loss

@@ -1,0 +1,476 @@
+"""Training on one rank, in whatever world: the loop that strategies plug into.
+
+    stretch   init, steps until the horizon, finish; then the worker's own state is the whole truth
+    horizon   where the next checkpoint is due, or the end of the run
+    Lost      under a strategy that survives it: undo the step in flight, hear from the launcher who is left, take the
+              state of whoever is furthest, and go on from there
+
+Validation happens inside the run, on the first worker.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from podium import checkpoint
+from podium.comm.base import Communicator
+from podium.config import RunConfig
+from podium.data.base import Data, Dataset
+from podium.data.order import GlobalOrder
+from podium.errors import CheckpointError, ConfigError, DataError, Lost, TrainingError
+from podium.feed import CursorFeed, Feed, StepFeed, to_device
+from podium.files import bytes_to_tree, save_tensors, tree_to_bytes
+from podium.flat import Flat
+from podium.measure.records import Recorder, read_records
+from podium.servers.replay import AsRecorded
+from podium.servers.server import Server
+from podium.strategies.base import Strategy
+from podium.task import Task
+from podium.worker import Batch, Worker
+
+
+class Regroup(NamedTuple):
+    """What the survivors of a loss agree on."""
+
+    generation: int
+    members: tuple[int, ...]
+    source: int  # whose state all take
+
+
+class Control(ABC):
+    """What the world outside tells a rank, and hears from it."""
+
+    @abstractmethod
+    def stop_requested(self) -> bool: ...
+
+    @abstractmethod
+    def progress(self, facts: dict[str, Any]) -> None:
+        """Called after every step; must be cheap."""
+
+    def regroup(self, generation: int, steps_done: int) -> Regroup:
+        """A peer is lost: say how far this rank is, and hear who is left. Raises where nobody can say."""
+        raise Lost("a peer is lost, and nobody here can regroup")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is to do."""
+
+    config: RunConfig
+    task: Task
+    strategy: Strategy[Any]
+    run_dir: Path | None = None
+    """Where checkpoints and the model go; None keeps nothing."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.config.batch_size or self.task.batch_size
+
+    def total_steps(self, order: GlobalOrder) -> int:
+        by_epochs = order.steps(self.batch_size, self.config.epochs or self.task.epochs)
+        return min(by_epochs, self.config.steps or by_epochs)
+
+
+class Report(NamedTuple):
+    """What a worker came to."""
+
+    rank: int
+    param_hash: str
+    steps: int
+    position: int
+    stopped: bool
+    loss: float | None
+    metrics: dict[str, float]
+
+
+def position_after(order: GlobalOrder, steps: int, batch_size: int) -> int:
+    """Samples used by that many global steps; the last of each epoch may be short."""
+    epochs, rest = divmod(steps, order.steps(batch_size, 1))
+    return epochs * order.samples + rest * batch_size
+
+
+def derived_seed(seed: int, *salts: int) -> int:
+    """A seed of its own for each rank or purpose."""
+    return int(np.random.SeedSequence([seed, *salts]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def open_data(task: Task, workers: int, batch_size: int) -> Data:
+    """The task's data, checked to be enough."""
+    data = task.data()
+    if len(data.train) == 0 or len(data.test) == 0:
+        raise DataError(f"task {task.name}: training and test data must not be empty, got {len(data.train)} and {len(data.test)}")
+    if len(data.train) < workers:
+        raise ConfigError(f"task {task.name}: {workers} workers need at least {workers} samples, got {len(data.train)}")
+    if batch_size < workers:
+        raise ConfigError(f"batch_size must be at least one sample per worker ({workers}), got {batch_size}")
+    return data
+
+
+class Training:
+    """One worker's run."""
+
+    def __init__(self, job: Job, comm: Communicator, recorder: Recorder, control: Control) -> None:
+        self.job, self.comm, self.recorder, self.control = job, comm, recorder, control
+        self.device = device_of(job.config.device, comm.rank)
+        self.data = open_data(job.task, comm.size, job.batch_size)
+        self.order = GlobalOrder(len(self.data.train), job.config.seed)
+        self.total_steps = job.total_steps(self.order)
+        self.end = position_after(self.order, self.total_steps, job.batch_size)
+        self.worker = self._build_worker()
+        self.feed = self._make_feed()
+        self.evaluated_at = -1  # the position of the last validation
+        self.saved_at = -1
+        self.loss: float | None = None
+        self.metrics: dict[str, float] = {}
+        self._in_step = False
+
+    # The run.
+
+    def run(self) -> Report:
+        self._begin()
+        while not self._is_over():
+            try:
+                self._stretch()
+            except Lost as error:
+                self._recover(error)
+        return self._end()
+
+    def _is_over(self) -> bool:
+        """Nothing left to train, and what comes after a stretch is done too."""
+        through = self.worker.position >= self.end or self.worker.stop_agreed
+        return through and self.saved_at == self.worker.position and self.evaluated_at == self.worker.position
+
+    def _stretch(self) -> None:
+        worker, strategy = self.worker, self.job.strategy
+        if worker.position < self.end and not worker.stop_agreed:
+            worker.horizon = self._next_horizon()
+            state = strategy.init(worker)
+            while not worker.stop_agreed and (batch := self._next_batch()) is not None:
+                self._step(state, batch)
+                self._validate_when_due()
+            strategy.finish(worker, state)
+        self._settle_buffers()
+        if worker.position >= self.end or worker.stop_agreed:
+            self._validate()
+        self._checkpoint()
+
+    def _next_batch(self) -> Batch | None:
+        self.worker.stop_requested = self.control.stop_requested()
+        return self.feed.next()
+
+    def _step(self, state: Any, batch: Batch) -> None:
+        worker, clock, traffic = self.worker, self.comm.clock, self.comm.traffic
+        began, waited, sent, received = clock.now_ns(), self.comm.waited_ns, traffic.sent, traffic.received
+        if self.job.strategy.survives_loss and self.comm.size > 1:
+            worker.remember()
+            self._in_step = True
+        if self.job.task.buffers == "broadcast":
+            worker.broadcast_buffers()
+        loss = float(self.job.strategy.step(worker, state, batch))
+        self._in_step = False
+        now = clock.now_ns()
+        self.recorder.write(
+            "step",
+            now,
+            step=worker.steps_done,
+            position=batch.end,
+            samples=batch.samples,
+            loss=loss,
+            step_ns=now - began,
+            wait_ns=self.comm.waited_ns - waited,
+            sent=traffic.sent - sent,
+            received=traffic.received - received,
+        )
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"rank {self.comm.rank}: the loss became {loss} at step {worker.steps_done} (sample position "
+                f"{batch.piece.position}); lower the learning rate, clip gradients (--set clip_norm=1), or look at the data"
+            )
+        self._tell(loss)
+
+    def _tell(self, loss: float) -> None:
+        worker = self.worker
+        self.control.progress(
+            {
+                "event": "progress",
+                "step": worker.steps_done,
+                "position": worker.position,
+                "total_steps": self.total_steps,
+                "total_samples": self.end,
+                "epoch": worker.position / self.order.samples,
+                "loss": worker.step_loss if worker.step_loss is not None else loss,
+            }
+        )
+
+    # Validation, buffers, checkpoints.
+
+    def _validate_when_due(self) -> None:
+        """At the end of every `eval_every`-th epoch; an asynchronous first worker notices when its leases pass it."""
+        every, worker = self.job.config.eval_every, self.worker
+        if every == 0 or worker.position >= self.end:
+            return
+        epoch = worker.position // self.order.samples
+        due = epoch // every * every * self.order.samples
+        if due == 0 or self.evaluated_at >= due:
+            return
+        if self.job.strategy.feed == "step":
+            self._settle_buffers()
+        self._validate()
+
+    def _validate(self) -> None:
+        self.evaluated_at = self.worker.position
+        if self.comm.index != 0:
+            return
+        began = self.comm.clock.now_ns()
+        with self.worker.computing():
+            outputs, targets = predict(self.worker.model, self.data.test, self.job.task.eval_batch_size, self.device)
+            self.loss = float(self.job.task.loss(outputs, targets))
+            self.metrics = {name: float(metric(outputs, targets)) for name, metric in self.job.task.metrics.items()}
+        now = self.comm.clock.now_ns()
+        facts = {
+            "step": self.worker.steps_done,
+            "epoch": self.worker.position / self.order.samples,
+            "position": self.worker.position,
+            "loss": self.loss,
+            "metrics": self.metrics,
+        }
+        self.recorder.write("eval", now, **facts, eval_ns=now - began)
+        self.control.progress({"event": "eval", **facts})
+
+    def _settle_buffers(self) -> None:
+        """Before buffers are used (validated, saved), let them say the same on all workers, if they should."""
+        if self.job.task.buffers == "mean":
+            self.worker.mean_buffers()
+
+    def _next_horizon(self) -> int:
+        every = self.job.config.checkpoint_every
+        if every == 0:
+            return self.end
+        per_epoch = self.order.steps(self.job.batch_size, 1)
+        epoch, offset = divmod(self.worker.position, self.order.samples)
+        done = epoch * per_epoch + offset // self.job.batch_size
+        return min(self.end, position_after(self.order, (done // every + 1) * every, self.job.batch_size))
+
+    def _checkpoint(self) -> None:
+        """All workers write what is their own; then the first writes what is shared and makes it whole."""
+        worker, run_dir, began = self.worker, self.job.run_dir, self.comm.clock.now_ns()
+        if run_dir is not None:
+            step = worker.position // self.job.batch_size if self.job.strategy.feed == "cursor" else worker.steps_done
+            own = {"rng": self._rng_state(), "buffers": {k: v.clone() for k, v in worker.model.named_buffers()}}
+            checkpoint.save_own(run_dir, step, self.comm.rank, own)
+            if self.comm.size > 1:
+                self.comm.barrier()
+            if self.comm.index == 0:
+                shared = {**worker.state(), "seed": self.job.config.seed, "samples": self.order.samples}
+                keep = self.job.config.keep_checkpoints
+                path = checkpoint.save_shared(run_dir, step, shared, self.comm.workers, keep)
+                now = self.comm.clock.now_ns()
+                self.recorder.write(
+                    "checkpoint", now, step=step, position=worker.position, path=path.name, took_ns=now - began
+                )
+        self.saved_at = worker.position
+
+    def _resume(self, path: Path) -> None:
+        found = checkpoint.find_checkpoint(path)
+        shared = found.shared()
+        for name, mine in (("seed", self.job.config.seed), ("samples", self.order.samples)):
+            if shared[name] != mine:
+                raise CheckpointError(f"{found.path}: was made with {name}={shared[name]}, this run has {name}={mine}")
+        try:
+            self.worker.load_state(shared)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{found.path} does not fit task {self.job.task.name}: {error}") from error
+        own = found.own(self.comm.rank)
+        if own is not None:
+            self._set_rng_state(own["rng"])
+            for name, buffer in self.worker.model.named_buffers():
+                buffer.copy_(own["buffers"][name])
+
+    # A lost rank.
+
+    def _recover(self, error: Lost) -> None:
+        if not self.job.strategy.survives_loss:
+            raise error
+        if self._in_step:
+            self.worker.forget_step()
+            self._in_step = False
+        while True:
+            began = self.comm.clock.now_ns()
+            plan = self.control.regroup(self.comm.generation, self.worker.steps_done)
+            try:
+                self.comm.regroup(plan.generation, plan.members)
+                self._take_state_from(plan.source)
+                break
+            except Lost:
+                continue  # another one went while we were forming: report again
+        now = self.comm.clock.now_ns()
+        self.recorder.write(
+            "regroup",
+            now,
+            generation=plan.generation,
+            members=list(plan.members),
+            source=plan.source,
+            step=self.worker.steps_done,
+            took_ns=now - began,
+            cause=str(error),
+        )
+
+    def _take_state_from(self, source: int) -> None:
+        """Everybody becomes what the source is; nothing is changed before all of it is here."""
+        worker, comm = self.worker, self.comm
+        mine = {"worker": worker.state(), "evaluated_at": self.evaluated_at, "saved_at": self.saved_at}
+        data = torch.frombuffer(bytearray(tree_to_bytes(mine)), dtype=torch.uint8)
+        length = torch.tensor([data.numel()], dtype=torch.int64)
+        comm.wait(comm.broadcast(length, source))
+        if comm.rank != source:
+            data = torch.empty(int(length.item()), dtype=torch.uint8)
+        comm.wait(comm.broadcast(data, source))
+        if comm.rank != source:
+            state = bytes_to_tree(data.numpy().tobytes(), f"state of rank {source}")
+            worker.load_state(state["worker"])
+            self.evaluated_at, self.saved_at = state["evaluated_at"], state["saved_at"]
+
+    # Beginning and end.
+
+    def _begin(self) -> None:
+        worker, comm = self.worker, self.comm
+        if self.job.config.resume is not None:
+            self._resume(Path(self.job.config.resume))
+        elif comm.size > 1:
+            for flat in worker.params:  # the task may draw from elsewhere than the seed
+                comm.wait(comm.broadcast(flat, comm.workers[0]))
+        self.recorder.write(
+            "begin",
+            comm.clock.now_ns(),
+            role="worker",
+            parameters=sum(p.numel() for p in worker.params),
+            buckets=worker.buckets,
+            device=str(self.device),
+            total_steps=self.total_steps,
+            samples=self.order.samples,
+            position=worker.position,
+        )
+
+    def _end(self) -> Report:
+        worker = self.worker
+        if self.comm.index == 0 and self.job.run_dir is not None:
+            save_tensors(self.job.run_dir / "model.safetensors", worker.model.state_dict())
+        stopped = worker.position < self.end
+        report = Report(
+            self.comm.rank, worker.param_hash(), worker.steps_done, worker.position, stopped, self.loss, self.metrics
+        )
+        self.recorder.write(
+            "end",
+            self.comm.clock.now_ns(),
+            **{k: v for k, v in report._asdict().items() if k != "rank"},
+            sent=self.comm.traffic.sent,
+            received=self.comm.traffic.received,
+        )
+        return report
+
+    def _build_worker(self) -> Worker:
+        """The replica, made from the seed; the first worker goes on with the same random stream, as plain PyTorch would."""
+        job, task, config = self.job, self.job.task, self.job.config
+        with self.comm.computing():
+            outer = torch.get_rng_state()
+            torch.manual_seed(config.seed)
+            model = task.model().to(self.device)
+            optimizer = task.optimizer(model)
+            schedule = None if task.schedule is None else task.schedule(optimizer, self.total_steps)
+            worker = Worker(
+                model,
+                optimizer,
+                self.comm,
+                loss=task.loss,
+                schedule=schedule,
+                bucket_bytes=job.strategy.bucket_bytes,
+                clip_norm=config.clip_norm or task.clip_norm,
+                accumulate=config.accumulate or task.accumulate,
+                autocast=config.autocast or task.autocast,
+                dynamic_graph=task.dynamic_graph,
+            )
+            if self.comm.rank != 0:
+                torch.manual_seed(derived_seed(config.seed, self.comm.rank))
+            if self.comm.shares_process:
+                worker.rng = torch.get_rng_state()
+                torch.set_rng_state(outer)
+        worker.samples, worker.batch_size = self.order.samples, job.batch_size
+        return worker
+
+    def _make_feed(self) -> Feed:
+        common = (self.data.train, self.order, self.worker, self.device)
+        if self.job.strategy.feed == "cursor":
+            return CursorFeed(*common)
+        return StepFeed(*common, shares=self.job.config.shares)
+
+    def _rng_state(self) -> Tensor:
+        return self.worker.rng if self.worker.rng is not None else torch.get_rng_state()
+
+    def _set_rng_state(self, state: Tensor) -> None:
+        if self.worker.rng is not None:
+            self.worker.rng = state
+        else:
+            torch.set_rng_state(state)
+
+
+def serve(job: Job, comm: Communicator, recorder: Recorder) -> None:
+    """A server's run: until all workers have left."""
+    with comm.computing():
+        outer = torch.get_rng_state()
+        torch.manual_seed(job.config.seed)
+        model = job.task.model()
+        optimizer = job.task.optimizer(model)
+        flat = Flat(model, optimizer, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
+        torch.set_rng_state(outer)
+    replay = job.config.replay
+    arrivals = None if replay is None else AsRecorded(read_records(Path(replay)), comm.rank)
+    server = Server(comm, flat, optimizer, mode=job.strategy.mode, recorder=recorder, arrivals=arrivals)  # type: ignore[attr-defined]  # only strategies with servers come here, and they have a mode
+    recorder.write(
+        "begin",
+        comm.clock.now_ns(),
+        role="server",
+        parameters=sum(p.numel() for p in server.shard.params),
+        ranges=len(server.shard.ranges),
+    )
+    server.serve()
+    recorder.write(
+        "end",
+        comm.clock.now_ns(),
+        updates=server.version,
+        sent=comm.traffic.sent,
+        received=comm.traffic.received,
+    )
+
+
+@torch.no_grad()
+def predict(model: nn.Module, dataset: Dataset, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The model's outputs and the targets over a whole data set, on the CPU; leaves the model in training mode."""
+    model.eval()
+    outputs, targets = [], []
+    for start in range(0, len(dataset), batch_size):
+        x, y = dataset.gather(np.arange(start, min(start + batch_size, len(dataset))))
+        outputs.append(model(to_device(x, device)).float().cpu())
+        targets.append(y)
+    model.train()
+    return torch.cat(outputs), torch.cat(targets)
+
+
+def device_of(name: str, rank: int) -> torch.device:
+    """The device of a rank; ranks share the visible GPUs in turn."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("device=cuda: PyTorch sees no GPU here; use device=cpu or device=auto")
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    if name != "cpu":
+        raise ConfigError(f"device must be 'cpu', 'cuda' or 'auto', got {name!r}")
+    return torch.device("cpu")
