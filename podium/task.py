@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from podium.config import convert
 from podium.data.base import Data
 from podium.errors import ConfigError, UnknownName
 from podium.names import load_named
@@ -87,10 +88,12 @@ def load_task(spec: str | Task, options: Mapping[str, Any] | None = None, data_d
     make = _find_function(spec)
     accepted = inspect.signature(make).parameters
     given = dict(options or {})
+    hints = _annotations(make)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     for name in given:
         if name not in accepted and not takes_any:
             raise UnknownName(f"option of task {spec}", name, accepted)
+        given[name] = convert(given[name], hints.get(name, Any), f"task {spec}: {name}")
     if data_dir is not None and ("data_dir" in accepted or takes_any):
         given["data_dir"] = data_dir
     task = make(**given)
@@ -108,6 +111,13 @@ def _find_function(spec: str) -> Callable[..., Any]:
     if not callable(make):
         raise ConfigError(f"{spec} must be a function that returns a podium.Task, got {type(make).__name__}")
     return make  # type: ignore[no-any-return]  # whatever it is, it is called and its result checked
+
+
+def _annotations(make: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(make)
+    except (NameError, TypeError):  # names that only a type checker sees, or a callable object: take values as they are
+        return {}
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:

@@ -69,6 +69,8 @@ class Job:
     strategy: Strategy[Any]
     run_dir: Path | None = None
     """Where checkpoints and the model go; None keeps nothing."""
+    task_is_named: bool = True
+    """Whether `config.task` names the task, so that another process can make it for itself."""
 
     @property
     def batch_size(self) -> int:
@@ -421,8 +423,8 @@ class Training:
             torch.set_rng_state(state)
 
 
-def serve(job: Job, comm: Communicator, recorder: Recorder) -> None:
-    """A server's run: until all workers have left."""
+def make_server(job: Job, comm: Communicator, recorder: Recorder) -> Server:
+    """A server with its ranges, before it has met a worker."""
     with comm.computing():
         outer = torch.get_rng_state()
         torch.manual_seed(job.config.seed)
@@ -432,7 +434,12 @@ def serve(job: Job, comm: Communicator, recorder: Recorder) -> None:
         torch.set_rng_state(outer)
     replay = job.config.replay
     arrivals = None if replay is None else AsRecorded(read_records(Path(replay)), comm.rank)
-    server = Server(comm, flat, optimizer, mode=job.strategy.mode, recorder=recorder, arrivals=arrivals)  # type: ignore[attr-defined]  # only strategies with servers come here, and they have a mode
+    return Server(comm, flat, optimizer, asynchronous=job.strategy.feed == "cursor", recorder=recorder, arrivals=arrivals)
+
+
+def run_server(server: Server) -> None:
+    """A server's run: until all workers have left."""
+    comm, recorder = server.comm, server.recorder
     recorder.write(
         "begin",
         comm.clock.now_ns(),
@@ -442,11 +449,7 @@ def serve(job: Job, comm: Communicator, recorder: Recorder) -> None:
     )
     server.serve()
     recorder.write(
-        "end",
-        comm.clock.now_ns(),
-        updates=server.version,
-        sent=comm.traffic.sent,
-        received=comm.traffic.received,
+        "end", comm.clock.now_ns(), updates=server.version, sent=comm.traffic.sent, received=comm.traffic.received
     )
 
 

@@ -79,7 +79,7 @@ def describe(event: Event) -> str | None:
     if kind == "start":
         return f"run {event['run_dir']}"
     if kind == "eval":
-        return f"epoch {event['epoch']}  step {event['step']}  loss {format_number(event['loss'])}  {_metrics(event)}"
+        return f"epoch {event['epoch']:g}  step {event['step']}  loss {format_number(event['loss'])}  {_metrics(event)}"
     if kind == "lost":
         return f"rank {event['rank']} lost: {event['cause']}"
     if kind == "regroup":
@@ -110,11 +110,14 @@ class Lines(Progress):
     def __init__(self, stream: IO[str], *, many: bool = False, now: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._many, self._now = stream, many, now
         self._began = self._last = now()
+        self._pace = Pace(now)
         self._runs_seen = 0
         self._result = ""
 
     def __call__(self, event: Event) -> None:
         kind = event.get("event")
+        if kind == "start":
+            self._pace = Pace(self._now)
         if kind == "progress":
             self._say(self._paced(event))
         elif kind == "eval" and self._many:
@@ -130,11 +133,12 @@ class Lines(Progress):
             self._last = self._now()
 
     def _paced(self, event: Event) -> str | None:
+        rate = self._pace.rate(event)
         if self._now() - self._last < LINE_EVERY_S:
             return None
-        left = _seconds_left(event)
-        ends = "" if left is None else f"  {format_seconds(left)} left"
-        return f"step {event['step']}/{event['total_steps']}  {_facts(event)}{ends}"
+        done, total = _reached(event)
+        ends = f"  {format_seconds((total - done) / rate)} left" if rate else ""
+        return f"{100 * done / total:.0f} %  step {event['step']}  {_facts(event, rate)}{ends}"
 
     def _run_ended(self, event: Event) -> str:
         number, total = event["number"], event["total"]
@@ -147,12 +151,25 @@ class Lines(Progress):
         return line
 
 
-def _seconds_left(event: Event) -> float | None:
-    """At the rate so far: what remains of the steps, each of the mean number of samples."""
-    step, samples, rate = event["step"], event["samples"], event["samples_per_s"]
-    if step < 1 or samples < 1 or not rate > 0:
-        return None
-    return float((event["total_steps"] - step) * (samples / step) / rate)
+class Pace:
+    """How fast a run goes, by the watcher's own clock: what is left is then in the watcher's seconds, too."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._first: tuple[float, int] | None = None
+
+    def rate(self, event: Event) -> float | None:
+        """Samples per second since the first event, which a resumed run reports far from 0; None until a second one."""
+        now, (done, _) = self._now(), _reached(event)
+        if self._first is None:
+            self._first = (now, done)
+        since, before = self._first
+        return (done - before) / (now - since) if now > since and done > before else None
+
+
+def _reached(event: Event) -> tuple[int, int]:
+    """Samples used, and all that will be: under asynchronous training one worker's steps tell neither."""
+    return event["position"], event["total_samples"]
 
 
 @final
@@ -162,6 +179,7 @@ class Bars(Progress):
     def __init__(self, stream: IO[str], *, many: bool = False) -> None:
         self._bars, self._many = _make_bars(console(stream)), many
         self._tasks: dict[str, TaskID] = {}
+        self._pace, self._total = Pace(), 0
 
     def __enter__(self) -> Bars:
         self._bars.start()
@@ -176,21 +194,32 @@ class Bars(Progress):
             done = event["number"] - (kind == "cell")
             self._draw("runs", done, event["total"], _cell(event))
         elif kind == "start":
-            self._draw("steps", 0, event["total_steps"], "", afresh=True)
-        elif kind == "progress":
-            self._draw("steps", event["step"], event["total_steps"], _facts(event))
+            self._pace, self._total = Pace(), 0
+            self._forget("samples")
+        elif kind in ("progress", "eval"):
+            self._advance(event)
         # One run keeps its lines; those of many would push each other off the screen.
         if not self._many or kind in ("lost", "regroup"):
             line = describe(event)
             if line is not None:
                 self._bars.console.print(line)
 
-    def _draw(self, name: str, done: int, total: int, facts: str, afresh: bool = False) -> None:
+    def _advance(self, event: Event) -> None:
+        """Validations count as well: in a run of very short epochs hardly any other event comes through."""
+        known = {"total_samples": self._total, **event}
+        self._total = known["total_samples"]
+        if self._total:
+            self._draw("samples", *_reached(known), _facts(known, self._pace.rate(known)))
+
+    def _draw(self, name: str, done: int, total: int, facts: str) -> None:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total, facts=facts)
-        if afresh:  # forgets the last run's pace, from which the time left is guessed
-            self._bars.reset(self._tasks[name], total=total)
         self._bars.update(self._tasks[name], completed=done, total=total, facts=facts)
+
+    def _forget(self, name: str) -> None:
+        """Drop the last run's bar and with it its pace, from which the time left is guessed."""
+        if name in self._tasks:
+            self._bars.remove_task(self._tasks.pop(name))
 
 
 def _cell(event: Event) -> str:
@@ -201,16 +230,16 @@ def _metrics(event: Event) -> str:
     return "  ".join(f"{name} {format_number(value)}" for name, value in event["metrics"].items())
 
 
-def _facts(event: Event) -> str:
-    loss = "" if event["loss"] is None else f"  loss {format_number(event['loss'])}"
-    return f"{event['samples_per_s']:,.0f} samples/s{loss}"
+def _facts(event: Event, rate: float | None) -> str:
+    speed = "" if rate is None else f"{rate:,.0f} samples/s  "
+    return speed if event["loss"] is None else f"{speed}loss {format_number(event['loss'])}"
 
 
 def _make_bars(console: Console) -> RichProgress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("{task.description:<5}", markup=False),
+        TextColumn("{task.description:<7}", markup=False),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TextColumn("{task.fields[facts]}", markup=False),

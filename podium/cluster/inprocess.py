@@ -20,7 +20,7 @@ from podium.comm.memory import MemoryWorld
 from podium.comm.virtual import VirtualWorld, count_flops
 from podium.errors import Lost, PodiumError, RankFailed
 from podium.measure.records import Recorder
-from podium.training import Control, Job, Report, Training, open_data, serve
+from podium.training import Control, Job, Report, Training, make_server, open_data, run_server
 
 
 @final
@@ -96,7 +96,7 @@ def _run(
     def main(comm: Communicator, recorder: Recorder) -> Callable[[], None]:
         def run() -> None:
             if comm.rank in comm.servers:
-                serve(job, comm, recorder)
+                run_server(make_server(job, comm, recorder))
             else:
                 control = InProcessControl(on_event if comm.rank == 0 else None, stop)
                 reports.append(Training(job, comm, recorder, control).run())

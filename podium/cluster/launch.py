@@ -115,12 +115,10 @@ def prepare(config: RunConfig, task: Task | None = None) -> Job:
     if config.replay is not None and config.launcher != "virtual":
         raise ConfigError(f"replay runs in virtual time: launcher must be 'virtual', got {config.launcher!r}")
     found = task or load_task(config.task, config.task_options, config.data_dir)
-    if task is not None and config.buffers is not None:
-        found = dataclasses.replace(found, buffers=config.buffers)
-    elif config.buffers is not None:
+    if config.buffers is not None:
         found = dataclasses.replace(found, buffers=config.buffers)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
-    return Job(dataclasses.replace(config, run_dir=str(run_dir)), found, strategy, run_dir)
+    return Job(dataclasses.replace(config, run_dir=str(run_dir)), found, strategy, run_dir, task_is_named=task is None)
 
 
 def new_run_dir(config: RunConfig) -> Path:

@@ -148,7 +148,9 @@ class _Link:
     def _send(self, ticket: int, buffers: list[memoryview]) -> None:
         """The one place where frames are written, one at a time and in order."""
         with self._turn:
-            came = self._turn.wait_for(lambda: self._broken or self._serving == ticket, self.channel.deadline_s)
+            came = self._serving == ticket or self._turn.wait_for(
+                lambda: self._broken or self._serving == ticket, self.channel.deadline_s
+            )
             self._check_whole()
             self._sending = came
         try:
@@ -320,7 +322,8 @@ class Channel:
     ) -> ChannelHandle:
         """Ask and expect a reply. The body must not change, nor `into` be used, until the reply is there.
 
-        A reply without tensors leaves `into` alone; one that does not fit it ends the connection.
+        A reply without tensors leaves `into` alone; one that does not fit it ends the connection. When the peer is lost,
+        `into` may hold part of a reply.
         """
         for tensor in into or ():
             frames.byte_view(tensor)  # refuse here, in the caller's face, what cannot be received into
@@ -484,9 +487,12 @@ class Channel:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                time.sleep(_RETRY_S)  # closed, or out of file descriptors, which may pass
+                if not self._closed:
+                    time.sleep(_RETRY_S)  # out of file descriptors, most likely, which may pass
                 continue
             with self._changed:
+                if self._closed:
+                    return sock.close()
                 self._drop_oldest_stranger()
                 name = f"podium-admit-{self.rank}"
                 thread = threading.Thread(target=self._admit, args=(sock,), name=name, daemon=True)
@@ -608,6 +614,9 @@ def _tune(sock: socket.socket, deadline_s: float) -> None:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # a host that vanished is noticed in 25 s, not in hours
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _shut(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:

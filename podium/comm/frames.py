@@ -42,6 +42,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """All that may travel, by its name on the wire."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_JSON = json.JSONEncoder(separators=(",", ":"))
+_FIELDS = {"kind", "source", "call", "meta", "tensors"}
 _MAX_DIMS = 32
 _MAX_BUFFERS = 1024  # of one sendmsg: Linux's IOV_MAX
 
@@ -101,12 +103,17 @@ Sink = Callable[[Header], "Sequence[Tensor] | None"]
 
 def byte_view(tensor: Tensor) -> memoryview:
     """The tensor's own memory as bytes, nothing copied; the tensor must be dense, contiguous and on the CPU."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise FrameError(
             f"a tensor on the wire must be dense, contiguous and on the CPU, got {tuple(tensor.shape)}, "
             f"stride {tensor.stride() if tensor.layout is torch.strided else tensor.layout}, on {tensor.device}"
         )
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    plain = tensor.detach()
+    if plain.dtype is torch.bfloat16:  # numpy has none
+        plain = plain.view(torch.int16)
+    return plain.numpy().data.cast("B")
 
 
 def encode_frame(
@@ -121,7 +128,7 @@ def encode_frame(
     described = [[_dtype_name(t.dtype), list(t.shape)] for t in dense]
     fields = {"kind": kind, "source": source, "call": call, "meta": meta, "tensors": described}
     try:
-        header = json.dumps(fields, separators=(",", ":")).encode()
+        header = _JSON.encode(fields).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise FrameError(f"the meta of {kind!r} must hold JSON types only: {error}") from None
     body = [view for view in map(byte_view, dense) if view.nbytes]
@@ -167,12 +174,11 @@ def read_frame(sock: socket.socket, limits: Limits | None = None, sink: Sink | N
     and number of elements, may differ in shape, and is what the frame then holds.
     """
     limits = limits or Limits()
-    prologue = bytearray(PROLOGUE.size)
-    if not _fill(sock, memoryview(prologue), "prologue", may_end=True):
+    prologue = _receive(sock, PROLOGUE.size, "prologue", may_end=True)
+    if not prologue:
         return None
     header_bytes, body_bytes, crc = parse_prologue(prologue, limits)
-    raw = bytearray(header_bytes)
-    _fill(sock, memoryview(raw), "header")
+    raw = _receive(sock, header_bytes, "header")
     if zlib.crc32(raw) != crc:
         raise FrameError("the header's CRC-32 does not match: the frame was damaged on the way")
     header = parse_header(raw, body_bytes, limits)
@@ -183,7 +189,7 @@ def read_frame(sock: socket.socket, limits: Limits | None = None, sink: Sink | N
     return Frame(header, body, PROLOGUE.size + header_bytes + body_bytes)
 
 
-def parse_prologue(raw: bytes | bytearray, limits: Limits) -> tuple[int, int, int]:
+def parse_prologue(raw: bytes, limits: Limits) -> tuple[int, int, int]:
     """Header length, body length and the header's CRC-32, the lengths within the limits."""
     magic, version, header_bytes, body_bytes, crc = PROLOGUE.unpack(raw)
     if magic != MAGIC:
@@ -195,13 +201,13 @@ def parse_prologue(raw: bytes | bytearray, limits: Limits) -> tuple[int, int, in
     return header_bytes, body_bytes, crc
 
 
-def parse_header(raw: bytes | bytearray, body_bytes: int, limits: Limits) -> Header:
+def parse_header(raw: bytes, body_bytes: int, limits: Limits) -> Header:
     """The header, every field checked, its tensors adding up to the stated body."""
     try:
         fields = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
         raise FrameError(f"the header is not JSON in UTF-8: {error}") from None
-    if not isinstance(fields, dict) or set(fields) != {"kind", "source", "call", "meta", "tensors"}:
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise FrameError("the header must be an object of kind, source, call, meta and tensors")
     kind, source, call = _field(fields, "kind", str), _field(fields, "source", int), _field(fields, "call", int)
     meta, described = _field(fields, "meta", dict), _field(fields, "tensors", list)
@@ -263,18 +269,25 @@ def _destinations(header: Header, body: Sequence[Tensor]) -> list[memoryview]:
     return [byte_view(tensor) for tensor in body]
 
 
-def _fill(sock: socket.socket, view: memoryview, what: str, *, may_end: bool = False) -> bool:
-    """Receive until the view is full. False if the stream ended before its first byte and that is allowed."""
+def _receive(sock: socket.socket, nbytes: int, what: str, *, may_end: bool = False) -> bytes:
+    """Exactly so many bytes; none at all if the stream ended before the first and that is allowed."""
+    received = sock.recv(nbytes, socket.MSG_WAITALL)
+    if len(received) == nbytes or (may_end and not received):
+        return received
+    rest = bytearray(nbytes - len(received))
+    _fill(sock, memoryview(rest), what)
+    return received + rest
+
+
+def _fill(sock: socket.socket, view: memoryview, what: str) -> None:
+    """Receive until the view is full."""
     total = view.nbytes
     while view.nbytes:
         # WAITALL leaves the loop to the kernel: a body of 100 MB costs one call, not hundreds.
         got = sock.recv_into(view, 0, socket.MSG_WAITALL)
         if got == 0:
-            if may_end and view.nbytes == total:
-                return False
             raise FrameError(f"the connection ended inside a frame: its {what} lacks {view.nbytes} of {total} bytes")
         view = view[got:]
-    return True
 
 
 # The handshake.

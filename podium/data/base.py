@@ -99,4 +99,6 @@ def as_dataset(items: Any) -> Dataset:
 def _rows(array: Tensor | np.ndarray, indices: np.ndarray) -> Tensor:
     if isinstance(array, Tensor):
         return array[torch.from_numpy(indices)]
-    return torch.from_numpy(np.ascontiguousarray(array[indices]))
+    rows = array[indices]
+    # Files may hold either byte order; torch knows only this machine's.
+    return torch.from_numpy(np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("=")))

@@ -19,7 +19,7 @@ class Slice(NamedTuple):
     """A run of samples in the global order, all of one epoch."""
 
     position: int  # of the first sample, counted since the start of the run
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a slice
     epoch: int
     offset: int  # of the first sample, inside its epoch
 

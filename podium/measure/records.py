@@ -4,6 +4,7 @@ A run's folder:
 
     manifest.json            what was run: resolved configuration, seed, versions, hardware, commit
     records/rank-3.jsonl     what rank 3 saw, one JSON object per line, flushed line by line
+    records/launcher.jsonl   what the launcher saw of the ranks (its records have rank -1)
     records.jsonl            all of them in order of time, written when the run ends
 
 Every record has `kind`, `rank`, `t_ns` (nanoseconds since the run began, on the world's own clock) and its own fields.
@@ -77,7 +78,7 @@ def read_records(path: Path) -> Iterator[Record]:
     """The records of a file, or of a run's folder in order of time; a torn last line is left out."""
     if path.is_dir():
         merged = path / "records.jsonl"
-        yield from read_records(merged) if merged.is_file() else merged_records((path / "records").glob("rank-*.jsonl"))
+        yield from read_records(merged) if merged.is_file() else merged_records((path / "records").glob("*.jsonl"))
         return
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -104,7 +105,7 @@ def merge_records(run_dir: Path) -> Path:
     """Write `records.jsonl` from the ranks' files, whole or not at all."""
     target = run_dir / "records.jsonl"
     partial = target.with_suffix(".partial")
-    rows = merged_records((run_dir / "records").glob("rank-*.jsonl"))
+    rows = merged_records((run_dir / "records").glob("*.jsonl"))
     try:
         partial.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
         partial.replace(target)

@@ -15,7 +15,7 @@ is the number of updates between the parameters it was computed from and now.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,11 +103,11 @@ class Server:
         flat: Flat,
         optimizer: Optimizer,
         *,
-        mode: Literal["sync", "async"],
+        asynchronous: bool,
         recorder: Recorder,
         arrivals: Arrivals | None = None,
     ) -> None:
-        self.comm, self.mode, self.recorder = comm, mode, recorder
+        self.comm, self.asynchronous, self.recorder = comm, asynchronous, recorder
         index = comm.servers.index(comm.rank)
         sizes = [p.element_size() for p in flat.params]
         self.shard = Shard(flat, optimizer, divide_ranges(flat.pieces, sizes, len(comm.servers))[index])
@@ -169,7 +169,7 @@ class Server:
     # Gradients.
 
     def _push(self, message: Message) -> None:
-        if self.mode == "async":
+        if self.asynchronous:
             self._apply_one(message)
         else:
             self._pushed[message.source] = message

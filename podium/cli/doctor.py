@@ -1,0 +1,35 @@
+"""`podium doctor`: what works on this machine, with the fix beside each cross."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from podium.cli.options import options
+from podium.cli.output import Output
+
+if TYPE_CHECKING:
+    from podium.doctor import Check
+
+MARKS = {"ok": "✓", "failed": "✗", "skipped": "–"}
+
+
+@click.command()
+@options("json")
+@click.pass_obj
+def doctor(out: Output) -> int:
+    """Try what Podium needs, here and now. A tick means that it was done, not that it was found."""
+    from podium.doctor import checks, to_dict
+
+    found = checks()
+    failed = [check.name for check in found if check.status == "failed"]
+    out.document(to_dict(found))
+    out.say(*(_line(check) for check in found))
+    out.say(f"\n{len(failed)} failed: {', '.join(failed)}" if failed else "\nall that was tried works")
+    return 1 if failed else 0
+
+
+def _line(check: Check) -> str:
+    line = f"{MARKS[check.status]} {check.name:<14} {check.detail}"
+    return f"{line}\n  {'':<14} fix: {check.fix}" if check.fix and check.status != "ok" else line

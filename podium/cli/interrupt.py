@@ -1,0 +1,37 @@
+"""Ctrl-C: once asks, twice insists. The only place that touches the signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ASKED = "finishing the step, saving… (Ctrl-C again stops at once)"
+
+
+@contextmanager
+def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second raises KeyboardInterrupt.
+
+    Outside the main thread, where signals cannot be taken, the event is never set.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        # Straight to the descriptor: the signal may have come in the middle of a write to the buffered stream.
+        os.write(2, f"\n{said}\n".encode())
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

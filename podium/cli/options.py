@@ -1,0 +1,102 @@
+"""Options that several verbs share, and how they become a run's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from podium.config import LAUNCHERS, RunConfig, resolve
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "strategy": click.option("--strategy", metavar="NAME[:K=V,…]", help="How replicas come to agree. [all-reduce]"),
+    "workers": click.option(
+        "--workers", "-n", type=int, metavar="N", help="How many replicas; one trains, two are compared."
+    ),
+    "seed": click.option("--seed", type=int, metavar="N", help="Fixes parameters and the order of samples. [0]"),
+    "epochs": click.option("--epochs", type=int, metavar="N", help="How often the data are gone through."),
+    "steps": click.option("--steps", type=int, metavar="N", help="End after this many global steps."),
+    "batch_size": click.option("--batch-size", type=int, metavar="N", help="Samples per step over all workers."),
+    "launcher": click.option("--launcher", metavar="NAME", help=f"Where ranks live: {', '.join(LAUNCHERS)}. [local]"),
+    "cluster": click.option("--cluster", metavar="FILE", help="A cluster file (TOML): nodes and links."),
+    "device": click.option("--device", metavar="NAME", help="cpu, cuda or auto. [cpu]"),
+    "data_dir": click.option("--data-dir", metavar="DIR", help="Where the task's data files are."),
+    "out": click.option("--out", metavar="DIR", help="Where results are written."),
+    "resume": click.option("--resume", metavar="DIR", help="Go on from a run's folder or one checkpoint."),
+    "replay": click.option("--replay", metavar="DIR", help="Repeat a run's order of arrivals, in virtual time."),
+    "checkpoint_every": click.option(
+        "--checkpoint-every", type=int, metavar="STEPS", help="Steps between checkpoints; 0: at the end only. [0]"
+    ),
+    "config": click.option("--config", "config_file", metavar="FILE", help="A run file (TOML); options win over it."),
+    "set": click.option(
+        "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set anything: strategy.servers=2, task.lr=0.1."
+    ),
+    "json": click.option(
+        "--json", is_flag=True, expose_value=False, help="Print one JSON document on standard output, nothing else."
+    ),
+    "dry_run": click.option("--dry-run", is_flag=True, help="Print the resolved configuration and run nothing."),
+    "quiet": click.option("--quiet", "-q", is_flag=True, help="Show no progress."),
+}
+
+
+def options(*names: str) -> Callable[[F], F]:
+    """Give a verb these of the shared options, listed in this order by its help."""
+
+    def add(verb: F) -> F:
+        for name in reversed(names):
+            verb = _OPTIONS[name](verb)
+        return verb
+
+    return add
+
+
+def resolve_run(config_file: str | None, overrides: Sequence[str], given: Mapping[str, Any]) -> RunConfig:
+    """The configuration that a verb's options add up to.
+
+    A run that is resumed or replayed is asked for as it was, unless a run file or an option says otherwise.
+    """
+    asked = {name: value for name, value in given.items() if value is not None}
+    if config_file is None:
+        for name, changes in (("resume", {}), ("replay", {"launcher": "virtual"})):
+            if name in asked:
+                asked = {**_asked_before(Path(asked[name]), asked), **changes, **asked}
+    return resolve(config_file, overrides, asked)
+
+
+def _asked_before(place: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier run was asked for, from the folder of the run or of one of its checkpoints."""
+    folders = [folder for folder in (place, *place.absolute().parents[:2]) if (folder / "manifest.json").is_file()]
+    if not folders:
+        return {}
+    from podium.measure.manifest import read_manifest
+
+    before = dict(read_manifest(folders[0])["config"])
+    dropped = ["run_dir", "resume", "replay"]
+    # Another task or strategy comes with its own options.
+    dropped += [f"{name}_options" for name in ("task", "strategy") if name in asked]
+    return {name: value for name, value in before.items() if name not in dropped}
+
+
+def check_names(config: RunConfig) -> None:
+    """Refuse a task, strategy or cluster that does not exist, before anything is started. Imports torch."""
+    from podium.strategies import make_strategy
+    from podium.task import load_task
+
+    load_task(config.task, config.task_options, config.data_dir)
+    make_strategy(config.strategy, config.strategy_options, config.workers)
+    if config.cluster is not None:
+        from podium.cluster.description import read_cluster
+
+        read_cluster(config.cluster)
+
+
+def changed(config: RunConfig) -> dict[str, Any]:
+    """The fields whose values are not the default."""
+    plain = RunConfig()
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value for name, value in values.items() if value != getattr(plain, name)}

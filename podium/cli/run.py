@@ -1,0 +1,58 @@
+"""`podium run`: the user's own script, on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from podium.cli.interrupt import stop_on_interrupt
+from podium.cli.options import options, resolve_run
+from podium.cli.output import Output
+from podium.errors import ConfigError
+
+
+@click.command(
+    short_help="Start a script of your own on every rank.", context_settings={"ignore_unknown_options": True}
+)
+@click.argument("script", type=click.Path())
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@options("workers", "strategy", "launcher", "cluster", "out", "set", "dry_run", "quiet", "json")
+@click.pass_obj
+def run(
+    out: Output,
+    /,
+    script: str,
+    args: tuple[str, ...],
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    quiet: bool,
+    **given: Any,
+) -> int:
+    """Start SCRIPT, with a training loop of its own, on every rank.
+
+    The options below are Podium's wherever they stand; all others go to SCRIPT, and so does everything after `--`.
+
+    \b
+    podium run my_loop.py --workers 4 --lr 0.1
+    podium run --workers 4 my_loop.py -- --workers 8  # the second is SCRIPT's
+    """
+    from pathlib import Path
+
+    config = resolve_run(None, overrides, given)
+    if not Path(script).is_file():
+        raise ConfigError(f"{script}: no such file")
+    asked = {"script": script, "args": list(args), "workers": config.workers, "strategy": config.strategy}
+    if dry_run:
+        from podium.cli.summary import to_toml
+
+        out.document({**asked, "config": config.to_dict()})
+        out.say(f"# {script} {' '.join(args)}".rstrip(), to_toml(config))
+        return 0
+    from podium.cluster.launch import run_script
+    from podium.ui import progress
+
+    with stop_on_interrupt() as stop, progress(quiet=quiet or out.json) as shown:
+        code = run_script(config, script, args, on_event=shown, stop=stop)
+    out.document({**asked, "exit_code": code})
+    return 130 if stop.is_set() else code

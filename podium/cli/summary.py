@@ -1,0 +1,80 @@
+"""What a run came to and what it was asked to do, in words."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from podium.config import RunConfig, RunResult
+from podium.ui import format_bytes, format_number, format_seconds
+
+
+def summary(result: RunResult, config: RunConfig) -> str:
+    """A few aligned lines: metrics, time, bytes, whether the replicas agree, where it lies, what to do next."""
+    lines = [(name, format_number(value)) for name, value in result.metrics.items()]
+    lines.append(("loss", format_number(result.loss)))
+    lines.append(("time", f"{format_seconds(result.seconds)}, {result.samples_per_s:,.0f} samples/s"))
+    lines.append(("work", f"{result.steps:,} steps, {result.epochs:g} epochs, {result.samples:,} samples"))
+    lines.append(("sent", _sent(result)))
+    lines.append(("replicas", agreement(result.param_hash)))
+    if result.staleness:
+        mean, top = result.staleness["mean"], result.staleness["max"]
+        lines.append(("staleness", f"mean {mean:.2f}, at most {top:.0f}"))
+    if result.lost:
+        lines.append(("lost", "rank " + ", ".join(str(rank) for rank in result.lost)))
+    lines.append(("run", result.run_dir))
+    lines.append(("next", next_command(result, config)))
+    workers = "1 worker" if result.workers == 1 else f"{result.workers} workers"
+    head = f"{result.task} · {result.strategy} · {workers} · seed {result.seed} · {result.status}"
+    return "\n".join([head, *(f"  {name:<10} {text}" for name, text in lines)])
+
+
+def agreement(hashes: Mapping[str, str]) -> str:
+    """Whether all workers ended with the same parameters, by their hashes."""
+    different = set(hashes.values())
+    if len(hashes) == 1:
+        return f"one ({min(different)[:12]})"
+    if len(different) == 1:
+        return f"all {len(hashes)} equal ({min(different)[:12]})"
+    return f"{len(different)} different among {len(hashes)} workers"
+
+
+def next_command(result: RunResult, config: RunConfig) -> str:
+    """What one would most likely type now."""
+    if result.status == "stopped":
+        return f"podium train --resume {shlex.quote(result.run_dir)}"
+    others = ["solo", config.strategy] if config.strategy != "solo" else ["solo", "all-reduce"]
+    return f"podium compare {config.task} --strategies {','.join(others)} --workers {max(2, config.workers)}"
+
+
+def _sent(result: RunResult) -> str:
+    if not result.sent_bytes:
+        return "nothing"
+    wait = f", {100 * result.wait_share:.0f} % of step time spent waiting" if result.wait_share else ""
+    return f"{format_bytes(result.sent_bytes)} by all ranks together{wait}"
+
+
+def to_toml(config: RunConfig) -> str:
+    """A run file that `--config` reads back to the same configuration."""
+    values = config.to_dict()
+    tables: dict[str, dict[str, Any]] = {
+        "run": {},
+        "task": {"name": values.pop("task"), **values.pop("task_options")},
+        "strategy": {"name": values.pop("strategy"), **values.pop("strategy_options")},
+    }
+    tables["run"] = {name: value for name, value in values.items() if value is not None}
+    lines: list[str] = []
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items())]
+    return "\n".join(lines[1:])
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    # JSON writes text, whole numbers and truth values as TOML does; what is not finite has its own words.
+    return json.dumps(value, ensure_ascii=False).replace("Infinity", "inf").replace("NaN", "nan")

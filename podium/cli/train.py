@@ -1,0 +1,45 @@
+"""`podium train`: one run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from podium.cli.interrupt import stop_on_interrupt
+from podium.cli.options import check_names, options, resolve_run
+from podium.cli.output import Output
+
+
+@click.command(short_help="Train one task with one strategy.")
+@click.argument("task", required=False)
+@options("strategy", "workers", "seed", "epochs", "steps", "batch_size", "launcher", "cluster", "device", "data_dir")
+@options("out", "resume", "replay", "checkpoint_every", "config", "set", "dry_run", "quiet", "json")
+@click.pass_obj
+def train(
+    out: Output, /, config_file: str | None, overrides: tuple[str, ...], dry_run: bool, quiet: bool, **given: Any
+) -> int:
+    """Train TASK: a built-in name, FILE.py:FUNCTION or MODULE:FUNCTION. [digits-mlp]
+
+    Ctrl-C once finishes the step, saves and reports; twice stops at once.
+
+    \b
+    podium train digits-mlp --strategy all-reduce --workers 4
+    podium train my.py:make_task --strategy parameter-server:mode=async -n 2
+    """
+    config = resolve_run(config_file, overrides, given)
+    check_names(config)
+    from podium.cli.summary import summary, to_toml
+
+    if dry_run:
+        out.document(config.to_dict())
+        out.say(to_toml(config))
+        return 0
+    from podium.cluster.launch import launch
+    from podium.ui import progress
+
+    with stop_on_interrupt() as stop, progress(quiet=quiet or out.json) as shown:
+        result = launch(config, on_event=shown, stop=stop)
+    out.document(result.to_dict())
+    out.say(summary(result, config))
+    return 130 if result.status == "stopped" else 0

@@ -1,0 +1,205 @@
+"""The local launcher: ranks are processes of this machine, forked from a server that has torch loaded.
+
+The first run pays for the server's imports (about 3 s); ranks of later runs start in hundredths of a second. They die
+with the launcher: the kernel kills them when the fork server goes, and they end when the coordinator does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from podium.cluster.base import Event, Launched
+from podium.cluster.coordinator import Coordinator
+from podium.errors import ConfigError, PodiumError
+from podium.measure.records import Recorder
+from podium.node import NodeSpec, run_node
+from podium.training import Job
+
+_GRACE_S = 10.0
+"""How long processes may take to end once their work is done."""
+
+
+def run_local(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> Launched:
+    """All ranks as processes on this machine, talking over loopback and Unix sockets."""
+    with rendezvous_folder() as folder:
+        return Processes(job, folder, on_event).run(stop)
+
+
+class Processes:
+    """The processes of one run, and the coordinator that watches over them."""
+
+    target: Callable[..., None] = staticmethod(run_node)
+
+    def __init__(self, job: Job, folder: Path, on_event: Callable[[Event], None] | None, **places: Any) -> None:
+        """`places` are fields of NodeSpec by process (lists): where each lives."""
+        self.job, self.folder, self._places = job, folder, places
+        self.secret = secrets.token_bytes(32)
+        self.endpoints = endpoints_of(job)
+        self.started: dict[int, ForkServerProcess] = {}
+        assert job.run_dir is not None
+        self.recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
+        self.coordinator = Coordinator(
+            workers=job.config.workers,
+            processes=len(self.endpoints),
+            listen=f"unix:{folder}/k",
+            secret=self.secret,
+            survives_loss=job.strategy.survives_loss,
+            heartbeat_s=job.config.heartbeat_s,
+            start_deadline_s=job.config.start_deadline_s,
+            recorder=self.recorder,
+            on_event=on_event,
+            kill=self._kill,
+            exit_cause=self._exit_cause,
+        )
+
+    def run(self, stop: threading.Event | None) -> Launched:
+        try:
+            self._start()
+            watch = threading.Thread(target=self._watch_starting, name="starting", daemon=True)
+            watch.start()
+            try:
+                reports = self.coordinator.run(stop)
+            except PodiumError as error:
+                raise type(error)(self._with_advice(error)) from error
+            self._join()
+            return Launched(reports, [], {})
+        finally:
+            self._end()
+
+    def _start(self) -> None:
+        context = fork_server()
+        task = None if self.job.task_is_named else self.job.task
+        for n, endpoints in enumerate(self.endpoints):
+            spec = self._spec(n, endpoints)
+            process = context.Process(target=self.target, args=(spec, task), name=f"podium-{endpoints[0]}", daemon=True)
+            try:
+                with nullified_main() if task is None else contextlib.nullcontext():
+                    process.start()
+            except (AttributeError, TypeError, _pickling_error()) as error:
+                raise ConfigError(
+                    f"task {self.job.task.name} cannot be sent to other processes ({error}); name its function "
+                    "('file.py:make_task') or use launcher='threads'"
+                ) from error
+            self.started[endpoints[0]] = process
+
+    def _spec(self, n: int, endpoints: tuple[int, ...]) -> NodeSpec:
+        job = self.job
+        assert job.run_dir is not None
+        return NodeSpec(
+            rank=endpoints[0],
+            endpoints=endpoints,
+            workers=job.config.workers,
+            servers=job.strategy.server_count,
+            config=job.config.to_dict(),
+            coordinator=self.coordinator.address,
+            secret=self.secret.hex(),
+            store=str(self.folder / "store"),
+            rendezvous=str(self.folder),
+            log=str(job.run_dir / "logs" / f"rank-{endpoints[0]}.log"),
+            **{name: values[n] for name, values in self._places.items()},
+        )
+
+    def _watch_starting(self) -> None:
+        """A process that ends before it joined sends no word: make the coordinator's wait short."""
+        while any(self.coordinator.missing(rank) for rank in self.started):
+            for rank, process in self.started.items():
+                if process.exitcode is not None and self.coordinator.missing(rank):
+                    self.coordinator.give_up(f"rank {rank} ended before it joined: {self._exit_cause(rank)}")
+                    return
+            time.sleep(0.05)
+
+    def _kill(self, rank: int) -> None:
+        process = self.started[rank]
+        if process.pid is not None and process.exitcode is None:
+            process.kill()
+
+    def _exit_cause(self, rank: int) -> str:
+        process = self.started[rank]
+        process.join(timeout=2.0)
+        code = process.exitcode
+        if code is None:
+            return "its connection broke"
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"it ended with exit code {code}"
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + _GRACE_S
+        for process in self.started.values():
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _end(self) -> None:
+        """Leave no process behind, whatever happened."""
+        for process in self.started.values():
+            if process.exitcode is None:
+                process.kill()
+        for process in self.started.values():
+            process.join(timeout=_GRACE_S)
+        self.coordinator.close()
+        self.recorder.close()
+
+    def _with_advice(self, error: PodiumError) -> str:
+        """The error, then where to look and what to type next: these are the last lines the user sees."""
+        run_dir = self.job.run_dir
+        lines = [str(error), f"  records and logs: {run_dir}"]
+        if run_dir is not None and any((run_dir / "checkpoints").glob("step-????????")):
+            lines.append(f"  go on from the last checkpoint: podium train --resume {run_dir}")
+        return "\n".join(lines)
+
+
+def endpoints_of(job: Job) -> list[tuple[int, ...]]:
+    """Which ranks live in which process: each its own, colocated servers beside their workers."""
+    workers, servers = job.config.workers, job.strategy.server_count
+    if not job.strategy.colocated:
+        return [(rank,) for rank in range(workers + servers)]
+    return [(rank, *(workers + m for m in range(servers) if m % workers == rank)) for rank in range(workers)]
+
+
+def fork_server() -> Any:
+    """The context whose processes are forked from a server with torch loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["podium.cluster.preload"])
+    return context
+
+
+@contextmanager
+def nullified_main() -> Iterator[None]:
+    """Hide the caller's main module, which new processes would otherwise import again; they have no use for it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextmanager
+def rendezvous_folder() -> Iterator[Path]:
+    """A private folder with a short name (Unix socket paths are), removed afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="podium-"))
+    os.chmod(folder, 0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _pickling_error() -> type[Exception]:
+    import pickle
+
+    return pickle.PicklingError

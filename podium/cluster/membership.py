@@ -1,0 +1,106 @@
+"""A rank's side of the coordinator: it joins, beats, reports, and hears when to stop.
+
+One thread beats and listens; when the coordinator is gone the launcher is, and the rank ends at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, final
+
+from podium.cluster.coordinator import COORDINATOR
+from podium.comm.base import DEPARTED, Meta
+from podium.comm.channel import Address, Channel
+from podium.errors import CommError, DeadlineExceeded
+from podium.training import Control, Regroup, Report
+
+_BEATS_PER_LIMIT = 6
+
+
+@final
+class Membership(Control):
+    """One process's place in the run."""
+
+    def __init__(
+        self, rank: int, coordinator: Address, *, secret: bytes, listen: Address, heartbeat_s: float, deadline_s: float
+    ) -> None:
+        self._channel = Channel(rank, secret=secret, listen=listen, deadline_s=deadline_s)
+        self._channel.introduce({COORDINATOR: coordinator})
+        self._beat_s, self._deadline_s = heartbeat_s / _BEATS_PER_LIMIT, deadline_s
+        self._stop, self._closing = threading.Event(), threading.Event()
+        self._latest: Meta | None = None
+        self._thread: threading.Thread | None = None
+        self._rate: tuple[float, int] | None = None
+
+    def join(self, endpoints: list[int], addresses: Mapping[int, Address], deadline_s: float) -> dict[int, Address]:
+        """Say which endpoints live here; returns where all others are, once everybody has joined."""
+        meta = {"endpoints": endpoints, "addresses": {str(k): v for k, v in addresses.items()}}
+        answer = self._ask("join", meta, deadline_s)
+        self._thread = threading.Thread(target=self._keep_in_touch, name="membership", daemon=True)
+        self._thread.start()
+        return {int(k): v for k, v in answer["addresses"].items()}
+
+    # Control.
+
+    def stop_requested(self) -> bool:
+        return self._stop.is_set()
+
+    def progress(self, facts: dict[str, Any]) -> None:
+        if facts["event"] == "progress":
+            self._latest = facts
+        else:
+            self._channel.send(COORDINATOR, "event", facts)
+
+    def regroup(self, generation: int, steps_done: int) -> Regroup:
+        answer = self._ask("lost", {"generation": generation, "steps_done": steps_done}, self._deadline_s)
+        return Regroup(answer["generation"], tuple(answer["members"]), answer["source"])
+
+    def done(self, report: Report | None) -> None:
+        self._ask("done", {"report": None if report is None else report._asdict()}, self._deadline_s)
+
+    def failed(self, meta: Meta) -> None:
+        self._channel.send(COORDINATOR, "failed", meta)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._channel.close()
+        if self._thread is not None:
+            self._thread.join(timeout=2.0)
+
+    # Inside.
+
+    def _ask(self, kind: str, meta: Meta, deadline_s: float) -> Meta:
+        (answer,) = self._channel.wait([self._channel.call(COORDINATOR, kind, meta)], deadline_s)
+        return answer.meta
+
+    def _keep_in_touch(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._channel.send(COORDINATOR, "beat", {"progress": self._with_rate()})
+                message = self._channel.recv(self._beat_s)
+            except DeadlineExceeded:
+                continue
+            except CommError:
+                break
+            if message.kind == "stop":
+                self._stop.set()
+            elif message.kind == DEPARTED:
+                break
+        if not self._closing.is_set():
+            print("podium: the launcher is gone; this rank ends", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _with_rate(self) -> Meta | None:
+        """The latest progress, with samples per second since the beat before."""
+        facts = self._latest
+        if facts is None:
+            return None
+        now, before = time.monotonic(), self._rate
+        self._rate = (now, facts["position"])
+        if before is None or now <= before[0]:
+            return facts
+        return {**facts, "samples_per_s": (facts["position"] - before[1]) / (now - before[0])}

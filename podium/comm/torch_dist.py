@@ -1,0 +1,136 @@
+"""Collectives through `torch.distributed`: the one module that knows c10d.
+
+A group is formed by hand from a store, not by `init_process_group`: it can be dropped and formed anew in the same
+process, which is how survivors of a lost rank go on. gloo cannot say which rank it lost, and a group that failed or
+timed out is dead for good, so every failure here is a plain `Lost` and the launcher finds out who it was.
+
+Work objects are kept here and nowhere else: a neighbour of a dead rank must let go of all of them, or the others wait
+out the whole timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
+
+FORMING_S = 5.0
+"""A group forms within this time or not at all: a member that died meanwhile must not cost the whole deadline."""
+
+
+def file_store(path: Path) -> Any:
+    """A store in a file, for ranks that share a file system; it outlives any rank."""
+    return dist.FileStore(str(path), -1)
+
+
+def client_store(host: str, port: int, timeout_s: float, *, is_host: bool, world_size: int) -> Any:
+    """A store over TCP, as torchrun sets it up."""
+    try:
+        return dist.TCPStore(
+            host, port, world_size, is_host, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise CommError(f"the store at {host}:{port} cannot be reached: {_first_line(error)}") from error
+
+
+def publish(store: Any, key: str, value: str) -> None:
+    store.set(key, value)
+
+
+def look_up(store: Any, key: str, timeout_s: float) -> str:
+    """A published value, waited for."""
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+        return str(store.get(key).decode())
+    except (dist.DistError, RuntimeError) as error:
+        raise DeadlineExceeded(f"nobody published {key!r} within {timeout_s:g} s") from error
+
+
+class Group:
+    """The workers' process group, generation after generation."""
+
+    def __init__(self, store: Any, *, host: str, backend: str = "gloo", deadline_s: float = 60.0) -> None:
+        if backend not in ("gloo", "nccl"):
+            raise ConfigError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
+        self._store, self._host, self._backend, self._deadline_s = store, host, backend, deadline_s
+        self._group: Any = None
+        self._works: dict[int, Any] = {}
+        self._issued = 0
+
+    def form(self, generation: int, index: int, size: int) -> None:
+        """Become member `index` of `size`; all members call this with the same generation."""
+        self.drop()
+        if size == 1:
+            return
+        store = dist.PrefixStore(f"generation-{generation}", self._store)
+        try:
+            self._group = self._make(store, index, size)
+        except (dist.DistError, RuntimeError) as error:
+            raise Lost(f"generation {generation} did not form within {FORMING_S:g} s: {_first_line(error)}") from error
+
+    def drop(self) -> None:
+        """Let go of every exchange and of the group; blocks until what is in flight has ended."""
+        self._works.clear()
+        self._group = None
+
+    def all_reduce(self, tensor: Tensor) -> int:
+        return self._issue("allreduce", [tensor], dist.AllreduceOptions())
+
+    def broadcast(self, tensor: Tensor, source_index: int) -> int:
+        options = dist.BroadcastOptions()
+        options.rootRank = source_index
+        return self._issue("broadcast", [tensor], options)
+
+    def wait(self, key: int) -> None:
+        """Until this exchange is done; raises Lost when it failed."""
+        work = self._works.pop(key, None)
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise Lost(f"a collective failed: {_first_line(error)}") from None
+
+    def is_done(self, key: int) -> bool:
+        work = self._works.get(key)
+        return work is None or bool(work.is_completed())
+
+    def _issue(self, what: str, tensors: Sequence[Tensor], options: Any) -> int:
+        self._issued += 1
+        if self._group is not None:  # alone, there is nothing to do
+            try:
+                self._works[self._issued] = getattr(self._group, what)(tensors, options)
+            except RuntimeError as error:
+                raise Lost(f"a collective could not be issued: {_first_line(error)}") from None
+        return self._issued
+
+    def _make(self, store: Any, index: int, size: int) -> Any:
+        forming, running = timedelta(seconds=FORMING_S), timedelta(seconds=self._deadline_s)
+        if self._backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = running
+            return dist.ProcessGroupNCCL(store, index, size, options)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        options._threads = 2
+        options._timeout = forming
+        group = dist.ProcessGroupGloo(store, index, size, options)
+        group.set_timeout(running)
+        return group
+
+
+def backend_for(device: torch.device, workers: int) -> str:
+    """nccl where every worker has a GPU of its own (it refuses two ranks on one), gloo otherwise."""
+    own_gpu = device.type == "cuda" and workers <= torch.cuda.device_count()
+    return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,51 @@
+"""Augmentation drawn from each sample's key and from nothing else.
+
+A key is fixed by (seed, epoch, sample), so a sample looks the same whichever worker reads it, in whichever batch, and
+again after a resume. Different bits of the key feed different draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from podium.errors import ConfigError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CropAndFlip:
+    """Random crop after zero padding, then a mirror image half of the time: what CIFAR is usually trained with."""
+
+    padding: int = 4
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.padding < 0:
+            raise ConfigError(f"CropAndFlip: padding must be 0 or more, got {self.padding}")
+
+    def __call__(self, inputs: Tensor, keys: np.ndarray) -> Tensor:
+        """Images (samples, channels, height, width) to images of the same shape."""
+        down, right, mirrored = self._draws(keys)
+        height, width = inputs.shape[2:]
+        rows = down[:, None] + torch.arange(height)
+        columns = right[:, None] + torch.arange(width)
+        columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+        sample = torch.arange(len(inputs))[:, None, None]
+        # Channels go last for the gather: the three indices stand together, and one copy brings a whole pixel.
+        padded = pad(inputs, [self.padding] * 4).permute(0, 2, 3, 1)
+        return padded[sample, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+    def _draws(self, keys: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Offsets down and right, and whether to mirror, from bits 0–20, 21–41 and 63 of each key."""
+        span, low_bits = np.uint64(2 * self.padding + 1), np.uint64((1 << 21) - 1)
+        down = (keys & low_bits) % span
+        right = ((keys >> np.uint64(21)) & low_bits) % span
+        mirrored = (keys >> np.uint64(63)) * np.uint64(self.flip)
+        offsets = torch.from_numpy(np.stack([down, right, mirrored]).astype(np.int64))
+        return offsets[0], offsets[1], offsets[2].bool()

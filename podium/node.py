@@ -1,0 +1,227 @@
+"""One process of a run: `python -m podium.node` beneath every real launcher.
+
+It joins the coordinator, builds the communicator, and then trains or serves. Started by torchrun, whose environment
+variables are enough:
+
+    torchrun --nproc-per-node 4 -m podium.node --task digits-mlp --strategy all-reduce
+
+Imports the standard library, numpy and torch only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from podium.cluster.membership import Membership
+from podium.comm.base import Communicator
+from podium.comm.channel import Address, Channel
+from podium.comm.memory import WallClock
+from podium.comm.real import RealCommunicator
+from podium.comm.torch_dist import Group, backend_for, client_store, file_store
+from podium.config import RunConfig, build
+from podium.errors import Lost, PodiumError
+from podium.measure.records import Recorder
+from podium.servers.server import Server
+from podium.strategies import make_strategy
+from podium.task import Task, load_task
+from podium.training import Job, Report, Training, device_of, make_server, run_server
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSpec:
+    """All that a process needs to know to take its place."""
+
+    rank: int
+    """The number of this process: that of its worker, or of its server where it has no worker."""
+    endpoints: tuple[int, ...]
+    """The ranks that live here: one, or a worker and the servers beside it."""
+    workers: int
+    servers: int
+    config: dict[str, Any]
+    coordinator: Address
+    secret: str
+    """Hexadecimal."""
+    store: str
+    """A path, or `tcp:host:port`."""
+    rendezvous: str
+    """A private folder for sockets."""
+    host: str = "127.0.0.1"
+    """This machine's address, as the others see it."""
+    same_host: bool = True
+    """Whether Unix sockets reach all other ranks."""
+    namespace: str | None = None
+    log: str | None = None
+    """Where this process's own output goes; None leaves it on the terminal."""
+
+
+def run_node(spec: NodeSpec, task: Task | None = None) -> None:
+    """Take part in a run as one process of it, to the end. Exits with 1 after a failure was reported."""
+    _settle_in(spec)
+    config = build(RunConfig, spec.config, who="run")
+    node = _Node(spec, config)
+    node.run(lambda: node.work(task))
+
+
+class _Node:
+    """The membership, the channels and the ranks of this process."""
+
+    def __init__(self, spec: NodeSpec, config: RunConfig) -> None:
+        self.spec, self.config = spec, config
+        self.secret = bytes.fromhex(spec.secret)
+        self.clock = WallClock()
+        self.membership = Membership(
+            spec.rank,
+            spec.coordinator,
+            secret=self.secret,
+            listen=f"unix:{spec.rendezvous}/m{spec.rank}",
+            heartbeat_s=config.heartbeat_s,
+            deadline_s=config.deadline_s,
+        )
+        self.recorders: list[Recorder] = []
+
+    def run(self, body: Callable[[], Report | None]) -> None:
+        try:
+            report = body()
+            self.membership.done(report)
+        except BaseException as error:
+            traceback.print_exc()
+            self.membership.failed(_describe(error, self.spec))
+            self.membership.close()
+            os._exit(1)  # exchanges under way may hold threads for as long as their deadline
+        finally:
+            for recorder in self.recorders:
+                recorder.close()
+        self.membership.close()
+
+    def work(self, task: Task | None) -> Report | None:
+        config, spec = self.config, self.spec
+        comms = self.connect()
+        strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
+        found = task or load_task(config.task, config.task_options, config.data_dir)
+        assert config.run_dir is not None
+        job = Job(config, found, strategy, Path(config.run_dir))
+        helpers = [self._serve_beside(job, comms[e]) for e in spec.endpoints[1:]]
+        if spec.rank >= spec.workers:
+            run_server(make_server(job, comms[spec.rank], self._recorder(spec.rank)))
+            report = None
+        else:
+            report = Training(job, comms[spec.rank], self._recorder(spec.rank), self.membership).run()
+        comms[spec.rank].close()  # servers end when all workers have gone
+        for helper in helpers:
+            helper.join(timeout=config.deadline_s)
+        return report
+
+    def connect(self) -> dict[int, RealCommunicator]:
+        """Join, learn where the others are, and make one communicator per endpoint of this process."""
+        spec, config = self.spec, self.config
+        channels: dict[int, Channel] = {}
+        if spec.servers:
+            for e in spec.endpoints:
+                listen = f"unix:{spec.rendezvous}/c{e}" if spec.same_host else f"tcp:{spec.host}:0"
+                channels[e] = Channel(e, secret=self.secret, listen=listen, deadline_s=config.deadline_s)
+        book = self.membership.join(
+            list(spec.endpoints), {e: c.address for e, c in channels.items()}, config.start_deadline_s
+        )
+        workers, servers = range(spec.workers), range(spec.workers, spec.workers + spec.servers)
+        comms = {}
+        for e in spec.endpoints:
+            group = None
+            if e < spec.workers:
+                backend = backend_for(device_of(config.device, e), spec.workers)
+                group = Group(_open_store(spec), host=spec.host, backend=backend, deadline_s=config.deadline_s)
+            if e in channels:
+                channels[e].introduce({k: v for k, v in book.items() if k != e})
+            comms[e] = RealCommunicator(
+                e, workers, servers, self.clock, group=group, channel=channels.get(e), deadline_s=config.deadline_s
+            )
+        return comms
+
+    def _serve_beside(self, job: Job, comm: Communicator) -> threading.Thread:
+        """A server in this worker's process: built here (torch's generator is global), run in a thread."""
+        server = make_server(job, comm, self._recorder(comm.rank))
+        thread = threading.Thread(target=self._serve, args=(server,), name=f"server-{comm.rank}", daemon=True)
+        thread.start()
+        return thread
+
+    def _serve(self, server: Server) -> None:
+        try:
+            run_server(server)
+        except BaseException as error:  # a thread has nobody above it, and the run must not go on without this server
+            traceback.print_exc()
+            self.membership.failed(_describe(error, self.spec))
+            os._exit(1)
+
+    def _recorder(self, rank: int) -> Recorder:
+        assert self.config.run_dir is not None
+        recorder = Recorder(rank, Path(self.config.run_dir) / "records" / f"rank-{rank}.jsonl")
+        self.recorders.append(recorder)
+        return recorder
+
+
+def _settle_in(spec: NodeSpec) -> None:
+    """Die with the parent, leave Ctrl-C to the launcher, enter the namespace, keep output apart."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if spec.namespace is not None:
+        from podium.cluster.netns import enter_namespace
+
+        enter_namespace(spec.namespace)
+    if spec.log is not None:
+        Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+    threads = spec.config.get("threads") or max(1, len(os.sched_getaffinity(0)) // (spec.workers + spec.servers))
+    torch.set_num_threads(threads)
+
+
+def _open_store(spec: NodeSpec) -> Any:
+    if not spec.store.startswith("tcp:"):
+        return file_store(Path(spec.store))
+    _, host, port = spec.store.split(":")
+    return client_store(host, int(port), 30.0, is_host=False, world_size=spec.workers + spec.servers)
+
+
+def _describe(error: BaseException, spec: NodeSpec) -> dict[str, Any]:
+    """What the launcher prints of a failure: the error, and the innermost place outside torch."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "/torch/" not in f.filename] or frames
+    place = f"{ours[-1].filename}:{ours[-1].lineno} in {ours[-1].name}" if ours else ""
+    known = isinstance(error, PodiumError)
+    message = str(error) if known else f"{type(error).__name__}: {error}"
+    return {
+        "error": type(error).__name__,
+        "message": message,
+        "place": "" if known and not isinstance(error, Lost) else place,
+        "traceback": "".join(traceback.format_exception(error))[-16000:],
+        "log": spec.log or "",
+    }
+
+
+def spec_to_dict(spec: NodeSpec) -> dict[str, Any]:
+    return asdict(spec)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of `python -m podium.node`: under torchrun, from its environment variables."""
+    from podium.cluster.torchrun import run_under_torchrun
+
+    return run_under_torchrun(sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

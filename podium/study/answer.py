@@ -1,0 +1,184 @@
+"""The answer of a comparison in sentences: who was fastest, whether that is more than luck, what it does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from podium.study.format import plain, probability, spread
+from podium.study.rows import deciding_rows, default_target, finished, lower_is_better, metric_name
+from podium.study.statistics import Contrast, Mean, Summary, contrasts, summarise
+from podium.study.store import Row
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the rows of a study come to; tables, sentences and figures all start from here."""
+
+    metric: str
+    target: float | None
+    table: list[Summary]
+    contrasts: list[Contrast]
+
+    def pairs(self, measure: str, cell: str) -> list[Contrast]:
+        """The contrasts of one strategy with the others in one measure."""
+        return [c for c in self.contrasts if c.measure == measure and cell in (c.first, c.second)]
+
+
+def find(rows: Sequence[Row], target: float | None = None) -> Findings:
+    """Evaluate all rows. With no target, it is chosen from the results (`rows.default_target`)."""
+    metric = metric_name(rows)
+    goal = default_target(rows, metric) if target is None else target
+    return Findings(metric, goal, summarise(rows, metric, goal), contrasts(rows, metric, goal))
+
+
+def answer(rows: Sequence[Row], target: float | None = None, hardware: Mapping[str, Any] | None = None) -> str:
+    """The answer first, then on a line of its own what may not be concluded."""
+    findings = find(rows, target)
+    parts = [*_verdict(findings), *_failures(rows)] if finished(rows) else [_nothing(rows)]
+    return " ".join(parts) + "\n" + limits(rows, hardware)
+
+
+def limits(rows: Sequence[Row], hardware: Mapping[str, Any] | None = None) -> str:
+    """What the comparison may not be taken for."""
+    done = finished(rows)
+    seeds = len({row["seed"] for row in done})
+    cores = (hardware or {}).get("cores")
+    sizes = [row["parameters"] for row in done if isinstance(row.get("parameters"), int)]
+    where = f"{cores} CPU core{'s' * (cores != 1)}" if cores else "this machine"
+    model = f"a model of {sizes[0]:,} parameters" if sizes else "this model"
+    text = f"Measured on {where}, with {model} and {seeds} seed{'s' * (seeds != 1)}: this says nothing about other "
+    text += "hardware, larger models or slower networks."
+    if any(row.get("launcher") == "virtual" for row in done):
+        text += " Seconds are simulated, not measured."
+    if 1 < seeds < 6:
+        text += " So few seeds show large differences only; none found does not mean none there."
+    return text
+
+
+def _verdict(findings: Findings) -> list[str]:
+    if len([line for line in findings.table if line.runs]) < 2:
+        return [_only_one(findings)]
+    return [_speed(findings), _quality(findings)]
+
+
+def _speed(findings: Findings) -> str:
+    able = [line for line in findings.table if line.runs and line.reached == line.runs and line.to_target]
+    if able and findings.target is not None:
+        goal = f"{plain(findings.target)} {findings.metric}"
+        times = {line.cell: line.to_target for line in able}
+        return _ranked(findings, "seconds to target", f"Fastest to {goal}", times)
+    lead = f"No strategy reached {plain(findings.target)} {findings.metric} in every seed. " if findings.target else ""
+    timed = {line.cell: line.seconds for line in findings.table if line.seconds}
+    if not timed:
+        return lead + "No training times were recorded."
+    return lead + _ranked(findings, "seconds", "Shortest training time", timed)
+
+
+def _ranked(findings: Findings, measure: str, claim: str, times: Mapping[str, Mean | None]) -> str:
+    """Name the fastest, and say from whom it can be told apart."""
+    known = {cell: mean for cell, mean in times.items() if mean is not None}
+    best = min(known, key=lambda cell: known[cell].mean)
+    first = f"{claim}: {best}, {_seconds(known[best])}"
+    pairs = [c for c in findings.pairs(measure, best) if {c.first, c.second} <= set(known)]
+    if not pairs:
+        return f"{first}; no other strategy has a time to compare it with."
+    if all(c.n < 2 for c in pairs):
+        return f"{first}; with one seed there is no interval, so this is no more than one observation."
+    faster = sorted((c for c in pairs if c.distinct), key=lambda c: known[_other(c, best)].mean)
+    level = [_other(c, best) for c in pairs if not c.distinct]
+    if not faster:
+        return f"{first}, but no difference that we can detect from {_join(level)}."
+    text = f"{first}: {_times_faster(faster[0], best)}"
+    if faster[1:]:
+        text += f", and faster than {_join([_other(c, best) for c in faster[1:]])}"
+    return f"{text}; not distinguishable from {_join(level)}." if level else f"{text}."
+
+
+def _times_faster(contrast: Contrast, best: str) -> str:
+    """The ratio the other way up when the best stands first: how many times longer the other took."""
+    ends = [contrast.value, contrast.low, contrast.high]
+    if contrast.first == best:
+        ends = [None if x is None else 1 / x for x in (contrast.value, contrast.high, contrast.low)]
+    value, low, high = (plain(x) for x in ends)
+    return f"{value}× faster than {_other(contrast, best)} (95 % CI {low}–{high}, Holm p {_p(contrast)})"
+
+
+def _quality(findings: Findings) -> str:
+    measure = f"final {findings.metric}"
+    pairs = [c for c in findings.contrasts if c.measure == measure]
+    name = f"Final {findings.metric}"
+    if not pairs:
+        return f"{name}: not comparable, fewer than two strategies reported it."
+    if all(c.value == 0 for c in pairs) and all(c.low in (0, None) for c in pairs):
+        return f"{name}: the same for all."
+    if all(c.n < 2 for c in pairs):
+        return f"{name}: {_values(findings)}, one run each."
+    if not any(c.distinct for c in pairs):
+        return f"{name}: no difference that we can detect ({_values(findings)})."
+    return f"{name}: {_against_best(findings, measure)}."
+
+
+def _against_best(findings: Findings, measure: str) -> str:
+    lower = lower_is_better(findings.metric)
+    known = {line.cell: line.metric for line in findings.table if line.metric}
+    best = (min if lower else max)(known, key=lambda cell: known[cell].mean)
+    pairs = findings.pairs(measure, best)
+    worse = [f"{_other(c, best)} by {plain(abs(c.value), 2)} (Holm p {_p(c)})" for c in pairs if c.distinct]
+    level = [_other(c, best) for c in pairs if not c.distinct]
+    text = f"best is {best} with {_interval(known[best])}"
+    if worse:
+        text += f", {'higher' if lower else 'lower'} is {_join(worse)}"
+    if level:
+        text += f"; not distinguishable from the best: {_join(level)}"
+    return text if worse else f"{text}; other pairs do differ, see Statistics"
+
+
+def _values(findings: Findings) -> str:
+    return ", ".join(f"{line.cell} {plain(line.metric.mean)}" for line in findings.table if line.metric)
+
+
+def _only_one(findings: Findings) -> str:
+    line = next(line for line in findings.table if line.runs)
+    value = f"{findings.metric} {_interval(line.metric)}" if line.metric else f"no {findings.metric}"
+    time = f" in {_seconds(line.seconds)}" if line.seconds else ""
+    return f"Only {line.cell} has finished runs, so nothing is compared: {value}{time}."
+
+
+def _failures(rows: Sequence[Row]) -> list[str]:
+    final = deciding_rows(rows)
+    failed = [row for row in final if row.get("status") == "failed"]
+    if not failed:
+        return []
+    names = _join(list(dict.fromkeys(str(row["cell"]) for row in failed)))
+    return [f"{len(failed)} of {len(final)} runs failed ({names}); no number here includes them."]
+
+
+def _nothing(rows: Sequence[Row]) -> str:
+    failed = [row for row in deciding_rows(rows) if row.get("status") == "failed"]
+    if not failed:
+        return "No run has finished yet, so there is nothing to compare."
+    error = str(failed[0].get("error", "")).strip().splitlines() or ["no message"]
+    return f"No run finished: {len(failed)} failed. The first one, {failed[0]['cell']}, said: {error[-1]}"
+
+
+def _seconds(mean: Mean) -> str:
+    return f"{spread(mean.mean, mean.low, mean.high)} s"
+
+
+def _interval(mean: Mean) -> str:
+    return spread(mean.mean, mean.low, mean.high)
+
+
+def _other(contrast: Contrast, cell: str) -> str:
+    return contrast.second if contrast.first == cell else contrast.first
+
+
+def _p(contrast: Contrast) -> str:
+    text = probability(contrast.p_holm)
+    return text if text.startswith("<") else f"= {text}"
+
+
+def _join(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]

@@ -1,0 +1,166 @@
+"""Drawing: matplotlib for paper, plotly for the screen, both from the same figure data.
+
+Paper is an SVG that inherits the page's text colour, so that it reads on light and dark; it holds no date and no random
+identifiers, so that the same study gives the same bytes. The screen's figures are plain JSON for plotly's script, which
+comes from the installed package and is put into the page: nothing is fetched. Either package may be missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from podium.study.figures import AXES, Bars, Convergence, Figure
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
+"""Okabe and Ito's, which colour-blind readers can tell apart; they repeat after eight strategies."""
+
+DASHES = (("-", "solid"), ("--", "dash"), ("-.", "dashdot"), (":", "dot"))
+"""Line styles in matplotlib's and plotly's words; with colours, they keep strategies apart in black and white."""
+
+INK = "#010203"
+"""Stands for the page's text colour until the SVG is made."""
+
+
+WIDTHS = (4.2, 3.2, 2.4, 1.8)
+"""Later strategies are drawn over earlier ones and thinner, so that equal curves (synchronous ones are) all show."""
+
+
+def style(cell: str, order: Mapping[str, int]) -> tuple[str, tuple[str, str], float]:
+    """A strategy's colour, dash and line width in pixels: the same in every figure of a report."""
+    place = order[cell]
+    return COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)], WIDTHS[min(place, len(WIDTHS) - 1)]
+
+
+def plotly_script() -> str | None:
+    """Plotly's own script, from the installed package; None without one."""
+    try:
+        return str(importlib.import_module("plotly.offline").get_plotlyjs())
+    except ImportError:
+        return None
+
+
+def to_plotly(figure: Figure, order: Mapping[str, int]) -> dict[str, Any]:
+    """A figure as plotly's JSON (`data`, `layout`)."""
+    if isinstance(figure, Bars):
+        return _plotly_bars(figure, order)
+    traces = []
+    for curve in figure.curves:
+        colour, (_, dash), width = style(curve.cell, order)
+        band = {"x": [*curve.x, *reversed(curve.x)], "y": [*curve.high, *reversed(curve.low)], "fill": "toself"}
+        quiet = {"mode": "lines", "hoverinfo": "skip", "showlegend": False}
+        traces.append({**band, **quiet, "line": {"width": 0}, "fillcolor": _fade(colour, 0.15)})
+        for line in curve.lines:
+            thin = {"color": _fade(colour, 0.35), "width": 1}
+            hover = f"{curve.cell}, seed {line.seed}: %{{y:.4g}}<extra></extra>"
+            traces.append({**quiet, "x": line.x, "y": line.y, "line": thin, "hoverinfo": "all", "hovertemplate": hover})
+        thick = {"color": colour, "width": width, "dash": dash}
+        hover = f"{curve.cell}, median: %{{y:.4g}}<extra></extra>"
+        traces.append({"x": curve.x, "y": curve.y, "mode": "lines", "line": thick, "hovertemplate": hover})
+    return {"data": traces, "layout": _layout(AXES[figure.axis], figure.quantity, log=figure.log)}
+
+
+def _plotly_bars(figure: Bars, order: Mapping[str, int]) -> dict[str, Any]:
+    traces: list[dict[str, Any]] = []
+    for bar in figure.bars:
+        colour, *_ = style(bar.cell, order)
+        trace: dict[str, Any] = {"type": "bar", "x": [bar.mean], "y": [bar.cell], "orientation": "h"}
+        trace |= {"marker": {"color": _fade(colour, 0.75)}, "hovertemplate": "mean %{x:.4g}<extra></extra>"}
+        if bar.low is not None and bar.high is not None:
+            up, down = bar.high - bar.mean, bar.mean - bar.low
+            trace["error_x"] = {"type": "data", "array": [up], "arrayminus": [down], "symmetric": False}
+        traces.append(trace)
+        dots = {"x": bar.points, "y": [bar.cell] * len(bar.points), "mode": "markers"}
+        traces.append({**dots, "marker": {"color": "#777", "size": 6, "symbol": "circle-open"}, "hoverinfo": "x"})
+    layout = _layout(figure.name, "", log=False)
+    layout["height"] = 70 + 45 * len(figure.bars)
+    layout["yaxis"] |= {"autorange": "reversed", "ticks": "outside", "ticklen": 5, "tickcolor": "rgba(0,0,0,0)"}
+    layout["xaxis"] |= {"rangemode": "tozero"}
+    return {"data": traces, "layout": layout}
+
+
+def _layout(x: str, y: str, *, log: bool) -> dict[str, Any]:
+    axis = {"automargin": True, "zeroline": False, "gridcolor": "rgba(128,128,128,0.25)"}
+    return {
+        "showlegend": False,
+        "margin": {"l": 50, "r": 10, "t": 10, "b": 45},
+        "height": 300,
+        "hovermode": "closest",
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "xaxis": {**axis, "title": {"text": x}},
+        "yaxis": {**axis, "title": {"text": y}, "type": "log" if log else "-"},
+    }
+
+
+def to_svg(figure: Figure, order: Mapping[str, int]) -> str | None:
+    """A figure as one `<svg>` element; None without matplotlib."""
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+        backend = importlib.import_module("matplotlib.backends.backend_svg")
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        return None
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "podium", "font.size": 9, "axes.spines.top": False}
+    settings |= {"axes.spines.right": False, "lines.solid_capstyle": "butt", "font.family": "DejaVu Sans"}
+    settings |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+    # A context of its own, and no pyplot: the caller's figures and settings stay as they are.
+    with matplotlib.rc_context(settings):
+        height = 0.55 + 0.42 * len(figure.bars) if isinstance(figure, Bars) else 2.9
+        canvas = figures.Figure(figsize=(4.8, height), layout="constrained")
+        backend.FigureCanvasSVG(canvas)
+        axes = canvas.add_subplot()
+        if isinstance(figure, Bars):
+            _draw_bars(axes, figure, order)
+        else:
+            _draw_curves(axes, figure, order)
+        out = io.StringIO()
+        canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    return _embed(out.getvalue())
+
+
+def _draw_curves(axes: Any, figure: Convergence, order: Mapping[str, int]) -> None:
+    for curve in figure.curves:
+        colour, (dash, _), width = style(curve.cell, order)
+        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
+        for line in curve.lines:
+            axes.plot(line.x, line.y, color=colour, alpha=0.35, linewidth=0.7)
+        axes.plot(curve.x, curve.y, color=colour, linestyle=dash, linewidth=0.75 * width)
+    if figure.log:
+        axes.set_yscale("log")
+    axes.set(xlabel=AXES[figure.axis], ylabel=figure.quantity)
+    axes.grid(alpha=0.25, linewidth=0.5)
+
+
+def _draw_bars(axes: Any, figure: Bars, order: Mapping[str, int]) -> None:
+    for place, bar in enumerate(figure.bars):
+        colour, *_ = style(bar.cell, order)
+        axes.barh(place, bar.mean, color=colour, alpha=0.75, height=0.6)
+        if bar.low is not None and bar.high is not None:
+            axes.errorbar(bar.mean, place, xerr=[[bar.mean - bar.low], [bar.high - bar.mean]], color=INK, capsize=3)
+        axes.plot(bar.points, [place] * len(bar.points), "o", markersize=3.5, markerfacecolor="none", color=INK)
+    axes.set_yticks(range(len(figure.bars)), [bar.cell.replace(":", ":\n", 1) for bar in figure.bars])
+    axes.set(xlabel=figure.name)
+    axes.set_xlim(left=0)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.25, linewidth=0.5)
+
+
+def _embed(svg: str) -> str:
+    """Only the element, scalable, in the page's ink; group names go, since they would repeat from figure to figure."""
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r' xmlns(:xlink)?="[^"]*"', "", body)
+    body = re.sub(r'<g id="[^"]*">', "<g>", body)
+    body = re.sub(r'(<svg [^>]*?)width="[^"]*"', r"\1", body, count=1)
+    body = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", body, count=1)
+    body = body.replace("<svg ", '<svg aria-hidden="true" ', 1)
+    return body.replace(INK, "currentColor")
+
+
+def _fade(colour: str, alpha: float) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{alpha})"

@@ -1,0 +1,137 @@
+"""The report of a study: one HTML file that needs no network, no script and no second file.
+
+It is made from `study.json` and `results.jsonl` alone, and the same two files give the same bytes. Figures are drawn
+into the page for paper and for readers without JavaScript; where plotly is installed, its script is put into the page
+as well and replaces them on the screen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from podium.study import format as written
+from podium.study.again import command, python_call
+from podium.study.answer import Findings, answer, find
+from podium.study.drawing import plotly_script, style, to_plotly, to_svg
+from podium.study.figures import Convergence, Figure, convergence_panels, cost_bars, staleness_bars
+from podium.study.rows import TARGET_SHARE, arranged, cells
+from podium.study.statistics import Mean
+from podium.study.store import Row, Store, write_whole
+
+_BLANK = dict.fromkeys(("error", "lost", "loss", "seconds", "steps"))
+"""What a row may lack: a failed run measured little, and older rows know fewer fields."""
+
+
+def write_report(study_dir: str | Path, *, include_plotly: bool = True) -> Path:
+    """Write `report.html` into a study's folder from what lies there; `include_plotly=False` saves 4.8 MB."""
+    store = Store(study_dir)
+    study, rows = store.read_study(), store.rows()
+    write_whole(store.report, render(study, rows, folder=store.folder, include_plotly=include_plotly))
+    return store.report
+
+
+def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, include_plotly: bool = True) -> str:
+    """The report's HTML. `folder` is only used to write the runs' places relative to it."""
+    ended, rows = rows, arranged(rows, study["strategies"])
+    findings = find(rows, study.get("target"))
+    script = plotly_script() if include_plotly and rows else None
+    order = _order(study, rows)
+    said, caution = answer(rows, study.get("target"), study.get("hardware")).split("\n", 1)
+
+    def drawn(figures: Sequence[Figure]) -> list[dict[str, Any]]:
+        return [_figure(figure, order, screen=script is not None) for figure in figures]
+
+    panels = convergence_panels(rows, findings.metric)
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            study=study,
+            answer=said,
+            caution=caution,
+            findings=findings,
+            target_share=TARGET_SHARE,
+            legend=[(cell, style(cell, order)[0]) for cell in order],
+            convergence=drawn(panels),
+            bytes_assumed=any(panel.assumed for panel in panels),
+            cost=drawn(cost_bars(rows)),
+            staleness=drawn(staleness_bars(rows)),
+            runs=[_run(row, findings, folder) for row in ended],
+            python_call=python_call(study),
+            command=command(study),
+            script=Markup(script.replace("</script", "<\\/script")) if script else None,
+        )
+    )
+
+
+def _order(study: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, int]:
+    names = dict.fromkeys([*study.get("strategies", ()), *cells(rows)])
+    return {cell: place for place, cell in enumerate(names)}
+
+
+def _figure(figure: Figure, order: Mapping[str, int], *, screen: bool) -> dict[str, Any]:
+    svg = to_svg(figure, order)
+    name = figure.name if isinstance(figure, Convergence) else f"{figure.name}, per strategy"
+    return {
+        "name": name,
+        "svg": Markup(svg) if svg else None,  # matplotlib escapes the labels
+        "json": _script_json(to_plotly(figure, order)) if screen else None,
+    }
+
+
+def _script_json(value: Any) -> Markup:
+    """JSON that cannot end the script element it stands in."""
+    text = json.dumps(value, separators=(",", ":"), sort_keys=True)
+    return Markup(text.replace("<", "\\u003c"))
+
+
+def _run(row: Row, findings: Findings, folder: Path) -> dict[str, Any]:
+    place = str(row.get("run_dir") or "")
+    if place and Path(place).is_relative_to(folder):
+        place = str(Path(place).relative_to(folder))
+    return {
+        "cell": row["cell"],
+        "seed": row["seed"],
+        "status": row.get("status", "unknown"),
+        "value": (row.get("metrics") or {}).get(findings.metric, row.get(findings.metric)),
+        "row": {**_BLANK, **row},
+        "place": place,
+    }
+
+
+def _environment() -> Environment:
+    found = Environment(
+        loader=PackageLoader("podium.study"),
+        autoescape=select_autoescape(["html", "html.j2"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters["plain"] = _plain
+    found.filters["mean"] = _mean
+    found.filters["percent"] = _percent
+    found.filters["probability"] = written.probability
+    return found
+
+
+def _plain(value: Any) -> str:
+    """A number as tables have it; what is no number (`nan` of a run that went wrong) as it stands."""
+    return written.plain(value) if value is None or isinstance(value, int | float) else str(value)
+
+
+def _mean(value: Mean | None) -> Markup:
+    """The mean, and under it the half-width of its interval."""
+    if value is None:
+        return Markup(written.ABSENT)
+    mean, sign, half = written.spread(value.mean, value.low, value.high).partition(" ± ")
+    return Markup("{}<small>± {}</small>").format(mean, half) if sign else Markup(mean)
+
+
+def _percent(value: Mean | None) -> str:
+    return written.ABSENT if value is None else written.percent(value.mean)

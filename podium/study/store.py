@@ -1,0 +1,116 @@
+"""What a study leaves on disk: its design, and one row per run, appended as runs end.
+
+    study.json       what was asked for: task, strategies, seeds, order of runs, settings, versions, hardware
+    results.jsonl    one row per run, in the order they ended, failures among them
+    report.html      made from those two and nothing else
+    runs/            each run's own folder
+
+Rows are only ever added. A comparison that was killed is taken up again by reading which cells are through, so the file
+may end in half a line: readers leave that out, and the next writer cuts it off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from podium.errors import RecordError
+from podium.measure.records import read_records, to_json
+
+Row = dict[str, Any]
+"""A RunResult as a dict, with `cell` (the strategy as asked for); or cell, seed, status and error of a failure."""
+
+Key = tuple[str, int]
+"""(cell, seed): what one run is for."""
+
+
+class Store:
+    """A study's folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.study = self.folder / "study.json"
+        self.results = self.folder / "results.jsonl"
+        self.report = self.folder / "report.html"
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row; it is on disk when this returns."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._cut_torn_line()
+            with self.results.open("a", encoding="utf-8") as file:
+                file.write(to_json(dict(row)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RecordError(f"results cannot be written to {self.results}: {error}") from error
+
+    def rows(self) -> list[Row]:
+        """All whole rows, in the order they were written."""
+        return list(read_records(self.results)) if self.results.is_file() else []
+
+    def read_study(self) -> Row:
+        """The design that `write_study` wrote."""
+        try:
+            value = json.loads(self.study.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RecordError(f"{self.folder} holds no study: {self.study.name}: {error.strerror}") from error
+        except ValueError as error:
+            raise RecordError(f"{self.study}: not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise RecordError(f"{self.study}: must hold a JSON object, got {type(value).__name__}")
+        return value
+
+    def write_study(self, study: Mapping[str, Any]) -> None:
+        """Write the design, whole or not at all."""
+        write_whole(self.study, json.dumps(json.loads(to_json(dict(study))), indent=2) + "\n")
+
+    def fresh_run_dir(self, cell: str, seed: int) -> Path:
+        """A folder for a run that nobody has used: a second try does not write over the first one's records."""
+        stem = "".join(c if c.isalnum() else "-" for c in cell).strip("-") + f"-seed{seed}"
+        path, tries = self.folder / "runs" / stem, 1
+        while path.exists():
+            tries += 1
+            path = self.folder / "runs" / f"{stem}-try{tries}"
+        return path
+
+    def _cut_torn_line(self) -> None:
+        """Bring the file back to whole lines after a writer was killed in the middle of one."""
+        if not self.results.is_file():
+            return
+        with self.results.open("rb+") as file:
+            text = file.read()
+            if not text or text.endswith(b"\n"):
+                return
+            tail = text[text.rfind(b"\n") + 1 :]
+            if _is_json(tail):  # only the newline is missing
+                file.write(b"\n")
+            else:
+                file.truncate(len(text) - len(tail))
+
+
+def finished_keys(rows: Iterable[Mapping[str, Any]]) -> set[Key]:
+    """The cells and seeds that need not be run again."""
+    return {(row["cell"], int(row["seed"])) for row in rows if row.get("status") == "finished"}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise RecordError(f"{path} cannot be written: {error}") from error
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
