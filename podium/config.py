@@ -196,10 +196,10 @@ def convert(value: Any, hint: Any, who: str) -> Any:
 
 def _convert_plain(value: Any, hint: Any, who: str) -> Any:
     if hint is bool:
-        known = {"true": True, "false": False, True: True, False: False}
-        if value not in known:
+        known = {"true": True, "false": False, "True": True, "False": False}
+        if str(value) not in known:
             raise ConfigError(f"{who} must be true or false, got {value!r}")
-        return known[value]
+        return known[str(value)]
     if hint in (int, float):
         if isinstance(value, bool) or (hint is int and isinstance(value, float) and not value.is_integer()):
             raise ConfigError(f"{who} must be {_A[hint]}, got {value!r}")
@@ -229,7 +229,8 @@ def resolve(
     """The run's configuration: defaults, then the TOML file, then options that were given, then `a.b=c`."""
     values: dict[str, Any] = {}
     if file is not None:
-        values.update(_flatten(_read_toml(Path(file))))
+        # One spelling per key from here on, or two spellings of one option would both be kept.
+        values.update({k.replace("-", "_"): v for k, v in _flatten(_read_toml(Path(file))).items()})
     values.update({k: v for k, v in (given or {}).items() if v is not None})
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -263,9 +264,9 @@ def _put(values: dict[str, Any], key: str, text: str) -> None:
         options = values[f"{head}_options"] = dict(values.get(f"{head}_options", {}))
         options[tail.replace("-", "_")] = parse_value(text) if head == "task" else text
     elif head == "run" and dot:
-        values[tail] = text
+        values[tail.replace("-", "_")] = text
     else:
-        values[key] = text
+        values[key.replace("-", "_")] = text
 
 
 def _flatten(table: Mapping[str, Any]) -> dict[str, Any]:

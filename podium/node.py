@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class NodeSpec:
     """This machine's address, as the others see it."""
     same_host: bool = True
     """Whether Unix sockets reach all other ranks."""
+    clock_ns: int | None = None
+    """When the run began, on this machine's monotonic clock; None: now."""
     namespace: str | None = None
     log: str | None = None
     """Where this process's own output goes; None leaves it on the terminal."""
@@ -81,7 +83,7 @@ class _Node:
     def __init__(self, spec: NodeSpec, config: RunConfig) -> None:
         self.spec, self.config = spec, config
         self.secret = bytes.fromhex(spec.secret)
-        self.clock = WallClock()
+        self.clock = WallClock(spec.clock_ns)
         self.membership = Membership(
             spec.rank,
             spec.coordinator,
@@ -210,10 +212,6 @@ def _describe(error: BaseException, spec: NodeSpec) -> dict[str, Any]:
         "traceback": "".join(traceback.format_exception(error))[-16000:],
         "log": spec.log or "",
     }
-
-
-def spec_to_dict(spec: NodeSpec) -> dict[str, Any]:
-    return asdict(spec)
 
 
 def main(argv: list[str] | None = None) -> int:

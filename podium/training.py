@@ -301,6 +301,7 @@ class Training:
     def _recover(self, error: Lost) -> None:
         if not self.job.strategy.survives_loss:
             raise error
+        self.comm.abandon()
         if self._in_step:
             self.worker.forget_step()
             self._in_step = False
@@ -311,8 +312,8 @@ class Training:
                 self.comm.regroup(plan.generation, plan.members)
                 self._take_state_from(plan.source)
                 break
-            except Lost:
-                continue  # another one went while we were forming: report again
+            except Lost:  # another one went while we were forming: report again
+                self.comm.abandon()
         now = self.comm.clock.now_ns()
         self.recorder.write(
             "regroup",

@@ -64,6 +64,7 @@ class Coordinator:
         on_event: Callable[[Event], None] | None = None,
         kill: Callable[[int], None] | None = None,
         exit_cause: Callable[[int], str] | None = None,
+        clock: WallClock | None = None,
     ) -> None:
         """`kill(rank)` ends a rank's process for good; `exit_cause(rank)` says how it ended."""
         self._workers, self._processes = workers, processes
@@ -71,7 +72,7 @@ class Coordinator:
         self._start_deadline_s = start_deadline_s
         self._recorder, self._on_event = recorder, on_event or (lambda _event: None)
         self._kill, self._exit_cause = kill or (lambda _rank: None), exit_cause or (lambda _rank: "it left without a word")
-        self._clock = WallClock()
+        self._clock = clock or WallClock()
         self._channel = Channel(COORDINATOR, secret=secret, listen=listen)
         self._members: dict[int, _Member] = {}
         self._joining: list[Message] = []

@@ -8,20 +8,21 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from podium.cluster.base import Event, Launcher
 from podium.config import RunConfig, RunResult, parse_strategy
 from podium.errors import ConfigError
+from podium.files import write_atomically
 from podium.measure.manifest import write_manifest
-from podium.measure.records import merge_records, read_records
+from podium.measure.records import merge_records, read_records, to_json
 from podium.measure.summary import summarise
 from podium.strategies import STRATEGIES, make_strategy
 from podium.strategies.base import Strategy
 from podium.task import Task, load_task
-from podium.training import Job
+from podium.training import Job, Report
 
 _LAUNCHERS = {
     "local": "podium.cluster.local:run_local",
@@ -87,19 +88,27 @@ def launch(
             merge_records(job.run_dir)
     if launched.facts:
         write_manifest(job.run_dir, job.config.to_dict(), strategy=repr(job.strategy), **launched.facts)
-    stopped = any(report.stopped for report in launched.reports)
+    result = conclude(job, launched.reports)
+    tell({"event": "end", "status": result.status})
+    return result
+
+
+def conclude(job: Job, reports: Sequence[Report]) -> RunResult:
+    """What the run came to, from its merged records; also written beside them as `result.json`."""
+    config, run_dir = job.config, job.run_dir
+    assert run_dir is not None
     result = RunResult(
-        run_dir=str(job.run_dir),
-        status="stopped" if stopped else "finished",
+        run_dir=str(run_dir),
+        status="stopped" if any(report.stopped for report in reports) else "finished",
         task=config.task,
         strategy=label_of(config),
         workers=config.workers,
         seed=config.seed,
         launcher=config.launcher,
-        model=str(job.run_dir / "model.safetensors"),
-        **summarise(read_records(job.run_dir)),
+        model=str(run_dir / "model.safetensors"),
+        **summarise(read_records(run_dir)),
     )
-    tell({"event": "end", "status": result.status})
+    write_atomically(run_dir / "result.json", to_json(result.to_dict()).encode())
     return result
 
 

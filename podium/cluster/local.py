@@ -25,6 +25,7 @@ from typing import Any
 
 from podium.cluster.base import Event, Launched
 from podium.cluster.coordinator import Coordinator
+from podium.comm.memory import WallClock
 from podium.errors import ConfigError, PodiumError
 from podium.measure.records import Recorder
 from podium.node import NodeSpec, run_node
@@ -51,6 +52,9 @@ class Processes:
         self.secret = secrets.token_bytes(32)
         self.endpoints = endpoints_of(job)
         self.started: dict[int, ForkServerProcess] = {}
+        self.on_started: Callable[[int, int], None] | None = None
+        """Told the number and pid of every process once it runs."""
+        self._began_ns = time.monotonic_ns()
         assert job.run_dir is not None
         self.recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
         self.coordinator = Coordinator(
@@ -65,6 +69,7 @@ class Processes:
             on_event=on_event,
             kill=self._kill,
             exit_cause=self._exit_cause,
+            clock=WallClock(self._began_ns),
         )
 
     def run(self, stop: threading.Event | None) -> Launched:
@@ -96,6 +101,8 @@ class Processes:
                     "('file.py:make_task') or use launcher='threads'"
                 ) from error
             self.started[endpoints[0]] = process
+            if self.on_started is not None and process.pid is not None:
+                self.on_started(n, process.pid)
 
     def _spec(self, n: int, endpoints: tuple[int, ...]) -> NodeSpec:
         job = self.job
@@ -110,6 +117,7 @@ class Processes:
             secret=self.secret.hex(),
             store=str(self.folder / "store"),
             rendezvous=str(self.folder),
+            clock_ns=self._began_ns,
             log=str(job.run_dir / "logs" / f"rank-{endpoints[0]}.log"),
             **{name: values[n] for name, values in self._places.items()},
         )

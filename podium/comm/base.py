@@ -165,6 +165,9 @@ class Communicator(ABC):
     @abstractmethod
     def _wait(self, handles: Sequence[Handle], deadline_s: float) -> list[Message | None]: ...
 
+    def abandon(self) -> None:
+        """Let go of every exchange and of the group, so that members who do not know of the loss yet learn of it."""
+
     @abstractmethod
     def regroup(self, generation: int, members: Sequence[int]) -> None:
         """Drop every handle and the old group; form a new one of these workers."""

@@ -322,7 +322,7 @@ class Channel:
     ) -> ChannelHandle:
         """Ask and expect a reply. The body must not change, nor `into` be used, until the reply is there.
 
-        A reply without tensors leaves `into` alone; one that does not fit it ends the connection. When the peer is lost,
+        A reply without tensors leaves `into` alone; one that does not fit ends the connection. When the peer is lost,
         `into` may hold part of a reply.
         """
         for tensor in into or ():

@@ -22,10 +22,10 @@ from podium.errors import CommError, DeadlineExceeded, Lost
 
 @final
 class WallClock(Clock):
-    """Nanoseconds since it was made."""
+    """Nanoseconds since it was made, or since `start_ns` of the machine's monotonic clock, which ranks may share."""
 
-    def __init__(self) -> None:
-        self._start = time.monotonic_ns()
+    def __init__(self, start_ns: int | None = None) -> None:
+        self._start = time.monotonic_ns() if start_ns is None else start_ns
 
     def now_ns(self) -> int:
         return time.monotonic_ns() - self._start

@@ -95,6 +95,9 @@ class RealCommunicator(Communicator):
                 mine.copy_(landed)
         return [answers.get(h) if isinstance(h, ChannelHandle) else None for h in handles]
 
+    def abandon(self) -> None:
+        self._need_group().drop()
+
     def regroup(self, generation: int, members: Sequence[int]) -> None:
         self.generation, self.workers = generation, tuple(members)
         self._need_group().form(generation, self.index, self.size)

@@ -90,13 +90,18 @@ class Group:
 
     def wait(self, key: int) -> None:
         """Until this exchange is done; raises Lost when it failed."""
-        work = self._works.pop(key, None)
-        if work is None:
-            return
+        failure = self._try(key)
+        if failure is not None:  # raised here, where no frame holds the work object that keeps sockets open
+            raise Lost(f"a collective failed: {failure}")
+
+    def _try(self, key: int) -> str | None:
         try:
-            work.wait()
+            work = self._works.pop(key, None)
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
-            raise Lost(f"a collective failed: {_first_line(error)}") from None
+            return _first_line(error)
+        return None
 
     def is_done(self, key: int) -> bool:
         work = self._works.get(key)

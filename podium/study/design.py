@@ -6,17 +6,17 @@ the minutes then slows all strategies, not the one that happened to come last.
 
 from __future__ import annotations
 
-import os
-import platform
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import podium
 from podium.config import RunConfig, build, parse_strategy
 from podium.errors import ConfigError
+from podium.measure.manifest import git_commit, hardware, versions
 from podium.study.store import Key
 
 ORDER_SEED = 20_240_501
@@ -89,9 +89,23 @@ def make_design(
             raise ConfigError(f"compare: {name} differs from run to run and cannot be set for all of them")
     labels = tuple(label(text) for text in strategies)
     design = Design(task=task, strategies=labels, seeds=tuple(chosen), settings=dict(settings), **fields)
+    design = _with_equal_threads(design)
     for cell, seed in design.order():
         design.config(cell, seed)
     return design
+
+
+def _with_equal_threads(design: Design) -> Design:
+    """Give every worker the same number of threads, whichever strategy it runs under, unless the caller chose.
+
+    Left to itself a run divides the cores by its ranks, so that solo's one worker would get more of them than the
+    others' workers. The comparison would then be of threads too: on a small model and busy cores we saw two threads
+    take 37 times as long as one.
+    """
+    if design.launcher != "local" or design.settings.get("threads") is not None:
+        return design
+    threads = max(1, hardware()["cores"] // design.workers)
+    return replace(design, settings={**design.settings, "threads": threads})
 
 
 def label(strategy: str) -> str:
@@ -113,29 +127,10 @@ def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: str)
 
 
 def surroundings() -> dict[str, Any]:
-    """Versions and hardware, for the reader who wants to repeat it."""
-    versions = {"podium": podium.__version__, "python": platform.python_version()}
-    for package in ("torch", "numpy", "scikit-learn", "scipy", "statsmodels"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    hardware = {"cores": cores, "cpu": _cpu_name(), "memory_gb": _memory_gb(), "system": platform.platform(terse=True)}
-    return {"versions": versions, "hardware": {k: v for k, v in hardware.items() if v}}
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _memory_gb() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
-    except (AttributeError, ValueError, OSError):
-        return None
+    """Versions, hardware and commit, for the reader who wants to repeat it."""
+    machine = hardware()
+    machine["memory_gb"] = round(machine.pop("memory_bytes") / 1e9, 1)
+    used = {"podium": podium.__version__, **versions()}
+    for package in ("scipy", "statsmodels"):
+        used[package] = metadata.version(package)
+    return {"versions": used, "hardware": machine, "commit": git_commit(Path(podium.__file__).parent)}

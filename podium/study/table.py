@@ -19,12 +19,14 @@ _WIDTHS = (20, 15, 8, 8, 7, 6, 4, 5)
 
 def format_table(comparison: Comparison) -> Table:
     """The table for a terminal that can draw one."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{comparison.task}: mean over seeds ± 95 % interval", title_justify="left")
+    # No edges and no padding: eight columns then fit into 80.
+    table = Table(title=title(comparison), title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     names = headings(comparison)
-    table.add_column(names[0], overflow="fold")
+    table.add_column(names[0], overflow="fold", min_width=18)
     for name in names[1:]:
         table.add_column(name, justify="right", no_wrap=True)
     for line in comparison.table:
@@ -35,9 +37,16 @@ def format_table(comparison: Comparison) -> Table:
 
 def format_plain(comparison: Comparison) -> str:
     """The same table as text for pipes and logs; long names go on over several lines."""
-    lines = [_row(headings(comparison)), _row(["-" * width for width in _WIDTHS])]
+    lines = [title(comparison), _row(headings(comparison)), _row(["-" * width for width in _WIDTHS])]
     lines += [_row(values(line)) for line in comparison.table]
     return "\n".join(lines)
+
+
+def title(comparison: Comparison) -> str:
+    """What the numbers are: with one seed there is no interval to speak of."""
+    intervals = any(line.seconds is not None and line.seconds.low is not None for line in comparison.table)
+    spread_over = "mean over seeds ± half of the 95 % interval" if intervals else "one run each, no interval"
+    return f"{comparison.task}: {spread_over}"
 
 
 def headings(comparison: Comparison) -> list[str]:
@@ -47,7 +56,9 @@ def headings(comparison: Comparison) -> list[str]:
 
 def values(line: Summary) -> list[str]:
     """One strategy's cells as text, failures beside its name."""
-    name = line.cell if not line.failed else f"{line.cell} ({line.failed} failed)"
+    # Broken before its options: they are what tells one strategy from another of the same name.
+    name = line.cell if len(line.cell) <= _WIDTHS[0] else line.cell.replace(":", ":\n", 1)
+    name += f" ({line.failed} failed)" if line.failed else ""
     reached = _mean(line.to_target) if line.reached == line.runs else f"{line.reached}/{line.runs} runs"
     return [
         name,

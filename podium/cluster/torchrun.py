@@ -1,0 +1,194 @@
+"""Ranks started by torchrun, or by anything that sets its environment variables.
+
+    torchrun --nproc-per-node 4 -m podium.node --task digits-mlp --strategy all-reduce
+
+The last ranks become servers where the strategy wants some. The process of rank 0 also holds the coordinator, so here
+a lost rank ends the run, as torchrun has it anyway: its agent stops all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from podium.cluster.coordinator import Coordinator
+from podium.cluster.launch import conclude, prepare
+from podium.cluster.local import endpoints_of, rendezvous_folder
+from podium.comm.torch_dist import client_store, look_up, publish
+from podium.config import RunConfig, resolve
+from podium.errors import ConfigError, PodiumError
+from podium.measure.manifest import write_manifest
+from podium.measure.records import Recorder, merge_records, to_json
+from podium.node import NodeSpec, run_node
+from podium.strategies import make_strategy
+from podium.training import Job
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What torchrun tells a process."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    host: str
+    port: int
+    agent_store: bool  # whether torchrun's agent holds the store, rather than rank 0
+
+    @classmethod
+    def read(cls) -> Environment:
+        """From the environment; refuses, with the missing names, when it is not torchrun's."""
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in os.environ]
+        if missing:
+            raise ConfigError(f"podium.node needs torchrun's environment variables; missing: {', '.join(missing)}")
+        world = int(os.environ["WORLD_SIZE"])
+        return cls(
+            int(os.environ["RANK"]),
+            world,
+            int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+
+def run_under_torchrun(argv: list[str]) -> int:
+    """One rank's run; rank 0 prints the result as one line of JSON. Returns the exit code."""
+    try:
+        environment = Environment.read()
+        config = _config(argv, environment)
+        with rendezvous_folder() as folder:
+            _Rank(environment, config, folder).run()
+    except PodiumError as error:
+        print(f"podium: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+class _Rank:
+    """One process of torchrun's."""
+
+    def __init__(self, environment: Environment, config: RunConfig, folder: Path) -> None:
+        self.environment, self.folder = environment, folder
+        self.store = client_store(
+            environment.host,
+            environment.port,
+            config.start_deadline_s,
+            is_host=environment.rank == 0 and not environment.agent_store,
+            world_size=environment.world_size,
+        )
+        self.job = self._agree_on_job(config)
+
+    def run(self) -> None:
+        rank, config = self.environment.rank, self.job.config
+        coordinator = self._start_coordinator() if rank == 0 else None
+        if coordinator is not None:
+            publish(self.store, "podium/coordinator", coordinator.address)
+        run_node(self._spec(look_up(self.store, "podium/coordinator", config.start_deadline_s)))
+        if coordinator is not None:
+            self._conclude(coordinator)
+
+    def _agree_on_job(self, config: RunConfig) -> Job:
+        """Rank 0 chooses the run's folder, and all take it."""
+        if self.environment.rank == 0:
+            job = prepare(config)
+            publish(self.store, "podium/run_dir", str(job.config.run_dir))
+            return job
+        run_dir = look_up(self.store, "podium/run_dir", config.start_deadline_s)
+        return prepare(dataclasses.replace(config, run_dir=run_dir))
+
+    def _start_coordinator(self) -> Coordinator:
+        job = self.job
+        assert job.run_dir is not None
+        write_manifest(job.run_dir, job.config.to_dict(), strategy=repr(job.strategy), launched_by="torchrun")
+        self._recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
+        coordinator = Coordinator(
+            workers=job.config.workers,
+            processes=len(endpoints_of(job)),
+            listen=f"tcp:{self._host()}:0",
+            secret=_secret(),
+            survives_loss=False,
+            heartbeat_s=job.config.heartbeat_s,
+            start_deadline_s=job.config.start_deadline_s,
+            recorder=self._recorder,
+        )
+        self._failure: list[PodiumError] = []
+        self._watch = threading.Thread(target=self._coordinate, args=(coordinator,), name="coordinator", daemon=True)
+        self._watch.start()
+        return coordinator
+
+    def _coordinate(self, coordinator: Coordinator) -> None:
+        try:
+            coordinator.run()
+        except PodiumError as error:
+            print(f"podium: {error}", file=sys.stderr, flush=True)
+            os._exit(1)  # this rank is waiting in an exchange that will never end
+
+    def _conclude(self, coordinator: Coordinator) -> None:
+        self._watch.join(timeout=self.job.config.deadline_s)
+        coordinator.close()
+        self._recorder.close()
+        assert self.job.run_dir is not None
+        merge_records(self.job.run_dir)
+        print(to_json(conclude(self.job, coordinator.reports).to_dict()), flush=True)
+
+    def _spec(self, coordinator: str) -> NodeSpec:
+        environment, job = self.environment, self.job
+        processes = endpoints_of(job)
+        if environment.world_size != len(processes):
+            raise ConfigError(
+                f"{job.config.strategy} with {job.config.workers} workers needs {len(processes)} processes, "
+                f"got WORLD_SIZE={environment.world_size}"
+            )
+        endpoints = processes[environment.rank]
+        return NodeSpec(
+            rank=endpoints[0],
+            endpoints=endpoints,
+            workers=job.config.workers,
+            servers=job.strategy.server_count,
+            config=job.config.to_dict(),
+            coordinator=coordinator,
+            secret=_secret().hex(),
+            store=f"tcp:{environment.host}:{environment.port}",
+            rendezvous=str(self.folder),
+            host=self._host(),
+            same_host=False,
+            clock_ns=time.monotonic_ns(),
+        )
+
+    def _host(self) -> str:
+        """The address under which others reach this process: loopback when all are here."""
+        if self.environment.local_world_size == self.environment.world_size:
+            return "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self.environment.host, self.environment.port))  # sends nothing; picks the interface
+            return str(probe.getsockname()[0])
+
+
+def _config(argv: list[str], environment: Environment) -> RunConfig:
+    parser = argparse.ArgumentParser(prog="podium.node", description="One rank of a run, under torchrun.")
+    parser.add_argument("--config", help="a run file (TOML)")
+    parser.add_argument("--task")
+    parser.add_argument("--strategy")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    given = vars(parser.parse_args(argv))
+    file, overrides = given.pop("config"), given.pop("overrides")
+    config = resolve(file, overrides, given)
+    strategy = make_strategy(config.strategy, config.strategy_options)
+    servers = 0 if strategy.colocated else strategy.server_count
+    if environment.world_size <= servers:
+        raise ConfigError(f"{config.strategy} needs more than {servers} processes, got {environment.world_size}")
+    return dataclasses.replace(config, workers=environment.world_size - servers)
+
+
+def _secret() -> bytes:
+    """The run's secret, from PODIUM_SECRET; empty will do on loopback only, and the channel insists on that."""
+    return os.environ.get("PODIUM_SECRET", "").encode()
