@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from podium.cluster.membership import Membership
-from podium.comm.base import Communicator
 from podium.comm.channel import Address, Channel
 from podium.comm.memory import WallClock
 from podium.comm.real import RealCommunicator
@@ -71,13 +70,12 @@ class NodeSpec:
 
 def run_node(spec: NodeSpec, task: Task | None = None) -> None:
     """Take part in a run as one process of it, to the end. Exits with 1 after a failure was reported."""
-    _settle_in(spec)
-    config = build(RunConfig, spec.config, who="run")
-    node = _Node(spec, config)
+    settle_in(spec)
+    node = Node.from_spec(spec)
     node.run(lambda: node.work(task))
 
 
-class _Node:
+class Node:
     """The membership, the channels and the ranks of this process."""
 
     def __init__(self, spec: NodeSpec, config: RunConfig) -> None:
@@ -92,11 +90,19 @@ class _Node:
             heartbeat_s=config.heartbeat_s,
             deadline_s=config.deadline_s,
         )
-        self.recorders: list[Recorder] = []
+        self.on_end: list[Callable[[], None]] = []
+        """What is to be done when the work is, in this order: workers leave before the servers beside them end."""
+        self._recorders: list[Recorder] = []
+
+    @classmethod
+    def from_spec(cls, spec: NodeSpec) -> Node:
+        return cls(spec, build(RunConfig, spec.config, who="run"))
 
     def run(self, body: Callable[[], Report | None]) -> None:
         try:
             report = body()
+            for end in self.on_end:
+                end()
             self.membership.done(report)
         except BaseException as error:
             traceback.print_exc()
@@ -104,7 +110,7 @@ class _Node:
             self.membership.close()
             os._exit(1)  # exchanges under way may hold threads for as long as their deadline
         finally:
-            for recorder in self.recorders:
+            for recorder in self._recorders:
                 recorder.close()
         self.membership.close()
 
@@ -115,16 +121,13 @@ class _Node:
         found = task or load_task(config.task, config.task_options, config.data_dir)
         assert config.run_dir is not None
         job = Job(config, found, strategy, Path(config.run_dir))
-        helpers = [self._serve_beside(job, comms[e]) for e in spec.endpoints[1:]]
+        self.on_end.append(comms[spec.rank].close)
         if spec.rank >= spec.workers:
-            run_server(make_server(job, comms[spec.rank], self._recorder(spec.rank)))
-            report = None
-        else:
-            report = Training(job, comms[spec.rank], self._recorder(spec.rank), self.membership).run()
-        comms[spec.rank].close()  # servers end when all workers have gone
-        for helper in helpers:
-            helper.join(timeout=config.deadline_s)
-        return report
+            run_server(make_server(job, comms[spec.rank], self.recorder(spec.rank)))
+            return None
+        for e in spec.endpoints[1:]:  # built before the worker, since torch's generator is global
+            self.serve_beside(make_server(job, comms[e], self.recorder(e)))
+        return Training(job, comms[spec.rank], self.recorder(spec.rank), self.membership).run()
 
     def connect(self) -> dict[int, RealCommunicator]:
         """Join, learn where the others are, and make one communicator per endpoint of this process."""
@@ -151,12 +154,11 @@ class _Node:
             )
         return comms
 
-    def _serve_beside(self, job: Job, comm: Communicator) -> threading.Thread:
-        """A server in this worker's process: built here (torch's generator is global), run in a thread."""
-        server = make_server(job, comm, self._recorder(comm.rank))
-        thread = threading.Thread(target=self._serve, args=(server,), name=f"server-{comm.rank}", daemon=True)
+    def serve_beside(self, server: Server) -> None:
+        """Run a server in a thread of this worker's process; it ends when all workers have gone."""
+        thread = threading.Thread(target=self._serve, args=(server,), name=f"server-{server.comm.rank}", daemon=True)
         thread.start()
-        return thread
+        self.on_end.append(lambda: thread.join(timeout=self.config.deadline_s))
 
     def _serve(self, server: Server) -> None:
         try:
@@ -166,14 +168,15 @@ class _Node:
             self.membership.failed(_describe(error, self.spec))
             os._exit(1)
 
-    def _recorder(self, rank: int) -> Recorder:
+    def recorder(self, rank: int) -> Recorder:
+        """The file of one rank's records."""
         assert self.config.run_dir is not None
         recorder = Recorder(rank, Path(self.config.run_dir) / "records" / f"rank-{rank}.jsonl")
-        self.recorders.append(recorder)
+        self._recorders.append(recorder)
         return recorder
 
 
-def _settle_in(spec: NodeSpec) -> None:
+def settle_in(spec: NodeSpec) -> None:
     """Die with the parent, leave Ctrl-C to the launcher, enter the namespace, keep output apart."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

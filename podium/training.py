@@ -11,7 +11,6 @@ Validation happens inside the run, on the first worker.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,37 +26,15 @@ from podium.data.base import Data, Dataset
 from podium.data.order import GlobalOrder
 from podium.errors import CheckpointError, ConfigError, DataError, Lost, TrainingError
 from podium.feed import CursorFeed, Feed, StepFeed, to_device
-from podium.files import bytes_to_tree, save_tensors, tree_to_bytes
+from podium.files import save_tensors
 from podium.flat import Flat
 from podium.measure.records import Recorder, read_records
+from podium.recovery import Control, recover
 from podium.servers.replay import AsRecorded
 from podium.servers.server import Server
 from podium.strategies.base import Strategy
 from podium.task import Task
 from podium.worker import Batch, Worker
-
-
-class Regroup(NamedTuple):
-    """What the survivors of a loss agree on."""
-
-    generation: int
-    members: tuple[int, ...]
-    source: int  # whose state all take
-
-
-class Control(ABC):
-    """What the world outside tells a rank, and hears from it."""
-
-    @abstractmethod
-    def stop_requested(self) -> bool: ...
-
-    @abstractmethod
-    def progress(self, facts: dict[str, Any]) -> None:
-        """Called after every step; must be cheap."""
-
-    def regroup(self, generation: int, steps_done: int) -> Regroup:
-        """A peer is lost: say how far this rank is, and hear who is left. Raises where nobody can say."""
-        raise Lost("a peer is lost, and nobody here can regroup")
 
 
 @dataclass(frozen=True)
@@ -238,7 +215,7 @@ class Training:
             self.metrics = {name: float(metric(outputs, targets)) for name, metric in self.job.task.metrics.items()}
         now = self.comm.clock.now_ns()
         facts = {
-            "step": self.worker.steps_done,
+            "step": self._global_step(),
             "epoch": self.worker.position / self.order.samples,
             "position": self.worker.position,
             "loss": self.loss,
@@ -246,6 +223,11 @@ class Training:
         }
         self.recorder.write("eval", now, **facts, eval_ns=now - began)
         self.control.progress({"event": "eval", **facts})
+
+    def _global_step(self) -> int:
+        """How many global steps the samples used so far make up."""
+        epochs, offset = divmod(self.worker.position, self.order.samples)
+        return self.order.steps(self.job.batch_size, 1) * epochs + -(-offset // self.job.batch_size)
 
     def _settle_buffers(self) -> None:
         """Before buffers are used (validated, saved), let them say the same on all workers, if they should."""
@@ -265,7 +247,7 @@ class Training:
         """All workers write what is their own; then the first writes what is shared and makes it whole."""
         worker, run_dir, began = self.worker, self.job.run_dir, self.comm.clock.now_ns()
         if run_dir is not None:
-            step = worker.position // self.job.batch_size if self.job.strategy.feed == "cursor" else worker.steps_done
+            step = self._global_step()
             own = {"rng": self._rng_state(), "buffers": {k: v.clone() for k, v in worker.model.named_buffers()}}
             checkpoint.save_own(run_dir, step, self.comm.rank, own)
             if self.comm.size > 1:
@@ -301,45 +283,15 @@ class Training:
     def _recover(self, error: Lost) -> None:
         if not self.job.strategy.survives_loss:
             raise error
-        self.comm.abandon()
-        if self._in_step:
-            self.worker.forget_step()
-            self._in_step = False
-        while True:
-            began = self.comm.clock.now_ns()
-            plan = self.control.regroup(self.comm.generation, self.worker.steps_done)
-            try:
-                self.comm.regroup(plan.generation, plan.members)
-                self._take_state_from(plan.source)
-                break
-            except Lost:  # another one went while we were forming: report again
-                self.comm.abandon()
+        began = self.comm.clock.now_ns()
+        carried = {"evaluated_at": self.evaluated_at, "saved_at": self.saved_at}
+        plan = recover(self.worker, self.control, in_step=self._in_step, carried=carried)
+        self._in_step = False
+        self.evaluated_at, self.saved_at = carried["evaluated_at"], carried["saved_at"]
         now = self.comm.clock.now_ns()
         self.recorder.write(
-            "regroup",
-            now,
-            generation=plan.generation,
-            members=list(plan.members),
-            source=plan.source,
-            step=self.worker.steps_done,
-            took_ns=now - began,
-            cause=str(error),
+            "regroup", now, **plan._asdict(), step=self.worker.steps_done, took_ns=now - began, cause=str(error)
         )
-
-    def _take_state_from(self, source: int) -> None:
-        """Everybody becomes what the source is; nothing is changed before all of it is here."""
-        worker, comm = self.worker, self.comm
-        mine = {"worker": worker.state(), "evaluated_at": self.evaluated_at, "saved_at": self.saved_at}
-        data = torch.frombuffer(bytearray(tree_to_bytes(mine)), dtype=torch.uint8)
-        length = torch.tensor([data.numel()], dtype=torch.int64)
-        comm.wait(comm.broadcast(length, source))
-        if comm.rank != source:
-            data = torch.empty(int(length.item()), dtype=torch.uint8)
-        comm.wait(comm.broadcast(data, source))
-        if comm.rank != source:
-            state = bytes_to_tree(data.numpy().tobytes(), f"state of rank {source}")
-            worker.load_state(state["worker"])
-            self.evaluated_at, self.saved_at = state["evaluated_at"], state["saved_at"]
 
     # Beginning and end.
 

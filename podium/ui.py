@@ -79,7 +79,7 @@ def describe(event: Event) -> str | None:
     if kind == "start":
         return f"run {event['run_dir']}"
     if kind == "eval":
-        return f"epoch {event['epoch']:g}  step {event['step']}  loss {format_number(event['loss'])}  {_metrics(event)}"
+        return f"epoch {round(event['epoch'], 2):g}  step {event['step']}  loss {format_number(event['loss'])}  {_metrics(event)}"
     if kind == "lost":
         return f"rank {event['rank']} lost: {event['cause']}"
     if kind == "regroup":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_type_hints
 
 import click
 
 from podium.cli.options import options
 from podium.cli.output import Output
+from podium.config import convert
 from podium.errors import ConfigError, UnknownName
 
 
@@ -36,43 +37,46 @@ def bench(out: Output, name: str | None, peers: str, rounds: int | None, overrid
         raise UnknownName("bench", name, BENCHES)
     module, _, function = BENCHES[name].partition(":")
     measure = getattr(importlib.import_module(module), function)
-    result = measure(peers=tuple(filter(None, peers.split(","))), rounds=rounds, **_read_options(overrides))
+    chosen = read_options(overrides, measure, f"bench {name}")
+    result = measure(peers=tuple(filter(None, peers.split(","))), rounds=rounds, **chosen)
     out.document(result)
     out.say(*_lines(result))
 
 
-def _read_options(overrides: Iterable[str]) -> dict[str, Any]:
-    from podium.config import parse_value
-
+def read_options(overrides: Iterable[str], measure: Callable[..., Any], who: str) -> dict[str, Any]:
+    """Each `key=value` as the measurement's own signature wants it; what it does not take is refused."""
+    hints = {name: hint for name, hint in get_type_hints(measure).items() if name not in ("peers", "rounds", "return")}
     chosen = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set takes KEY=VALUE, got {override!r}")
-        chosen[key.strip().replace("-", "_")] = parse_value(text.strip())
+        name = key.strip().replace("-", "_")
+        if name not in hints:
+            raise UnknownName(f"option of {who}", name, hints)
+        chosen[name] = convert(text.strip(), hints[name], f"{who}: {name}")
     return chosen
 
 
 def _lines(value: Mapping[str, Any], indent: str = "") -> list[str]:
-    """A result of any shape as aligned lines: a table inside it is indented, a list of tables is numbered by line."""
+    """A result of any shape as lines: plain values aligned, what is nested indented below its name."""
     lines: list[str] = []
     for name, item in value.items():
-        if isinstance(item, Mapping):
+        nested = [x for x in item if isinstance(x, Mapping)] if isinstance(item, list | tuple) else []
+        if isinstance(item, Mapping) and any(isinstance(x, Mapping) for x in item.values()):
             lines += [f"{indent}{name}", *_lines(item, indent + "  ")]
-        elif isinstance(item, Sequence) and not isinstance(item, str) and any(isinstance(x, Mapping) for x in item):
-            lines += [f"{indent}{name}", *(indent + "  " + "  ".join(_row(row)) for row in item)]
+        elif nested:
+            lines += [f"{indent}{name}", *(line for x in nested for line in ["", *_lines(x, indent + "  ")])]
         else:
-            lines.append(f"{indent}{name:<14} {_text(item)}")
+            lines.append(f"{indent}{name:<22} {_text(item)}")
     return lines
-
-
-def _row(row: Mapping[str, Any]) -> list[str]:
-    return [f"{name} {_text(item)}" for name, item in row.items()]
 
 
 def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(_text(item) for item in value)
     return str(value)

@@ -11,7 +11,7 @@ import click
 from podium.cli.interrupt import stop_on_interrupt
 from podium.cli.options import changed, check_names, options, resolve_run
 from podium.cli.output import Output, wrapped
-from podium.config import RunConfig, parse_strategy
+from podium.config import RunConfig
 
 if TYPE_CHECKING:
     from podium.study.run import Comparison
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 STRATEGIES = ("solo", "all-reduce", "parameter-server", "parameter-server:mode=async")
 """What is compared when nobody says."""
 WORKERS = 2
+OWN = ("workers", "launcher")
+"""Fields of a run that a comparison has arguments for."""
 WIDE = 100
 """Columns that a table with lines around it needs; below that, names would be cut in the middle of a word."""
 
@@ -50,18 +52,19 @@ def compare(
     strategies = (*split_strategies(listed or ""), *single) or STRATEGIES
     seeds, target = given.pop("seeds"), given.pop("target")
     config = _resolve(**given)
-    for text in strategies:
-        name, chosen = parse_strategy(text)
-        # Solo is one worker by nature and may stand beside others: how many workers fit is each run's own matter.
-        check_names(dataclasses.replace(config, strategy=name, strategy_options=chosen, workers=1, shares=None))
-    settings = {name: value for name, value in changed(config).items() if name not in ("task", "out")}
-    settings |= {"workers": config.workers, "launcher": config.launcher, "out": given["out"], "target": target}
+    shared = {name: value for name, value in changed(config).items() if name not in ("task", "out", *OWN)}
+    fields = {"workers": config.workers, "launcher": config.launcher, "target": target}
+    from podium.study.design import make_design
+
+    design = make_design(config.task, strategies, seeds, shared, **fields)
+    for cell in design.strategies:
+        check_names(design.config(cell, seed=0))
     if dry_run:
-        plan = {"task": config.task, "strategies": list(strategies), "seeds": seeds, **settings}
-        out.document(plan)
-        out.say(*(f"{name}: {value}" for name, value in plan.items() if value is not None))
+        out.document(design.to_dict())
+        out.say(*(f"{name}: {value}" for name, value in design.to_dict().items() if value is not None))
         return 0
-    comparison = run_comparison(config.task, quiet=quiet or out.json, strategies=strategies, seeds=seeds, **settings)
+    settings = {**shared, **fields, "strategies": strategies, "seeds": seeds, "out": given["out"]}
+    comparison = run_comparison(config.task, quiet=quiet or out.json, **settings)
     out.document(comparison.to_dict())
     out.say(*describe(comparison))
     return exit_code(comparison)

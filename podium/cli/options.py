@@ -84,11 +84,11 @@ def _asked_before(place: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_names(config: RunConfig) -> None:
     """Refuse a task, strategy or cluster that does not exist, before anything is started. Imports torch."""
-    from podium.strategies import make_strategy
+    from podium.cluster.launch import check
     from podium.task import load_task
 
     load_task(config.task, config.task_options, config.data_dir)
-    make_strategy(config.strategy, config.strategy_options, config.workers)
+    check(config)
     if config.cluster is not None:
         from podium.cluster.description import read_cluster
 

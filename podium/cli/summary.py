@@ -16,7 +16,7 @@ def summary(result: RunResult, config: RunConfig) -> str:
     lines = [(name, format_number(value)) for name, value in result.metrics.items()]
     lines.append(("loss", format_number(result.loss)))
     lines.append(("time", f"{format_seconds(result.seconds)}, {result.samples_per_s:,.0f} samples/s"))
-    lines.append(("work", f"{result.steps:,} steps, {result.epochs:g} epochs, {result.samples:,} samples"))
+    lines.append(("work", f"{result.steps:,} steps, {round(result.epochs, 2):g} epochs, {result.samples:,} samples"))
     lines.append(("sent", _sent(result)))
     lines.append(("replicas", agreement(result.param_hash)))
     if result.staleness:

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+from podium.config import RunConfig
 from podium.measure.records import Record
+from podium.strategies.base import Strategy
 from podium.training import Job, Report
 
 Event = dict[str, Any]
 """What is told while a run goes on; `event` says which kind."""
+
+
+class Planned(Protocol):
+    """What launchers of processes need to know of a run; a Job is one, and so is a script's Plan."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def strategy(self) -> Strategy[Any]: ...
+    @property
+    def run_dir(self) -> Path | None: ...
+
+
+class Plan(NamedTuple):
+    """A run whose task is the user's own script."""
+
+    config: RunConfig
+    strategy: Strategy[Any]
+    run_dir: Path | None
 
 
 class Launched(NamedTuple):

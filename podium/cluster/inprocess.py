@@ -20,7 +20,8 @@ from podium.comm.memory import MemoryWorld
 from podium.comm.virtual import VirtualWorld, count_flops
 from podium.errors import Lost, PodiumError, RankFailed
 from podium.measure.records import Recorder
-from podium.training import Control, Job, Report, Training, make_server, open_data, run_server
+from podium.recovery import Control
+from podium.training import Job, Report, Training, make_server, open_data, run_server
 
 
 @final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import secrets
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from podium.cluster.base import Event, Launcher
+from podium.cluster.base import Event, Launcher, Plan, Planned
 from podium.config import RunConfig, RunResult, parse_strategy
 from podium.errors import ConfigError
 from podium.files import write_atomically
@@ -93,7 +94,7 @@ def launch(
     return result
 
 
-def conclude(job: Job, reports: Sequence[Report]) -> RunResult:
+def conclude(job: Planned, reports: Sequence[Report]) -> RunResult:
     """What the run came to, from its merged records; also written beside them as `result.json`."""
     config, run_dir = job.config, job.run_dir
     assert run_dir is not None
@@ -112,13 +113,43 @@ def conclude(job: Job, reports: Sequence[Report]) -> RunResult:
     return result
 
 
+def run_script(
+    config: RunConfig,
+    script: str,
+    args: Sequence[str] = (),
+    on_event: Callable[[Event], None] | None = None,
+    stop: threading.Event | None = None,
+) -> int:
+    """Run the user's own script, which calls `podium.join`, on every rank; returns its exit code.
+
+    The first worker's output goes to the terminal, the others' to their logs.
+    """
+    from podium.cluster.local import Processes, rendezvous_folder
+    from podium.loop import run_user_script
+
+    if not Path(script).is_file():
+        raise ConfigError(f"{script}: no such script")
+    if config.launcher != "local":
+        raise ConfigError(f"podium run starts local processes: launcher must be 'local', got {config.launcher!r}")
+    config = dataclasses.replace(config, task=script)
+    strategy = check(config)
+    run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
+    plan = Plan(dataclasses.replace(config, run_dir=str(run_dir)), strategy, run_dir)
+    write_manifest(run_dir, plan.config.to_dict(), strategy=repr(strategy), script=script, args=list(args))
+    with rendezvous_folder() as folder:
+        body = functools.partial(run_user_script, script=script, args=tuple(args))
+        processes = Processes(plan, folder, on_event, body=body)
+        processes.show_output_of(0)
+        try:
+            processes.run(stop)
+        finally:
+            merge_records(run_dir)
+    return 0
+
+
 def prepare(config: RunConfig, task: Task | None = None) -> Job:
-    """Check all that can be checked before anything starts, and make the run's folder."""
-    strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
-    if strategy.colocated and strategy.server_count > config.workers:
-        raise ConfigError(
-            f"{config.strategy}: colocated servers need a worker each ({config.workers}), got {strategy.server_count}"
-        )
+    """Check all that can be checked before anything starts, and choose the run's folder."""
+    strategy = check(config)
     if config.launcher == "shaped" and config.cluster is None:
         raise ConfigError("launcher shaped needs a cluster file: --cluster FILE")
     if config.replay is not None and config.launcher != "virtual":
@@ -128,6 +159,16 @@ def prepare(config: RunConfig, task: Task | None = None) -> Job:
         found = dataclasses.replace(found, buffers=config.buffers)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
     return Job(dataclasses.replace(config, run_dir=str(run_dir)), found, strategy, run_dir, task_is_named=task is None)
+
+
+def check(config: RunConfig) -> Strategy[Any]:
+    """The strategy, if it can run with this many workers."""
+    strategy: Strategy[Any] = make_strategy(config.strategy, config.strategy_options, config.workers)
+    if strategy.colocated and strategy.server_count > config.workers:
+        raise ConfigError(
+            f"{config.strategy}: colocated servers need a worker each ({config.workers}), got {strategy.server_count}"
+        )
+    return strategy
 
 
 def new_run_dir(config: RunConfig) -> Path:

@@ -23,12 +23,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from podium.cluster.base import Event, Launched
+from podium.cluster.base import Event, Launched, Planned
 from podium.cluster.coordinator import Coordinator
 from podium.comm.memory import WallClock
 from podium.errors import ConfigError, PodiumError
 from podium.measure.records import Recorder
 from podium.node import NodeSpec, run_node
+from podium.task import Task
 from podium.training import Job
 
 _GRACE_S = 10.0
@@ -38,17 +39,25 @@ _GRACE_S = 10.0
 def run_local(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> Launched:
     """All ranks as processes on this machine, talking over loopback and Unix sockets."""
     with rendezvous_folder() as folder:
-        return Processes(job, folder, on_event).run(stop)
+        return Processes(job, folder, on_event, task=sendable_task(job)).run(stop)
 
 
 class Processes:
     """The processes of one run, and the coordinator that watches over them."""
 
-    target: Callable[..., None] = staticmethod(run_node)
-
-    def __init__(self, job: Job, folder: Path, on_event: Callable[[Event], None] | None, **places: Any) -> None:
-        """`places` are fields of NodeSpec by process (lists): where each lives."""
+    def __init__(
+        self,
+        job: Planned,
+        folder: Path,
+        on_event: Callable[[Event], None] | None,
+        *,
+        task: Task | None = None,
+        body: Callable[[NodeSpec, Task | None], None] = run_node,
+        **places: Any,
+    ) -> None:
+        """Each process runs `body`. `task` goes along where it has no name; `places` are fields of NodeSpec by process."""
         self.job, self.folder, self._places = job, folder, places
+        self._task, self._body = task, body
         self.secret = secrets.token_bytes(32)
         self.endpoints = endpoints_of(job)
         self.started: dict[int, ForkServerProcess] = {}
@@ -72,6 +81,12 @@ class Processes:
             clock=WallClock(self._began_ns),
         )
 
+    def show_output_of(self, rank: int) -> None:
+        """Leave this process's output on the terminal instead of in its log."""
+        assert self.job.run_dir is not None
+        logs = [str(self.job.run_dir / "logs" / f"rank-{e[0]}.log") for e in self.endpoints]
+        self._places["log"] = [None if e[0] == rank else log for e, log in zip(self.endpoints, logs, strict=True)]
+
     def run(self, stop: threading.Event | None) -> Launched:
         try:
             self._start()
@@ -88,16 +103,16 @@ class Processes:
 
     def _start(self) -> None:
         context = fork_server()
-        task = None if self.job.task_is_named else self.job.task
+        task = self._task
         for n, endpoints in enumerate(self.endpoints):
             spec = self._spec(n, endpoints)
-            process = context.Process(target=self.target, args=(spec, task), name=f"podium-{endpoints[0]}", daemon=True)
+            process = context.Process(target=self._body, args=(spec, task), name=f"podium-{endpoints[0]}", daemon=True)
             try:
                 with nullified_main() if task is None else contextlib.nullcontext():
                     process.start()
             except (AttributeError, TypeError, _pickling_error()) as error:
                 raise ConfigError(
-                    f"task {self.job.task.name} cannot be sent to other processes ({error}); name its function "
+                    f"task {self.job.config.task} cannot be sent to other processes ({error}); name its function "
                     "('file.py:make_task') or use launcher='threads'"
                 ) from error
             self.started[endpoints[0]] = process
@@ -118,9 +133,11 @@ class Processes:
             store=str(self.folder / "store"),
             rendezvous=str(self.folder),
             clock_ns=self._began_ns,
-            log=str(job.run_dir / "logs" / f"rank-{endpoints[0]}.log"),
-            **{name: values[n] for name, values in self._places.items()},
+            **{"log": str(job.run_dir / "logs" / f"rank-{endpoints[0]}.log"), **self._place(n)},
         )
+
+    def _place(self, n: int) -> dict[str, Any]:
+        return {name: values[n] for name, values in self._places.items()}
 
     def _watch_starting(self) -> None:
         """A process that ends before it joined sends no word: make the coordinator's wait short."""
@@ -170,12 +187,17 @@ class Processes:
         return "\n".join(lines)
 
 
-def endpoints_of(job: Job) -> list[tuple[int, ...]]:
+def endpoints_of(job: Planned) -> list[tuple[int, ...]]:
     """Which ranks live in which process: each its own, colocated servers beside their workers."""
     workers, servers = job.config.workers, job.strategy.server_count
     if not job.strategy.colocated:
         return [(rank,) for rank in range(workers + servers)]
     return [(rank, *(workers + m for m in range(servers) if m % workers == rank)) for rank in range(workers)]
+
+
+def sendable_task(job: Job) -> Task | None:
+    """The task itself, where processes could not make it from its name."""
+    return None if job.task_is_named else job.task
 
 
 def fork_server() -> Any:

@@ -16,7 +16,8 @@ from podium.cluster.coordinator import COORDINATOR
 from podium.comm.base import DEPARTED, Meta
 from podium.comm.channel import Address, Channel
 from podium.errors import CommError, DeadlineExceeded
-from podium.training import Control, Regroup, Report
+from podium.recovery import Control, Regroup
+from podium.training import Report
 
 _BEATS_PER_LIMIT = 6
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from podium.cluster.base import Event, Launched
 from podium.cluster.description import read_cluster
-from podium.cluster.local import Processes, endpoints_of, rendezvous_folder
+from podium.cluster.local import Processes, endpoints_of, rendezvous_folder, sendable_task
 from podium.cluster.netns import CpuQuota, ShapedNetwork
 from podium.training import Job
 
@@ -28,6 +28,7 @@ def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threadi
             job,
             folder,
             on_event,
+            task=sendable_task(job),
             host=[network.addresses[n] for n in nodes],
             namespace=[network.namespaces[n] for n in nodes],
             same_host=[False] * len(nodes),

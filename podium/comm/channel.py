@@ -152,12 +152,12 @@ class _Link:
                 lambda: self._broken or self._serving == ticket, self.channel.deadline_s
             )
             self._check_whole()
-            self._sending = came
+            self._sending |= came
+        if not came:
+            raise self._give_up()
         try:
-            if not came:
-                raise BlockingIOError
             wire = frames.send_buffers(self.sock, buffers)
-        except BlockingIOError:  # also from SO_SNDTIMEO: nothing went out for the whole deadline
+        except BlockingIOError:  # by SO_SNDTIMEO: nothing went out for the whole deadline
             raise self._give_up() from None
         except OSError as error:
             self.break_off()

@@ -18,9 +18,10 @@ from __future__ import annotations
 import heapq
 import os
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, final
 
 import numpy as np
@@ -64,6 +65,14 @@ class _Round:
     handles: list[_Pending] = field(default_factory=list)
 
 
+@dataclass(eq=False)
+class _Parcel:
+    """Something under way between two ranks."""
+
+    arrive: Callable[[], None]
+    here: bool = False
+
+
 @dataclass
 class _Seat:
     """What the loop knows of one rank."""
@@ -90,6 +99,8 @@ class VirtualWorld:
         self.calls: dict[int, tuple[_Pending, int]] = {}
         self.rounds: dict[tuple[int, int], _Round] = {}
         self.collective_free = 0
+        self.departed: set[int] = set()
+        self._lanes: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)
         self._calls_made = 0
         self._events: list[Event] = []
         self._numbers = 0
@@ -139,16 +150,35 @@ class VirtualWorld:
         self._next()
 
     def _announce_departure(self, rank: int, failed: bool) -> None:
-        for other, seat in self._seats.items():
-            if seat.alive and other != rank:
-                self.deliver(other, Message(rank, DEPARTED, {"failed": failed}))
-        for handle, peer in list(self.calls.values()):
-            if peer == rank:
-                self.finish(handle, Lost(f"rank {rank} is gone ({handle.what})"))
+        self.departed.add(rank)
+        for other in self._seats:
+            if other != rank:
+                told = partial(self._tell_departure, other, rank, failed)
+                self.arrived(rank, other, self.dispatch(rank, other, told))
         for round_ in self.rounds.values():
             if rank not in round_.tensors:
                 for handle in round_.handles:
                     self.finish(handle, Lost(f"rank {rank} is gone ({handle.what})"))
+
+    def _tell_departure(self, to: int, rank: int, failed: bool) -> None:
+        if self._seats[to].alive:
+            self.deliver(to, Message(rank, DEPARTED, {"failed": failed}))
+        for handle, peer in list(self.calls.values()):
+            if peer == rank and handle.owner == to:
+                self.finish(handle, Lost(f"rank {rank} is gone ({handle.what})"))
+
+    # Two ranks share one connection: what the network brings early waits for what was sent before it.
+
+    def dispatch(self, source: int, to: int, arrive: Callable[[], None]) -> _Parcel:
+        parcel = _Parcel(arrive)
+        self._lanes[source, to].append(parcel)
+        return parcel
+
+    def arrived(self, source: int, to: int, parcel: _Parcel) -> None:
+        parcel.here = True
+        lane = self._lanes[source, to]
+        while lane and lane[0].here:
+            lane.popleft().arrive()
 
     # The baton.
 
@@ -222,9 +252,6 @@ class VirtualWorld:
 
     def _go_on(self, rank: int) -> None:
         self.at(max(self.now, self.ranks[rank].virtual_clock.local), rank, None, order=1)
-
-    def is_alive(self, rank: int) -> bool:
-        return self._seats[rank].alive
 
     def new_call(self, handle: _Pending, to: int) -> int:
         self._calls_made += 1
@@ -317,7 +344,7 @@ class VirtualCommunicator(Communicator):
             round_ = world.rounds.setdefault(key, _Round())
             round_.tensors[self.rank] = tensor
             round_.handles.append(handle)
-            gone = [r for r in members if not world.is_alive(r) and r not in round_.tensors]
+            gone = [r for r in members if r in world.departed and r not in round_.tensors]
             if gone:
                 world.finish(handle, Lost(f"rank {gone[0]} is gone ({handle.what})"))
             elif len(round_.tensors) == len(members):
@@ -347,10 +374,10 @@ class VirtualCommunicator(Communicator):
         message = Message(self.rank, kind, meta, tuple(t.clone() for t in body), number)
 
         def arrive() -> None:
-            if self._world.is_alive(to):
-                self._world.deliver(to, message)
-            else:
+            if to in self._world.departed:
                 self._world.finish(handle, Lost(f"rank {to} is gone ({handle.what})"))
+            else:
+                self._world.deliver(to, message)
 
         self._transfer(to, message.body, arrive)
         return handle
@@ -371,10 +398,11 @@ class VirtualCommunicator(Communicator):
         self.traffic.sent += nbytes
         world = self._world
         a, b = world.node_of[self.rank], world.node_of[to]
+        landed = partial(world.arrived, self.rank, to, world.dispatch(self.rank, to, arrive))
         world.at(
             self.virtual_clock.local,
             self.rank,
-            lambda: world.network.start(a, b, nbytes + HEADER_BYTES, self.rank, arrive),
+            lambda: world.network.start(a, b, nbytes + HEADER_BYTES, self.rank, landed),
         )
 
     def recv(self, deadline_s: float | None = None) -> Message:

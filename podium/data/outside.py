@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from podium.data.base import Data, Dataset, MapDataset
-from podium.errors import DataError, MissingExtra, UnknownName
+from podium.errors import ConfigError, DataError, MissingExtra, UnknownName
 
 
 def torchvision_data(
@@ -52,11 +52,13 @@ def hugging_face_data(
     """
     datasets = _need("datasets", "a Hugging Face data set")
     if Path(source).is_dir():
-        held = datasets.load_from_disk(str(source))
+        held = _from_disk(datasets, source)
     elif download:
         held = datasets.load_dataset(str(source))
     else:
         raise DataError(f"{source}: must be a folder written by save_to_disk; pass download=True to fetch it by name")
+    if not isinstance(held, dict):
+        raise DataError(f"{source}: must hold splits {' and '.join(splits)}, got a single {type(held).__name__}")
     for split in splits:
         if split not in held:
             raise UnknownName(f"split of {source}", split, held)
@@ -92,10 +94,17 @@ def image_to_tensor(image: Any) -> Tensor:
     return torch.from_numpy(pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
+def _from_disk(datasets: Any, source: str | Path) -> Any:
+    try:
+        return datasets.load_from_disk(str(source))
+    except OSError as error:
+        raise DataError(f"{source}: must be a folder written by save_to_disk, but cannot be read: {error}") from error
+
+
 def _need(package: str, purpose: str) -> Any:
     try:
         return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise MissingExtra(package, "data", purpose) from error
+    except (ImportError, RuntimeError) as error:  # a torchvision built for another torch raises either
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise MissingExtra(package, "data", purpose) from error
+        raise ConfigError(f"{purpose} needs {package}, which cannot be imported: {error}") from error

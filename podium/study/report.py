@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from podium.study import format as written
 from podium.study.again import command, python_call
-from podium.study.answer import Findings, answer, find
+from podium.study.answer import Findings, find, tell
 from podium.study.drawing import plotly_script, style, to_plotly, to_svg
 from podium.study.figures import Convergence, Figure, convergence_panels, cost_bars, staleness_bars
 from podium.study.rows import TARGET_SHARE, arranged, cells
@@ -42,7 +42,7 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, inclu
     findings = find(rows, study.get("target"))
     script = plotly_script() if include_plotly and rows else None
     order = _order(study, rows)
-    said, caution = answer(rows, study.get("target"), study.get("hardware")).split("\n", 1)
+    said, caution = tell(findings, rows, study.get("hardware")).split("\n", 1)
 
     def drawn(figures: Sequence[Figure]) -> list[dict[str, Any]]:
         return [_figure(figure, order, screen=script is not None) for figure in figures]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from podium.config import RunConfig, RunResult
 from podium.errors import Interrupted, PodiumError, RecordError
 from podium.measure.records import read_records, to_json
-from podium.study.answer import answer, find
+from podium.study.answer import find, tell
 from podium.study.design import Design, check_same, make_design, surroundings
 from podium.study.report import write_report
 from podium.study.rows import arranged
@@ -106,7 +106,7 @@ def _conclude(store: Store, study: Mapping[str, Any], status: Literal["finished"
         task=study["task"],
         metric=findings.metric,
         target=findings.target,
-        answer=answer(rows, study["target"], study["hardware"]),
+        answer=tell(findings, rows, study["hardware"]),
         table=tuple(findings.table),
         rows=tuple(rows),
         report=str(write_report(store.folder)),

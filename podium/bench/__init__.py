@@ -1,0 +1,11 @@
+"""Podium beside its peers, in one run: interleaved rounds, medians, ratios.
+
+Absolute times belong to the machine; a ratio taken round by round, in one run, says more.
+"""
+
+from __future__ import annotations
+
+BENCHES: dict[str, str] = {
+    "step": "podium.bench.step:bench_step",
+}
+"""Name to `module:function`; each takes peers, rounds and its own options, and returns one JSON document."""

@@ -1,0 +1,263 @@
+"""The user's own training loop, under any strategy: the difference from plain PyTorch is a few lines.
+
+    run = podium.join(model, optimizer)
+    for x, y in run.batches(train_set, batch_size=64, epochs=5):
+        loss = run.step(lambda: F.cross_entropy(model(x), y))
+
+Started as `python script.py` it is one worker; by `podium run script.py --workers 4 --strategy …` or `torchrun
+script.py` it is one of many. A process that is to be a server serves inside `join` and ends there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from podium.comm.base import Communicator
+from podium.comm.memory import MemoryWorld
+from podium.config import RunConfig
+from podium.data.base import as_dataset
+from podium.data.order import GlobalOrder
+from podium.errors import ConfigError, Lost
+from podium.feed import CursorFeed, Feed, StepFeed
+from podium.files import save_tensors
+from podium.flat import Flat
+from podium.measure.records import Recorder
+from podium.node import Node, NodeSpec, settle_in
+from podium.recovery import Control, recover
+from podium.servers.server import Server
+from podium.strategies import make_strategy
+from podium.strategies.base import Strategy
+from podium.task import Task
+from podium.training import derived_seed, run_server
+from podium.worker import Batch, Worker
+
+_node: Node | None = None  # set by `run_user_script`, taken up by `join`
+
+
+class Run:
+    """One worker of a run whose loop is the user's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        comm: Communicator,
+        strategy: Strategy[Any],
+        control: Control,
+        recorder: Recorder,
+        *,
+        seed: int = 0,
+        schedule: LRScheduler | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        self.strategy, self.comm, self.seed = strategy, comm, seed
+        self.worker = Worker(
+            model,
+            optimizer,
+            comm,
+            loss=_no_loss,
+            schedule=schedule,
+            bucket_bytes=strategy.bucket_bytes,
+            clip_norm=clip_norm,
+        )
+        self._control, self._recorder = control, recorder
+        self._batch: Batch | None = None
+        self._state: Any = None
+        self._lost = False
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        """How many workers train together now."""
+        return self.comm.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker is the one to print, validate and save."""
+        return self.comm.index == 0
+
+    def batches(self, data: Any, *, batch_size: int, epochs: int = 1) -> Iterator[tuple[Any, Any]]:
+        """This worker's part of every global step of `batch_size` samples, epoch after epoch.
+
+        `data` is a map-style data set, a pair of arrays or a `podium.Dataset`. Each batch wants one call of `step`.
+        """
+        dataset = as_dataset(data)
+        order, worker = GlobalOrder(len(dataset), self.seed), self.worker
+        if batch_size < self.size:
+            raise ConfigError(f"batch_size must be at least one sample per worker ({self.size}), got {batch_size}")
+        worker.samples, worker.batch_size, worker.horizon = order.samples, batch_size, epochs * order.samples
+        device = worker.params[0].device
+        feed: Feed = (CursorFeed if self.strategy.feed == "cursor" else StepFeed)(dataset, order, worker, device)
+        self._share_parameters()
+        self._state = self.strategy.init(worker)
+        while True:
+            worker.stop_requested = self._control.stop_requested()
+            batch = None if worker.stop_agreed else feed.next()
+            if batch is None:
+                break
+            self._batch = batch
+            if batch.samples == 0:
+                self.step(None)
+                continue
+            yield batch.inputs, batch.targets
+            if self._batch is not None:
+                raise ConfigError("run.batches: every batch needs one call of run.step before the next")
+        self.strategy.finish(worker, self._state)
+
+    def step(self, closure: Callable[[], Tensor] | None) -> Tensor:
+        """One step of the strategy on the batch in hand; `closure` computes its mean loss.
+
+        When a peer is lost meanwhile, the survivors regroup, this returns nan, and the step's samples come again.
+        """
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise ConfigError("run.step: there is no batch in hand; call it once for each batch of run.batches")
+        began, waited = self.comm.clock.now_ns(), self.comm.waited_ns
+        if self.strategy.survives_loss and self.comm.size > 1:
+            self.worker.remember()
+        try:
+            loss = self.strategy.step(self.worker, self._state, batch._replace(closure=closure))
+        except Lost:
+            if not self.strategy.survives_loss:
+                raise
+            recover(self.worker, self._control, in_step=True, carried={})
+            self._state = self.strategy.init(self.worker)
+            return torch.tensor(float("nan"))
+        self._record(batch, float(loss), began, waited)
+        return loss
+
+    def save(self, path: str | Path) -> None:
+        """Write the model as safetensors; does nothing except on the first worker."""
+        if self.is_first:
+            save_tensors(Path(path), self.worker.model.state_dict())
+
+    def param_hash(self) -> str:
+        return self.worker.param_hash()
+
+    def _share_parameters(self) -> None:
+        if self.comm.size > 1:
+            for flat in self.worker.params:
+                self.comm.wait(self.comm.broadcast(flat, self.comm.workers[0]))
+
+    def _record(self, batch: Batch, loss: float, began: int, waited: int) -> None:
+        now, worker = self.comm.clock.now_ns(), self.worker
+        self._recorder.write(
+            "step",
+            now,
+            step=worker.steps_done,
+            position=batch.end,
+            samples=batch.samples,
+            loss=loss,
+            step_ns=now - began,
+            wait_ns=self.comm.waited_ns - waited,
+        )
+        self._control.progress(
+            {
+                "event": "progress",
+                "step": worker.steps_done,
+                "position": worker.position,
+                "total_samples": worker.horizon,
+                "epoch": worker.position / worker.samples,
+                "loss": loss,
+            }
+        )
+
+
+def join(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    strategy: str | Strategy[Any] | None = None,
+    schedule: LRScheduler | None = None,
+    clip_norm: float | None = None,
+    seed: int = 0,
+) -> Run:
+    """Take part in a run with this model and optimizer; the other workers' parameters become the first one's.
+
+    `strategy` is used where whoever started this process named none. `schedule` is stepped once per global step.
+    """
+    options = {"schedule": schedule, "clip_norm": clip_norm, "seed": seed}
+    if _node is None:
+        (comm,) = MemoryWorld(1).ranks
+        # Alone in this process: torch's generator is the user's, and stays.
+        comm.shares_process = False
+        return Run(model, optimizer, comm, make_strategy("solo"), _Alone(), Recorder(0), **options)  # type: ignore[arg-type]  # each option has its own type
+    return _join_others(_node, model, optimizer, options)
+
+
+def _join_others(node: Node, model: nn.Module, optimizer: Optimizer, options: dict[str, Any]) -> Run:
+    config, spec = node.config, node.spec
+    strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
+    comms = node.connect()
+    node.on_end.append(comms[spec.rank].close)
+    for endpoint in spec.endpoints:
+        if endpoint >= spec.workers:
+            _serve(node, comms[endpoint], model, optimizer, strategy, alone=spec.rank >= spec.workers)
+    if spec.rank:
+        torch.manual_seed(derived_seed(torch.initial_seed() % 2**63, spec.rank))
+    return Run(model, optimizer, comms[spec.rank], strategy, node.membership, node.recorder(spec.rank), **options)
+
+
+def _serve(
+    node: Node, comm: Communicator, model: nn.Module, optimizer: Optimizer, strategy: Strategy[Any], alone: bool
+) -> None:
+    """Serve in a thread beside the worker, or, in a process without one, here and to the end."""
+    import copy
+
+    own_model, own_optimizer = copy.deepcopy((model, optimizer))  # the worker's own stay untouched
+    flat = Flat(own_model, own_optimizer, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
+    server = Server(
+        comm, flat, own_optimizer, asynchronous=strategy.feed == "cursor", recorder=node.recorder(comm.rank)
+    )
+    if alone:
+        run_server(server)
+        raise SystemExit(0)
+    node.serve_beside(server)
+
+
+def run_user_script(spec: NodeSpec, task: Task | None, *, script: str, args: tuple[str, ...]) -> None:
+    """The body of a process that runs the user's script as one rank."""
+    global _node
+    settle_in(spec)
+    node = _node = Node.from_spec(spec)
+
+    def body() -> None:
+        sys.argv = [script, *args]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        with contextlib.suppress(SystemExit):
+            runpy.run_path(script, run_name="__main__")
+
+    node.run(body)
+
+
+class _Alone(Control):
+    """Nobody outside."""
+
+    def stop_requested(self) -> bool:
+        return False
+
+    def progress(self, facts: dict[str, Any]) -> None:
+        pass
+
+
+def _no_loss(outputs: Any, targets: Any) -> Tensor:
+    raise ConfigError("run.step needs a closure that computes the loss")
+
+
+def config_of_run() -> RunConfig | None:
+    """How this process was started, or None when it was started by itself."""
+    return None if _node is None else _node.config

@@ -1,0 +1,71 @@
+"""How the survivors of a lost rank go on: undo, agree, take the state of whoever is furthest.
+
+Parameters change only when a whole step is reduced, so survivors differ by one step at most, and whoever has it holds
+the full sum: nothing needs to be rolled back, only taken over.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+
+from podium.errors import Lost
+from podium.files import bytes_to_tree, tree_to_bytes
+from podium.worker import Worker
+
+
+class Regroup(NamedTuple):
+    """What the survivors of a loss agree on."""
+
+    generation: int
+    members: tuple[int, ...]
+    source: int  # whose state all take
+
+
+class Control(ABC):
+    """What the world outside tells a rank, and hears from it."""
+
+    @abstractmethod
+    def stop_requested(self) -> bool: ...
+
+    @abstractmethod
+    def progress(self, facts: dict[str, Any]) -> None:
+        """Called after every step; must be cheap."""
+
+    def regroup(self, generation: int, steps_done: int) -> Regroup:
+        """A peer is lost: say how far this rank is, and hear who is left. Raises where nobody can say."""
+        raise Lost("a peer is lost, and nobody here can regroup")
+
+
+def recover(worker: Worker, control: Control, *, in_step: bool, carried: dict[str, int]) -> Regroup:
+    """Bring this worker to where the survivors agree to be. `carried` goes with the state and is updated from it."""
+    comm = worker.comm
+    comm.abandon()  # at once: those who do not know of the loss yet learn of it by this
+    if in_step:
+        worker.forget_step()
+    while True:
+        plan = control.regroup(comm.generation, worker.steps_done)
+        try:
+            comm.regroup(plan.generation, plan.members)
+            _take_state(worker, plan.source, carried)
+            return plan
+        except Lost:  # another one went while we were forming: report again
+            comm.abandon()
+
+
+def _take_state(worker: Worker, source: int, carried: dict[str, int]) -> None:
+    """Everybody becomes what the source is; nothing is changed before all of it is here."""
+    comm = worker.comm
+    mine = tree_to_bytes({"worker": worker.state(), "carried": carried}) if comm.rank == source else b""
+    length = torch.tensor([len(mine)], dtype=torch.int64)
+    comm.wait(comm.broadcast(length, source))
+    data = torch.empty(int(length.item()), dtype=torch.uint8)
+    if comm.rank == source:
+        data.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    comm.wait(comm.broadcast(data, source))
+    if comm.rank != source:
+        state = bytes_to_tree(data.numpy().tobytes(), f"state of rank {source}")
+        worker.load_state(state["worker"])
+        carried.update(state["carried"])

@@ -1,0 +1,74 @@
+"""Result rows as runs would leave them, made from a formula."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from podium.study.design import make_design, surroundings
+from podium.study.store import Row, Store
+
+STRATEGIES = ["solo", "all-reduce", "parameter-server:mode=async"]
+
+
+def make_row(
+    cell: str, seed: int, *, seconds: float = 1.0, final: float = 0.97, metric: str = "accuracy", **fields: Any
+) -> Row:
+    """A finished run of eight validations, whose metric ends at `final` after `seconds`."""
+    history = []
+    for epoch in range(1, 9):
+        gap = 0.6 * (math.exp(-0.6 * epoch) - math.exp(-0.6 * 8))
+        shown = final + gap if metric in ("mae", "mse") else final - gap
+        point = {"step": 10 * epoch, "epoch": epoch, "samples": 640 * epoch, "seconds": seconds * epoch / 8}
+        history.append({**point, "loss": 2 * math.exp(-0.4 * epoch), metric: shown})
+    row = {
+        "run_dir": f"runs/{cell}-{seed}",
+        "status": "finished",
+        "task": "digits-mlp",
+        "strategy": cell,
+        "workers": 1 if cell == "solo" else 2,
+        "seed": seed,
+        "launcher": "local",
+        "metrics": {metric: final},
+        "loss": history[-1]["loss"],
+        "param_hash": {"0": "00"},
+        "steps": 80,
+        "samples": 5120,
+        "epochs": 8.0,
+        "seconds": seconds,
+        "samples_per_s": 5120 / seconds,
+        "sent_bytes": 0 if cell == "solo" else 4_000_000,
+        "step_ms": {"p50": 1.0, "p90": 2.0},
+        "wait_share": 0.0 if cell == "solo" else 0.25,
+        "staleness": {"mean": 1.0, "max": 3.0, "count": 80.0} if "async" in cell else {},
+        "history": history,
+        "lost": [],
+        "model": "",
+        "cell": cell,
+        "parameters": 9610,
+    }
+    return {**row, **fields}
+
+
+def make_rows(times: dict[str, list[float]], finals: dict[str, list[float]] | None = None) -> list[Row]:
+    """One row per strategy and seed, with these seconds and these final accuracies."""
+    return [
+        make_row(cell, seed, seconds=seconds, final=(finals or {}).get(cell, [0.97] * len(values))[seed])
+        for cell, values in times.items()
+        for seed, seconds in enumerate(values)
+    ]
+
+
+def failed_row(cell: str, seed: int, error: str = "RankFailed: rank 1 ran out of <luck>") -> Row:
+    return {"cell": cell, "seed": seed, "status": "failed", "error": error, "run_dir": f"runs/{cell}-{seed}"}
+
+
+def write_study(folder: Path, rows: list[Row], seeds: int = 3) -> Store:
+    """A study's folder that holds these rows."""
+    store = Store(folder)
+    design = make_design("digits-mlp", STRATEGIES, seeds, {"epochs": 8}, workers=2, launcher="local", target=None)
+    store.write_study({**design.to_dict(), **surroundings()})
+    for row in rows:
+        store.append(row)
+    return store

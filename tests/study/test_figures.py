@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from podium.study.drawing import plotly_script, to_plotly, to_svg
+from podium.study.figures import convergence, convergence_panels, cost_bars, staleness_bars
+from podium.study.statistics import mean_interval
+from tests.study.synthetic import failed_row, make_row, make_rows
+
+TIMES = {"solo": [1.0, 2.0, 4.0], "parameter-server:mode=async": [0.5, 0.6, 0.7]}
+ORDER = {cell: place for place, cell in enumerate(TIMES)}
+
+
+def test_a_curve_is_the_median_of_its_seeds_inside_their_band() -> None:
+    rows = make_rows(TIMES, {"solo": [0.9, 0.95, 0.99], "parameter-server:mode=async": [0.9, 0.9, 0.9]})
+    panel = convergence(rows, "accuracy", "seconds")
+    assert panel is not None and [curve.cell for curve in panel.curves] == list(TIMES)
+    solo = panel.curves[0]
+    assert (solo.x[-1], solo.y[-1], solo.low[-1], solo.high[-1]) == (2.0, 0.95, 0.9, 0.99)
+    assert [line.seed for line in solo.lines] == [0, 1, 2]
+
+
+def test_a_median_ends_where_the_shortest_run_does() -> None:
+    rows = make_rows({"solo": [1.0, 1.0]})
+    rows[1]["history"] = rows[1]["history"][:3]
+    panel = convergence(rows, "loss", "step")
+    assert panel is not None and panel.log
+    assert len(panel.curves[0].x) == 3 and len(panel.curves[0].lines[0].x) == 8
+
+
+def test_bytes_are_those_recorded_or_else_spread_over_samples() -> None:
+    row = make_row("all-reduce", 0)
+    spread_out = convergence([row], "loss", "mb")
+    assert spread_out is not None and spread_out.assumed
+    assert spread_out.curves[0].x[0] == pytest.approx(0.5) and spread_out.curves[0].x[-1] == pytest.approx(4.0)
+    history = [{**point, "sent_bytes": 1_000_000 * point["epoch"]} for point in row["history"]]
+    recorded = convergence([{**row, "history": history}], "loss", "mb")
+    assert recorded is not None and not recorded.assumed and recorded.curves[0].x[0] == 1.0
+
+
+def test_a_strategy_that_sends_nothing_is_not_drawn_against_bytes() -> None:
+    assert convergence(make_rows({"solo": [1.0]}), "loss", "mb") is None
+
+
+def test_panels_leave_out_what_nobody_recorded() -> None:
+    names = [panel.name for panel in convergence_panels(make_rows(TIMES), "accuracy")]
+    assert len(names) == 8 and "accuracy against epoch" in names
+    assert convergence_panels([failed_row("solo", 0), make_row("solo", 1, history=[])], "accuracy") == []
+
+
+def test_bars_hold_means_intervals_and_points() -> None:
+    seconds = next(bars for bars in cost_bars(make_rows(TIMES)) if bars.name.startswith("seconds"))
+    wanted = mean_interval(TIMES["solo"])
+    assert wanted is not None
+    assert (seconds.bars[0].mean, seconds.bars[0].low, seconds.bars[0].high) == (wanted.mean, wanted.low, wanted.high)
+    assert seconds.bars[0].points == (1.0, 2.0, 4.0)
+    moved = next(bars for bars in cost_bars(make_rows(TIMES)) if bars.name.startswith("MB"))
+    assert [bar.mean for bar in moved.bars] == pytest.approx([0.0, 4.0])
+
+
+def test_staleness_is_drawn_only_where_there_is_any() -> None:
+    (figure,) = staleness_bars(make_rows(TIMES))
+    assert [bar.cell for bar in figure.bars] == ["parameter-server:mode=async"]
+    assert staleness_bars(make_rows({"solo": [1.0, 2.0]})) == []
+
+
+def test_paper_is_one_svg_element_without_date_or_outside_reference() -> None:
+    panel = convergence(make_rows(TIMES), "loss", "seconds")
+    assert panel is not None
+    svg = to_svg(panel, ORDER)
+    assert svg is not None and svg.startswith("<svg ") and svg.rstrip().endswith("</svg>")
+    assert "http" not in svg and "<metadata" not in svg and "currentColor" in svg
+    assert svg == to_svg(panel, ORDER)
+
+
+def test_the_screen_shows_the_same_numbers_as_the_data() -> None:
+    panel = convergence(make_rows(TIMES), "accuracy", "epoch")
+    assert panel is not None
+    traces = json.loads(json.dumps(to_plotly(panel, ORDER)))["data"]
+    assert sum(trace["y"] == list(panel.curves[0].y) for trace in traces) >= 1
+
+
+def test_missing_packages_leave_figures_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = convergence(make_rows(TIMES), "loss", "seconds")
+    assert panel is not None
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert to_svg(panel, ORDER) is None and plotly_script() is None
