@@ -1,8 +1,8 @@
 """Podium trains a PyTorch model under any distribution strategy and measures strategies on equal terms.
 
-    import podium
-    result = podium.train("digits-mlp", strategy="all-reduce", workers=4)
-    print(result.metrics["accuracy"])
+import podium
+result = podium.train("digits-mlp", strategy="all-reduce", workers=4)
+print(result.metrics["accuracy"])
 """
 
 from __future__ import annotations

@@ -160,7 +160,9 @@ def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {kind: [_strip(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise CheckpointError(f"{path}: a {type(value).__name__} cannot be saved (tensors, numbers, text and nests of them can)")
+    raise CheckpointError(
+        f"{path}: a {type(value).__name__} cannot be saved (tensors, numbers, text and nests of them can)"
+    )
 
 
 def _fill(value: Any, tensors: Mapping[str, Tensor]) -> Any:

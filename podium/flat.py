@@ -92,7 +92,7 @@ class Flat:
             home = self.params[piece.buffer]
             if p.data_ptr() != home.data_ptr() + piece.start * home.element_size():
                 raise TrainingError(
-                    f"parameter {piece.name} left its flat buffer: move, cast or assign the model before the worker is built"
+                    f"parameter {piece.name} left its flat buffer: move or cast the model before its worker is built"
                 )
 
     def _lay_out(self, named: dict[int, str], groups: dict[int, int]) -> None:

@@ -10,7 +10,6 @@ script.py` it is one of many. A process that is to be a server serves inside `jo
 
 from __future__ import annotations
 
-import contextlib
 import os
 import runpy
 import sys
@@ -28,7 +27,7 @@ from podium.comm.memory import MemoryWorld
 from podium.config import RunConfig
 from podium.data.base import as_dataset
 from podium.data.order import GlobalOrder
-from podium.errors import ConfigError, Lost
+from podium.errors import ConfigError, Lost, TrainingError
 from podium.feed import CursorFeed, Feed, StepFeed
 from podium.files import save_tensors
 from podium.flat import Flat
@@ -42,7 +41,8 @@ from podium.task import Task
 from podium.training import derived_seed, run_server
 from podium.worker import Batch, Worker
 
-_node: Node | None = None  # set by `run_user_script`, taken up by `join`
+_STARTED_AS: list[Node] = []
+"""The node that `run_user_script` made of this process, for `join` to take up; empty when it was started by itself."""
 
 
 class Run:
@@ -74,7 +74,6 @@ class Run:
         self._control, self._recorder = control, recorder
         self._batch: Batch | None = None
         self._state: Any = None
-        self._lost = False
 
     @property
     def rank(self) -> int:
@@ -191,12 +190,12 @@ def join(
     `strategy` is used where whoever started this process named none. `schedule` is stepped once per global step.
     """
     options = {"schedule": schedule, "clip_norm": clip_norm, "seed": seed}
-    if _node is None:
+    if not _STARTED_AS:
         (comm,) = MemoryWorld(1).ranks
         # Alone in this process: torch's generator is the user's, and stays.
         comm.shares_process = False
         return Run(model, optimizer, comm, make_strategy("solo"), _Alone(), Recorder(0), **options)  # type: ignore[arg-type]  # each option has its own type
-    return _join_others(_node, model, optimizer, options)
+    return _join_others(_STARTED_AS[0], model, optimizer, options)
 
 
 def _join_others(node: Node, model: nn.Module, optimizer: Optimizer, options: dict[str, Any]) -> Run:
@@ -231,15 +230,18 @@ def _serve(
 
 def run_user_script(spec: NodeSpec, task: Task | None, *, script: str, args: tuple[str, ...]) -> None:
     """The body of a process that runs the user's script as one rank."""
-    global _node
     settle_in(spec)
-    node = _node = Node.from_spec(spec)
+    node = Node.from_spec(spec)
+    _STARTED_AS.append(node)
 
     def body() -> None:
         sys.argv = [script, *args]
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-        with contextlib.suppress(SystemExit):
+        try:
             runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise TrainingError(f"{script} ended with exit code {end.code}") from end
 
     node.run(body)
 
@@ -260,4 +262,4 @@ def _no_loss(outputs: Any, targets: Any) -> Tensor:
 
 def config_of_run() -> RunConfig | None:
     """How this process was started, or None when it was started by itself."""
-    return None if _node is None else _node.config
+    return _STARTED_AS[0].config if _STARTED_AS else None

@@ -85,7 +85,9 @@ def open_data(task: Task, workers: int, batch_size: int) -> Data:
     """The task's data, checked to be enough."""
     data = task.data()
     if len(data.train) == 0 or len(data.test) == 0:
-        raise DataError(f"task {task.name}: training and test data must not be empty, got {len(data.train)} and {len(data.test)}")
+        raise DataError(
+            f"task {task.name}: training and test data must not be empty, got {len(data.train)} and {len(data.test)}"
+        )
     if len(data.train) < workers:
         raise ConfigError(f"task {task.name}: {workers} workers need at least {workers} samples, got {len(data.train)}")
     if batch_size < workers:
@@ -171,7 +173,7 @@ class Training:
         if not math.isfinite(loss):
             raise TrainingError(
                 f"rank {self.comm.rank}: the loss became {loss} at step {worker.steps_done} (sample position "
-                f"{batch.piece.position}); lower the learning rate, clip gradients (--set clip_norm=1), or look at the data"
+                f"{batch.piece.position}); lower the learning rate, clip gradients (--set clip_norm=1) or check the data"
             )
         self._tell(loss)
 
@@ -332,7 +334,7 @@ class Training:
         return report
 
     def _build_worker(self) -> Worker:
-        """The replica, made from the seed; the first worker goes on with the same random stream, as plain PyTorch would."""
+        """The replica, made from the seed; rank 0 goes on with the same random stream, as plain PyTorch would."""
         job, task, config = self.job, self.job.task, self.job.config
         with self.comm.computing():
             outer = torch.get_rng_state()
@@ -387,7 +389,9 @@ def make_server(job: Job, comm: Communicator, recorder: Recorder) -> Server:
         torch.set_rng_state(outer)
     replay = job.config.replay
     arrivals = None if replay is None else AsRecorded(read_records(Path(replay)), comm.rank)
-    return Server(comm, flat, optimizer, asynchronous=job.strategy.feed == "cursor", recorder=recorder, arrivals=arrivals)
+    return Server(
+        comm, flat, optimizer, asynchronous=job.strategy.feed == "cursor", recorder=recorder, arrivals=arrivals
+    )
 
 
 def run_server(server: Server) -> None:

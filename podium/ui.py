@@ -79,7 +79,8 @@ def describe(event: Event) -> str | None:
     if kind == "start":
         return f"run {event['run_dir']}"
     if kind == "eval":
-        return f"epoch {round(event['epoch'], 2):g}  step {event['step']}  loss {format_number(event['loss'])}  {_metrics(event)}"
+        where = f"epoch {round(event['epoch'], 2):g}  step {event['step']}"
+        return f"{where}  loss {format_number(event['loss'])}  {_metrics(event)}"
     if kind == "lost":
         return f"rank {event['rank']} lost: {event['cause']}"
     if kind == "regroup":

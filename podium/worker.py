@@ -8,6 +8,7 @@ the workers is the gradient of the whole step, however unevenly it was divided.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ class Batch(NamedTuple):
                 samples=b - a,
                 weight=self.weight * ((b - a) / self.samples),
             )
-            for a, b in zip(cuts, cuts[1:], strict=False)
+            for a, b in itertools.pairwise(cuts)
             if b > a
         ]
 
@@ -337,7 +338,7 @@ class _Backward:
         return landed
 
     def _announce(self, on_ready: Callable[[int], None], keep: int) -> None:
-        """Announce complete buckets in index order; the last `keep` wait for the end, since the tail travels with them."""
+        """Announce complete buckets in index order; the last `keep` wait for the end: the tail travels with them."""
         while self._next < len(self._missing) - keep and self._missing[self._next] == 0:
             self.worker.comm.clock.reach(self._fraction[self._next])
             on_ready(self._next)

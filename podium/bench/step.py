@@ -126,7 +126,9 @@ def _rank(
     contenders = {"podium": timed(ours.step), **{k: timed(peer.step) for k, peer in theirs.items()}}
     times: dict[str, Any] = dict(interleave(contenders, rounds, warmup=2))
     peer = theirs["ddp"].model
-    differences = [float((a - b).detach().abs().max()) for a, b in zip(ours.model.parameters(), peer.parameters(), strict=True)]
+    differences = [
+        float((a - b).detach().abs().max()) for a, b in zip(ours.model.parameters(), peer.parameters(), strict=True)
+    ]
     times["difference"] = max(differences)
     if rank == 0:
         results.put(times)
@@ -188,9 +190,10 @@ def _ddp_contenders(
     task: Task, rank: int, ranks: int, folder: str, batches: list[tuple[Tensor, Tensor]]
 ) -> dict[str, _Peer]:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
     from torch.nn.parallel import DistributedDataParallel
 
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/ddp", ranks), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store=FileStore(f"{folder}/ddp", ranks), rank=rank, world_size=ranks)
     peers = {}
     for name, views in (("ddp", False), ("ddp_bucket_views", True)):
         torch.manual_seed(0)

@@ -71,7 +71,10 @@ class Coordinator:
         self._survives_loss, self._heartbeat_s = survives_loss, heartbeat_s
         self._start_deadline_s = start_deadline_s
         self._recorder, self._on_event = recorder, on_event or (lambda _event: None)
-        self._kill, self._exit_cause = kill or (lambda _rank: None), exit_cause or (lambda _rank: "it left without a word")
+        self._kill, self._exit_cause = (
+            kill or (lambda _rank: None),
+            exit_cause or (lambda _rank: "it left without a word"),
+        )
         self._clock = clock or WallClock()
         self._channel = Channel(COORDINATOR, secret=secret, listen=listen)
         self._members: dict[int, _Member] = {}

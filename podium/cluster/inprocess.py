@@ -55,9 +55,7 @@ def run_virtual(job: Job, on_event: Callable[[Event], None] | None, stop: thread
     """All ranks in simulated time."""
     cluster = cluster_for(job)
     servers = job.strategy.server_count
-    world = VirtualWorld(
-        cluster, job.config.workers, servers, colocated=job.strategy.colocated, seed=job.config.seed
-    )
+    world = VirtualWorld(cluster, job.config.workers, servers, colocated=job.strategy.colocated, seed=job.config.seed)
     if cluster.seconds_per_sample is None:
         per_sample = flops_per_sample(job)
         for rank in world.ranks:

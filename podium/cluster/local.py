@@ -55,7 +55,7 @@ class Processes:
         body: Callable[[NodeSpec, Task | None], None] = run_node,
         **places: Any,
     ) -> None:
-        """Each process runs `body`. `task` goes along where it has no name; `places` are fields of NodeSpec by process."""
+        """Each process runs `body`; `task` goes along where it has no name; `places` are NodeSpec fields by process."""
         self.job, self.folder, self._places = job, folder, places
         self._task, self._body = task, body
         self.secret = secrets.token_bytes(32)

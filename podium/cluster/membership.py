@@ -5,6 +5,7 @@ One thread beats and listens; when the coordinator is gone the launcher is, and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -57,14 +58,21 @@ class Membership(Control):
             self._channel.send(COORDINATOR, "event", facts)
 
     def regroup(self, generation: int, steps_done: int) -> Regroup:
-        answer = self._ask("lost", {"generation": generation, "steps_done": steps_done}, self._deadline_s)
+        # Twice, since the coordinator gives those who have not reported yet one deadline before it kills them.
+        answer = self._ask("lost", {"generation": generation, "steps_done": steps_done}, 2 * self._deadline_s)
         return Regroup(answer["generation"], tuple(answer["members"]), answer["source"])
 
+    def begun(self) -> None:
+        """The user's model and data are there: from now on only other ranks are waited for."""
+        self._channel.send(COORDINATOR, "begun", {})
+
     def done(self, report: Report | None) -> None:
+        self._closing.set()  # before the word is out: the launcher may be gone the moment it has heard it
         self._ask("done", {"report": None if report is None else report._asdict()}, self._deadline_s)
 
     def failed(self, meta: Meta) -> None:
-        self._channel.send(COORDINATOR, "failed", meta)
+        with contextlib.suppress(CommError):  # without a launcher there is nobody left to tell
+            self._channel.send(COORDINATOR, "failed", meta)
 
     def close(self) -> None:
         self._closing.set()

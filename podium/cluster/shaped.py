@@ -1,4 +1,4 @@
-"""The shaped launcher: local processes, each in the network namespace of its node, on links and CPUs as the file says."""
+"""The shaped launcher: local processes, each in its node's network namespace, on links and CPUs as the file says."""
 
 from __future__ import annotations
 

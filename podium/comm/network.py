@@ -163,8 +163,9 @@ class Fair(Network):
         rising = list(self._flows)
         level = 0.0
         while rising:
-            step = min(min(room[c] / users[c] for c in room if users[c]), min(f.cap for f in rising) - level)
-            level += max(step, 0.0)
+            fair = min(room[c] / users[c] for c in room if users[c])
+            step = max(0.0, min(fair, *(f.cap - level for f in rising)))
+            level += step
             for card, count in users.items():
                 room[card] -= step * count
             still = []

@@ -65,7 +65,9 @@ class RealCommunicator(Communicator):
         self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
     ) -> Handle:
         self.traffic.sent += nbytes_of(body)
-        landing = None if into is None else [t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for t in into]
+        landing = (
+            None if into is None else [t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for t in into]
+        )
         handle = self._need_channel().call(to, kind, meta, _on_cpu(body), landing)
         if into is not None and landing is not None and any(a is not b for a, b in zip(into, landing, strict=True)):
             self._staged[handle] = (into, landing)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
@@ -27,13 +28,13 @@ FORMING_S = 5.0
 
 def file_store(path: Path) -> Any:
     """A store in a file, for ranks that share a file system; it outlives any rank."""
-    return dist.FileStore(str(path), -1)
+    return FileStore(str(path), -1)
 
 
 def client_store(host: str, port: int, timeout_s: float, *, is_host: bool, world_size: int) -> Any:
     """A store over TCP, as torchrun sets it up."""
     try:
-        return dist.TCPStore(
+        return TCPStore(
             host, port, world_size, is_host, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
         )
     except (dist.DistError, RuntimeError) as error:
@@ -69,7 +70,7 @@ class Group:
         self.drop()
         if size == 1:
             return
-        store = dist.PrefixStore(f"generation-{generation}", self._store)
+        store = PrefixStore(f"generation-{generation}", self._store)
         try:
             self._group = self._make(store, index, size)
         except (dist.DistError, RuntimeError) as error:
@@ -122,7 +123,7 @@ class Group:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = running
             return dist.ProcessGroupNCCL(store, index, size, options)
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         options._threads = 2
         options._timeout = forming

@@ -332,9 +332,7 @@ class VirtualCommunicator(Communicator):
         place = self.workers.index(source)
         return self._collective(tensor, "broadcast", lambda tensors: tensors[place].clone(), cost)
 
-    def _collective(
-        self, tensor: Tensor, what: str, combine: Callable[[list[Tensor]], Tensor], cost_ns: int
-    ) -> Handle:
+    def _collective(self, tensor: Tensor, what: str, combine: Callable[[list[Tensor]], Tensor], cost_ns: int) -> Handle:
         world, key = self._world, (self.generation, self._issued)
         self._issued += 1
         handle = _Pending(self.rank, f"{what} {key[1]} of generation {key[0]}")

@@ -72,7 +72,8 @@ def _seconds(steps: Sequence[Record], evals: Sequence[Record], began: int, is_as
 
 
 def _history(evals: Sequence[Record], began: int, is_async: bool) -> list[Mapping[str, Any]]:
-    history, validating = [], 0
+    history: list[Mapping[str, Any]] = []
+    validating = 0
     for row in evals:
         validating += 0 if is_async else row["eval_ns"]
         history.append(

@@ -40,7 +40,7 @@ class Shard:
         """Takes over `optimizer`: from now on it moves this shard's parts and nothing else."""
         if not is_elementwise(optimizer):
             raise ConfigError(
-                f"parameter-server: {type(optimizer).__name__} cannot run on ranges of the parameters, since it looks at "
+                f"parameter-server: {type(optimizer).__name__} cannot run on ranges of the parameters: it looks at "
                 "whole tensors (or is fused); use SGD, Adam, AdamW, Adagrad or RMSprop"
             )
         self.ranges = ranges
@@ -53,9 +53,7 @@ class Shard:
                 stop = part.offset + part.stop - part.start
                 self.parts.append(nn.Parameter(self.params[n][part.offset : stop]))
                 self.parts[-1].grad = self.grads[n][part.offset : stop]
-                self.pieces.append(
-                    Piece("", n, part.offset, stop, range_.group, (stop - part.offset,), (1,))
-                )
+                self.pieces.append(Piece("", n, part.offset, stop, range_.group, (stop - part.offset,), (1,)))
         self.owners = [part.piece for r in ranges for part in r.parts]
         self._views = [p.grad for p in self.parts]
         self.optimizer = optimizer
@@ -247,7 +245,7 @@ class Server:
 
 
 def options_of(optimizer: Optimizer, lr_scale: float = 1.0) -> list[dict[str, Any]]:
-    """Each group's numbers, which travel with a push: where a push lies in the order decides them, not when it arrives."""
+    """Each group's numbers, to travel with a push: where it lies in the order decides them, not when it arrives."""
     options = []
     for group in optimizer.param_groups:
         numbers = {k: v for k, v in group.items() if isinstance(v, int | float) and not isinstance(v, bool)}
