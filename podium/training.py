@@ -173,7 +173,7 @@ class Training:
         if not math.isfinite(loss):
             raise TrainingError(
                 f"rank {self.comm.rank}: the loss became {loss} at step {worker.steps_done} (sample position "
-                f"{batch.piece.position}); lower the learning rate, clip gradients (--set clip_norm=1) or check the data"
+                f"{batch.piece.position}); lower the rate, clip gradients (--set clip_norm=1), check the data"
             )
         self._tell(loss)
 

@@ -1,6 +1,6 @@
 """The three worlds, for tests: run one function per rank, on a communicator, in each of them.
 
-A function that is to run in the real world travels to other processes: it must be a module's own, or a `partial` of one.
+A function that runs in the real world travels to other processes: it must be a module's own, or a `partial` of one.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def _in_process(world: MemoryWorld | VirtualWorld, main: Main) -> list[Any]:
     return [results.get(rank) if error is None else error for rank, error in enumerate(errors)]
 
 
-def _child(main: Main, rank: int, workers: int, servers: int, folder: Path, deadline_s: float, pipe: Connection) -> None:
+def _child(
+    main: Main, rank: int, workers: int, servers: int, folder: Path, deadline_s: float, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
     comm = _connect(rank, workers, servers, folder, deadline_s)
     try:

@@ -3,26 +3,29 @@
 Ranks talk to it over a channel of their own: they join, send heartbeats, report what happened. It never touches a
 tensor. Its rules:
 
-- Nobody begins before all have joined, and joining has a deadline.
+- Nobody begins before all have joined; joining, and making model and data after it, have a deadline.
 - A rank that leaves without a word, or is silent for longer than the heartbeat allows, is lost. A silent one is killed
   first: a stop becomes a death, and no ghost comes back.
 - After a loss, a strategy that survives it goes on: once every live worker has reported how far it is, all are told
   the next generation, its members, and whose state to take (the one with most steps).
-- A rank that raised would raise again: the run ends, and its own error is what the user sees.
+- A rank that raised would raise again: the run ends, and its own error is what the user sees. If all it says is that
+  another rank did not answer, that other one gets a moment to be found out first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from podium.cluster.base import Event
-from podium.comm.base import DEPARTED, Message
+from podium.comm.base import DEPARTED, Message, Meta
 from podium.comm.channel import Address, Channel
 from podium.comm.memory import WallClock
-from podium.errors import DeadlineExceeded, Lost, PodiumError, RankFailed
+from podium.errors import CommError, DeadlineExceeded, Lost, PodiumError, RankFailed, RecordError
 from podium.measure.records import Recorder
 from podium.training import Report
 
@@ -30,8 +33,25 @@ COORDINATOR = 0xFFFF
 """The coordinator's own number among the endpoints."""
 
 _POLL_S = 0.05
+_AT_ONCE = 1000
+"""Messages taken up before the clock is looked at again."""
+_GRACE_S = 2.0
+"""How long, beyond a heartbeat, a rank that blames another has to wait for the other to be found out."""
 _FRUITLESS = 3
-"""Regroups in a row without a step in between before the run is given up."""
+"""Regroups of the same members without a step in between before the run is given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Who takes part, how long each may take, and what a loss means."""
+
+    workers: int
+    ranks: tuple[int, ...]
+    """The number of each process: its worker's, or its server's where it has none."""
+    survives_loss: bool
+    heartbeat_s: float
+    deadline_s: float
+    start_deadline_s: float
 
 
 @dataclass
@@ -42,9 +62,14 @@ class _Member:
     endpoints: list[int]
     address: dict[str, Address]
     seen: float = field(default_factory=time.monotonic)
-    training: bool = False  # heartbeats count from the first step on; before it, the start deadline does
+    begun: bool = False
     step: int = 0
     finished: bool = False
+    failed: bool = False
+
+    @property
+    def active(self) -> bool:
+        return not self.finished and not self.failed
 
 
 class Coordinator:
@@ -52,14 +77,10 @@ class Coordinator:
 
     def __init__(
         self,
+        rules: Rules,
         *,
-        workers: int,
-        processes: int,
         listen: Address,
         secret: bytes,
-        survives_loss: bool,
-        heartbeat_s: float,
-        start_deadline_s: float,
         recorder: Recorder,
         on_event: Callable[[Event], None] | None = None,
         kill: Callable[[int], None] | None = None,
@@ -67,25 +88,32 @@ class Coordinator:
         clock: WallClock | None = None,
     ) -> None:
         """`kill(rank)` ends a rank's process for good; `exit_cause(rank)` says how it ended."""
-        self._workers, self._processes = workers, processes
-        self._survives_loss, self._heartbeat_s = survives_loss, heartbeat_s
-        self._start_deadline_s = start_deadline_s
+        self.rules = rules
         self._recorder, self._on_event = recorder, on_event or (lambda _event: None)
-        self._kill, self._exit_cause = (
-            kill or (lambda _rank: None),
-            exit_cause or (lambda _rank: "it left without a word"),
-        )
+        self._kill = kill or (lambda _rank: None)
+        self._exit_cause = exit_cause or (lambda _rank: "it left without a word")
         self._clock = clock or WallClock()
         self._channel = Channel(COORDINATOR, secret=secret, listen=listen)
         self._members: dict[int, _Member] = {}
-        self._joining: list[Message] = []
+        self._joined: dict[int, Message] = {}
         self._waiting: dict[int, Message] = {}  # live workers that reported a loss
-        self._generation = 0
-        self._fruitless = 0
-        self._furthest = 0
+        self._waiting_since = 0.0
+        self._generation, self._fruitless, self._furthest = 0, 0, 0
+        self._grouped: list[int] = []  # members of the present generation, once there was a loss
+        self._blame: tuple[float, PodiumError] | None = None  # since when somebody blames an unknown other
         self._stop_sent = False
         self._given_up: str | None = None
+        self._began = self._looked = time.monotonic()
         self.reports: list[Report] = []
+        self._do = {
+            "beat": self._beat,
+            "begun": self._begun,
+            "event": self._event,
+            "lost": self._lost,
+            "done": self._done,
+            "failed": self._failed,
+            DEPARTED: self._departed,
+        }
 
     @property
     def address(self) -> Address:
@@ -93,31 +121,16 @@ class Coordinator:
 
     def run(self, stop: threading.Event | None = None) -> list[Report]:
         """Until every process is through; raises what made the run fail."""
-        began = time.monotonic()
-        do = {
-            "join": self._join,
-            "beat": self._beat,
-            "event": self._event,
-            "lost": self._lost,
-            "done": self._done,
-            "failed": self._failed,
-            DEPARTED: self._departed,
-        }
-        while not self._members or any(not m.finished for m in self._members.values()) or self._joining:
-            try:
-                message = self._channel.recv(_POLL_S)
-            except DeadlineExceeded:
-                message = None
-            if message is not None:
-                do[message.kind](message)
+        self._began = self._looked = time.monotonic()
+        while not self._all_joined or any(not m.finished for m in self._members.values()):
+            self._take_messages()
             if self._given_up is not None:
                 raise RankFailed(self._given_up)
-            if self._joining and time.monotonic() - began > self._start_deadline_s:
-                self._give_up_starting()
-            if not self._members and time.monotonic() - began > self._start_deadline_s:
-                raise DeadlineExceeded(f"no rank joined within {self._start_deadline_s:g} s")
-            self._watch()
-            if stop is not None and stop.is_set() and not self._stop_sent:
+            self._watch_start()
+            self._watch_silence()
+            self._watch_stragglers()
+            self._watch_blame()
+            if stop is not None and stop.is_set() and self._all_joined and not self._stop_sent:
                 self._tell_stop()
         return sorted(self.reports)
 
@@ -126,30 +139,58 @@ class Coordinator:
 
     def missing(self, rank: int) -> bool:
         """Whether this process has not joined yet."""
-        return rank not in self._members
+        return rank not in self._joined
+
+    def give_up(self, why: str) -> None:
+        """End the run with this error; called from outside the loop."""
+        self._given_up = why
+
+    @property
+    def _all_joined(self) -> bool:
+        return len(self._joined) == len(self.rules.ranks)
 
     # Messages.
+
+    def _take_messages(self) -> None:
+        """All that have come, so that nobody is called silent whose beat lies unread."""
+        for n in range(_AT_ONCE):
+            try:
+                message = self._channel.recv(0.0 if n else _POLL_S)
+            except DeadlineExceeded:
+                break
+            if message.kind == "join":
+                self._join(message)
+            elif message.source in self._members:  # else these are the last words of one that was given up
+                self._do[message.kind](message)
+        now = time.monotonic()
+        if now - self._looked > self.rules.heartbeat_s / 2:
+            # It was this process that stood still (suspended, starved): whoever was heard before is not to blame.
+            for member in self._members.values():
+                member.seen = now
+        self._looked = now
 
     def _join(self, message: Message) -> None:
         meta = message.meta
         self._members[message.source] = _Member(message.source, meta["endpoints"], meta["addresses"])
-        self._joining.append(message)
-        if len(self._members) == self._processes:
+        self._joined[message.source] = message
+        if self._all_joined:
             book = {k: v for m in self._members.values() for k, v in m.address.items()}
-            for waiting in self._joining:
-                self._channel.reply(waiting, {"addresses": book})
-            self._joining.clear()
+            for waiting in self._joined.values():
+                self._answer(waiting, {"addresses": book})
 
     def _beat(self, message: Message) -> None:
         member = self._members[message.source]
         member.seen = time.monotonic()
         facts = message.meta.get("progress")
         if facts:
-            member.training, member.step = True, facts["step"]
+            member.step = facts["step"]
             if facts["step"] > self._furthest:
                 self._furthest, self._fruitless = facts["step"], 0
             if message.source == self._first_worker():
                 self._on_event(facts)
+
+    def _begun(self, message: Message) -> None:
+        self._members[message.source].begun = True
 
     def _event(self, message: Message) -> None:
         self._members[message.source].seen = time.monotonic()
@@ -157,6 +198,8 @@ class Coordinator:
 
     def _lost(self, message: Message) -> None:
         self._members[message.source].seen = time.monotonic()
+        if not self._waiting:
+            self._waiting_since = time.monotonic()
         self._waiting[message.source] = message
         self._settle()
 
@@ -165,81 +208,137 @@ class Coordinator:
         member.finished = True
         if message.meta.get("report"):
             self.reports.append(Report(**message.meta["report"]))
-        self._channel.reply(message, {})
+        self._answer(message, {})
         self._settle()
 
     def _failed(self, message: Message) -> None:
         meta = message.meta
-        self._recorder.write("failed", self._clock.now_ns(), failed=message.source, **meta)
-        place = f"\n  at {meta['place']}" if meta.get("place") else ""
-        raise _as_error(meta["error"], f"rank {message.source}: {meta['message']}{place}")
+        self._note("failed", failed=message.source, **meta)
+        member = self._members[message.source]
+        member.failed = True
+        text, place = meta["message"], f"\n  at {meta['place']}" if meta.get("place") else ""
+        who = f"rank {message.source}: "
+        error = _as_error(meta["error"], f"{'' if text.startswith(who) else who}{text}{place}")
+        if not isinstance(error, CommError):
+            raise error
+        self._blame = self._blame or (time.monotonic(), error)
 
     def _departed(self, message: Message) -> None:
-        member = self._members.get(message.source)
-        if member is not None and not member.finished:
-            self._lose(member, self._exit_cause(message.source))
+        member = self._members[message.source]
+        if member.active:
+            cause = self._exit_cause(message.source)
+            self._kill(message.source)  # should its connection have broken while it lives
+            self._lose(member, cause)
 
-    # Losses.
+    # What must not take too long.
 
-    def _watch(self) -> None:
+    def _watch_start(self) -> None:
+        limit = self.rules.start_deadline_s
+        if time.monotonic() - self._began <= limit:
+            return
+        missing = [rank for rank in self.rules.ranks if self.missing(rank)]
+        if missing:
+            raise DeadlineExceeded(f"{_ranks(missing)} did not join within {limit:g} s (start_deadline_s)")
+        late = [m.rank for m in self._members.values() if m.active and not m.begun]
+        if late:
+            raise DeadlineExceeded(
+                f"{_ranks(late)} did not begin within {limit:g} s: still making the model or opening the data; "
+                "if that needs longer, raise start_deadline_s"
+            )
+
+    def _watch_silence(self) -> None:
+        """Before the first step the deadline for starting rules; from then on, the heartbeat does."""
         now = time.monotonic()
+        limit = self.rules.heartbeat_s if self._furthest else self.rules.start_deadline_s
         for member in list(self._members.values()):
-            limit = self._heartbeat_s if member.training else self._start_deadline_s
-            if not member.finished and now - member.seen > limit:
+            if member.active and now - member.seen > limit:
                 self._kill(member.rank)
                 self._lose(member, f"silent for {now - member.seen:.1f} s, and killed")
 
-    def give_up(self, why: str) -> None:
-        """End the run with this error; called from outside the loop."""
-        self._given_up = why
+    def _watch_stragglers(self) -> None:
+        """Whoever lives but never reports the loss hangs in the user's code; the others must not hang with it."""
+        limit = self.rules.deadline_s
+        if not self._waiting or time.monotonic() - self._waiting_since <= limit:
+            return
+        for member in [m for m in self._live_workers() if m.rank not in self._waiting]:
+            self._kill(member.rank)
+            self._lose(member, f"hung for {limit:g} s while the others waited for it, and killed")
+
+    def _watch_blame(self) -> None:
+        if self._blame is None:
+            return
+        since, error = self._blame
+        nobody_else = not any(m.active for m in self._members.values())
+        if nobody_else or time.monotonic() - since > self.rules.heartbeat_s + _GRACE_S:
+            raise error
+
+    # Losses.
 
     def _lose(self, member: _Member, cause: str) -> None:
         rank = member.rank
-        self._recorder.write(
-            "lost", self._clock.now_ns(), lost=rank, cause=cause, generation=self._generation, step=member.step
-        )
+        self._note("lost", lost=rank, cause=cause, generation=self._generation, step=member.step)
         self._on_event({"event": "lost", "rank": rank, "cause": cause, "step": member.step})
         del self._members[rank]
         self._waiting.pop(rank, None)
-        left = [m for m in self._members.values() if m.rank < self._workers]
-        carries_server = any(e >= self._workers for e in member.endpoints)
-        if not self._survives_loss or carries_server or not left:
-            role = "server" if rank >= self._workers else "worker"
-            raise Lost(f"{role} {rank} was lost at step {member.step}: {cause}")
+        left = [m for m in self._members.values() if m.rank < self.rules.workers and not m.failed]
+        carries_server = any(e >= self.rules.workers for e in member.endpoints)
+        if not self.rules.survives_loss or carries_server or not left or self._blame is not None:
+            step = member.step or self._furthest  # a server counts no steps of its own
+            raise Lost(f"{self._role(member)} was lost: {cause}; last heard of at step {step}")
         self._settle()
+
+    def _role(self, member: _Member) -> str:
+        beside = [e for e in member.endpoints if e >= self.rules.workers and e != member.rank]
+        if member.rank >= self.rules.workers:
+            return f"server {member.rank}"
+        return f"worker {member.rank}" + (f" with {_ranks(beside, 'server')}" if beside else "")
 
     def _settle(self) -> None:
         """Once every live worker has reported the loss, tell them how to go on."""
-        live = sorted(m.rank for m in self._members.values() if not m.finished and m.rank < self._workers)
+        live = sorted(m.rank for m in self._live_workers())
         if not self._waiting or set(live) != set(self._waiting):
             return
         self._generation += 1
-        self._fruitless += 1
-        if self._fruitless > _FRUITLESS:
+        self._fruitless = self._fruitless + 1 if live == self._grouped else 0
+        self._grouped = live
+        if self._fruitless >= _FRUITLESS:
             raise Lost(f"the workers could not form a group {_FRUITLESS} times in a row; is a link between them cut?")
         steps = {rank: self._waiting[rank].meta["steps_done"] for rank in live}
         source = max(live, key=lambda rank: (steps[rank], -rank))
         plan = {"generation": self._generation, "members": live, "source": source}
         for message in self._waiting.values():
-            self._channel.reply(message, plan)
+            self._answer(message, plan)
         self._waiting.clear()
         self._on_event({"event": "regroup", **plan, "step": steps[source]})
 
-    def _give_up_starting(self) -> None:
-        have = sorted(self._members)
-        raise DeadlineExceeded(
-            f"only {len(have)} of {self._processes} processes joined within {self._start_deadline_s:g} s (have {have})"
-        )
+    def _live_workers(self) -> list[_Member]:
+        return [m for m in self._members.values() if m.active and m.rank < self.rules.workers]
+
+    # Words to the ranks, and for the record.
 
     def _tell_stop(self) -> None:
         self._stop_sent = True
-        self._recorder.write("stop", self._clock.now_ns(), step=self._furthest, reason="asked by the user")
+        self._note("stop", step=self._furthest, reason="asked by the user")
         for member in self._members.values():
-            if not member.finished:
-                self._channel.send(member.rank, "stop", {})
+            if member.active:
+                with contextlib.suppress(CommError):  # gone a moment ago: its departure is the next message
+                    self._channel.send(member.rank, "stop", {})
+
+    def _answer(self, message: Message, meta: Meta) -> None:
+        with contextlib.suppress(CommError):  # gone a moment ago: its departure is the next message
+            self._channel.reply(message, meta)
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        with contextlib.suppress(RecordError):  # a full disk must not hide what went wrong
+            self._recorder.write(kind, self._clock.now_ns(), **fields)
 
     def _first_worker(self) -> int:
-        return min((m.rank for m in self._members.values() if not m.finished), default=-1)
+        return min((m.rank for m in self._live_workers()), default=-1)
+
+
+def _ranks(ranks: list[int], what: str = "rank") -> str:
+    """`rank 2`, or `ranks 2, 3`."""
+    return f"{what}{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _as_error(name: str, message: str) -> PodiumError:

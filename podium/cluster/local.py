@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.cluster.base import Event, Launched, Planned
-from podium.cluster.coordinator import Coordinator
+from podium.cluster.coordinator import Coordinator, Rules
 from podium.comm.memory import WallClock
 from podium.errors import ConfigError, PodiumError
 from podium.measure.records import Recorder
@@ -67,13 +67,9 @@ class Processes:
         assert job.run_dir is not None
         self.recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
         self.coordinator = Coordinator(
-            workers=job.config.workers,
-            processes=len(self.endpoints),
+            rules_of(job, survives_loss=job.strategy.survives_loss),
             listen=f"unix:{folder}/k",
             secret=self.secret,
-            survives_loss=job.strategy.survives_loss,
-            heartbeat_s=job.config.heartbeat_s,
-            start_deadline_s=job.config.start_deadline_s,
             recorder=self.recorder,
             on_event=on_event,
             kill=self._kill,
@@ -193,6 +189,19 @@ def endpoints_of(job: Planned) -> list[tuple[int, ...]]:
     if not job.strategy.colocated:
         return [(rank,) for rank in range(workers + servers)]
     return [(rank, *(workers + m for m in range(servers) if m % workers == rank)) for rank in range(workers)]
+
+
+def rules_of(job: Planned, *, survives_loss: bool) -> Rules:
+    """What the coordinator of this run goes by."""
+    config = job.config
+    return Rules(
+        workers=config.workers,
+        ranks=tuple(endpoints[0] for endpoints in endpoints_of(job)),
+        survives_loss=survives_loss,
+        heartbeat_s=config.heartbeat_s,
+        deadline_s=config.deadline_s,
+        start_deadline_s=config.start_deadline_s,
+    )
 
 
 def sendable_task(job: Job) -> Task | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from podium.cluster.coordinator import Coordinator
 from podium.cluster.launch import conclude, prepare
-from podium.cluster.local import endpoints_of, rendezvous_folder
+from podium.cluster.local import endpoints_of, rendezvous_folder, rules_of
 from podium.comm.torch_dist import client_store, look_up, publish
 from podium.config import RunConfig, resolve
 from podium.errors import ConfigError, PodiumError
@@ -110,14 +110,7 @@ class _Rank:
         write_manifest(job.run_dir, job.config.to_dict(), strategy=repr(job.strategy), launched_by="torchrun")
         self._recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
         coordinator = Coordinator(
-            workers=job.config.workers,
-            processes=len(endpoints_of(job)),
-            listen=f"tcp:{self._host()}:0",
-            secret=_secret(),
-            survives_loss=False,
-            heartbeat_s=job.config.heartbeat_s,
-            start_deadline_s=job.config.start_deadline_s,
-            recorder=self._recorder,
+            rules_of(job, survives_loss=False), listen=f"tcp:{self._host()}:0", secret=_secret(), recorder=self._recorder
         )
         self._failure: list[PodiumError] = []
         self._watch = threading.Thread(target=self._coordinate, args=(coordinator,), name="coordinator", daemon=True)

@@ -46,7 +46,7 @@ def test_quiet_shows_the_summary_alone(tmp_path: Path) -> None:
     assert "accuracy" in result.stdout
 
 
-@pytest.mark.parametrize("launcher", ["threads", "virtual"])
+@pytest.mark.parametrize("launcher", ["local", "threads", "virtual"])
 def test_json_is_the_result_and_nothing_else(launcher: str, tmp_path: Path) -> None:
     words = ("--launcher", launcher, "-n", "2", "--steps", "3", "--out", str(tmp_path), "--json")
     process = start("train", "digits-mlp", *words)

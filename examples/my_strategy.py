@@ -1,0 +1,53 @@
+"""A strategy of one's own: steps on local gradients, and every few of them the replicas are averaged.
+
+    podium train digits-mlp --strategy examples/my_strategy.py:LocalSteps:every=4 --workers 2
+
+Stich, Local SGD Converges Fast and Communicates Little, 2018, https://arxiv.org/abs/1805.09767
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from podium import Batch, Strategy, Worker
+from podium.errors import ConfigError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps(Strategy[None]):
+    """Local SGD. Momentum, where there is any, is not averaged; a checkpoint keeps the first worker's."""
+
+    name: ClassVar[str] = "local-steps"
+
+    every: int = 8
+    """Steps between two averages."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(f"local-steps: every must be at least 1, got {self.every}")
+
+    def init(self, worker: Worker) -> None:
+        return None
+
+    def step(self, worker: Worker, state: None, batch: Batch) -> Tensor:
+        loss = worker.backward(batch._replace(weight=1.0))  # a step of its own, not a part of a larger one
+        worker.apply(batch)
+        worker.stop_agreed = False  # apply heard this worker's own wish to stop; the others hear of it below
+        if worker.steps_done % self.every == 0:
+            worker.stop_agreed = self._average(worker)
+        return loss
+
+    def finish(self, worker: Worker, state: None) -> None:
+        self._average(worker)
+
+    @staticmethod
+    def _average(worker: Worker) -> bool:
+        """All take the mean of the replicas; returns whether any of them wants to stop."""
+        votes = torch.tensor([float(worker.stop_requested)])
+        for flat in worker.params:
+            flat.div_(worker.comm.size)
+        worker.comm.wait(*(worker.comm.all_reduce(tensor) for tensor in (*worker.params, votes)))
+        return bool(votes > 0)

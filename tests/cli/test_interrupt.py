@@ -1,0 +1,42 @@
+"""Ctrl-C once asks, twice insists."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from podium.cli.interrupt import ASKED, stop_on_interrupt
+
+
+def test_the_first_interrupt_asks_and_the_second_raises(capfd: pytest.CaptureFixture[str]) -> None:
+    with stop_on_interrupt() as stop:
+        assert not stop.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_set()
+        assert capfd.readouterr().err == f"\n{ASKED}\n"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_afterwards_the_signal_means_what_it_meant() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ValueError, match="inside"), stop_on_interrupt():
+        raise ValueError("inside")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_outside_the_main_thread_nothing_is_touched() -> None:
+    seen: list[bool] = []
+
+    def body() -> None:
+        with stop_on_interrupt() as stop:
+            seen.append(stop.is_set())
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+    assert signal.getsignal(signal.SIGINT) is before

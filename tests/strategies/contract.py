@@ -1,0 +1,169 @@
+"""What strategies promise. A strategy's own tests subclass these and supply `strategy`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from podium.strategies.base import Strategy
+from tests.toys import (
+    OPTIMIZERS,
+    UNUSUAL,
+    Branching,
+    assert_close,
+    assert_same_bits,
+    batch_norm_model,
+    dropout_model,
+    everything_model,
+    halve_every_third,
+    hashes,
+    toy,
+    train,
+    train_in,
+    train_plainly,
+    two_groups,
+)
+from tests.worlds import Real, Virtual
+
+
+class OneWorkerContract:
+    """One worker under any strategy equals plain PyTorch, bit for bit."""
+
+    can_clip = True
+
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    def test_one_worker_equals_plain_pytorch_bit_for_bit(self, strategy: Strategy[Any], optimizer: str) -> None:
+        task = toy(optimizer=optimizer)
+        plain, (mine,) = train_plainly(task), train(task, strategy)
+        assert_same_bits(mine.state, plain.state)
+        assert mine.report.param_hash == plain.param_hash
+        assert mine.losses == pytest.approx(plain.losses, rel=1e-6)
+
+    @pytest.mark.parametrize("model", UNUSUAL)
+    def test_one_worker_equals_plain_pytorch_for_any_model(self, strategy: Strategy[Any], model: str) -> None:
+        task = toy(model=UNUSUAL[model], optimizer="adamw")
+        assert_same_bits(train(task, strategy)[0].state, train_plainly(task).state)
+
+    def test_one_worker_equals_plain_pytorch_with_schedule_and_groups(self, strategy: Strategy[Any]) -> None:
+        task = toy(optimizer=two_groups, schedule=halve_every_third)
+        assert_same_bits(train(task, strategy)[0].state, train_plainly(task).state)
+
+    def test_one_worker_equals_plain_pytorch_with_clipping(self, strategy: Strategy[Any]) -> None:
+        if not self.can_clip:
+            pytest.skip("several synchronous servers refuse clip_norm; see their own test")
+        task = toy(clip_norm=0.05)
+        plain = train_plainly(task)
+        assert plain.param_hash != train_plainly(toy()).param_hash, "nothing was clipped"
+        assert_same_bits(train(task, strategy)[0].state, plain.state)
+
+    def test_one_worker_equals_plain_pytorch_with_dropout_and_batch_norm(self, strategy: Strategy[Any]) -> None:
+        task = toy(model=everything_model, optimizer="adamw")
+        assert_same_bits(train(task, strategy, seed=5)[0].state, train_plainly(task, seed=5).state)
+
+    def test_one_worker_equals_plain_pytorch_under_autocast(self, strategy: Strategy[Any]) -> None:
+        task = toy(autocast="bf16")
+        plain = train_plainly(task)
+        assert plain.param_hash != train_plainly(toy()).param_hash, "nothing was cast"
+        assert_same_bits(train(task, strategy)[0].state, plain.state)
+
+    def test_a_parameter_that_nobody_uses_does_not_move(self, strategy: Strategy[Any]) -> None:
+        task = toy(model=UNUSUAL["unused"], optimizer="adamw")
+        torch.manual_seed(0)
+        before = task.model().state_dict()
+        for worker in train(task, strategy, workers=2):
+            assert torch.equal(worker.state["spare.weight"], before["spare.weight"])
+            assert not torch.equal(worker.state["first.weight"], before["first.weight"])
+
+    def test_optimizer_state_comes_home(self, strategy: Strategy[Any]) -> None:
+        task = toy(optimizer="adamw", model=UNUSUAL["scalar"])
+        plain, (mine,) = train_plainly(task), train(task, strategy)
+        kept = plain.optimizer.state_dict()["state"]
+        names = list(dict(task.model().named_parameters()))
+        assert mine.optimizer.keys() == set(names)
+        for i, name in enumerate(names):
+            assert_same_bits(mine.optimizer[name], kept[i])
+
+
+class SynchronousContract(OneWorkerContract):
+    """N workers equal one process at the same global batch; all replicas agree; nothing depends on who is faster."""
+
+    @pytest.mark.parametrize("workers", [2, 3, 4])
+    @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+    def test_several_workers_equal_one_process(self, strategy: Strategy[Any], workers: int, optimizer: str) -> None:
+        task = toy(optimizer=optimizer)
+        plain, trained = train_plainly(task), train(task, strategy, workers)
+        assert len(hashes(trained)) == 1
+        assert_close(trained[0].state, plain.state)
+
+    @pytest.mark.parametrize("shares", [(5, 1, 1, 3), (1, 0, 1), (0, 1), (7.5, 2.5)])
+    def test_uneven_shares_equal_one_process(self, strategy: Strategy[Any], shares: tuple[float, ...]) -> None:
+        task = toy()
+        trained = train(task, strategy, len(shares), shares=shares)
+        assert len(hashes(trained)) == 1
+        assert_close(trained[-1].state, train_plainly(task).state)
+
+    @pytest.mark.parametrize("micro_batches", [2, 3, 5])
+    def test_accumulation_equals_one_large_batch(self, strategy: Strategy[Any], micro_batches: int) -> None:
+        task = toy(accumulate=micro_batches)
+        for workers in (1, 2):
+            assert_close(train(task, strategy, workers)[0].state, train_plainly(toy()).state)
+
+    @pytest.mark.parametrize("model", UNUSUAL)
+    def test_several_workers_equal_one_process_for_any_model(self, strategy: Strategy[Any], model: str) -> None:
+        task = toy(model=UNUSUAL[model], optimizer="adamw")
+        trained = train(task, strategy, 3)
+        assert len(hashes(trained)) == 1
+        assert_close(trained[0].state, train_plainly(task).state)
+
+    def test_a_parameter_that_only_some_ranks_use_moves_as_in_one_process(self, strategy: Strategy[Any]) -> None:
+        task = toy(model=Branching, optimizer="adamw", dynamic_graph=True)
+        plain = train_plainly(task)
+        steps = plain.optimizer.state_dict()["state"]
+        assert steps[2]["step"] < steps[0]["step"], "the branch must be unused in some steps, or this shows nothing"
+        trained = train(task, strategy, 4)
+        assert len(hashes(trained)) == 1
+        assert_close(trained[0].state, plain.state)
+
+    def test_the_mean_loss_of_the_workers_is_that_of_the_step(self, strategy: Strategy[Any]) -> None:
+        task = toy()
+        plain, trained = train_plainly(task), train(task, strategy, 3, shares=(2, 1, 1))
+        rows = [[row for row in worker.records if row["kind"] == "step"] for worker in trained]
+        for step, expected in enumerate(plain.losses):
+            parts = [(row[step]["samples"], row[step]["loss"]) for row in rows]
+            mean = sum(n * loss for n, loss in parts) / sum(n for n, _ in parts)
+            assert mean == pytest.approx(expected, rel=1e-5)
+
+    def test_every_sample_is_used_once_per_epoch(self, strategy: Strategy[Any]) -> None:
+        trained = train(toy(), strategy, 3)
+        used = [row["samples"] for worker in trained for row in worker.records if row["kind"] == "step"]
+        assert sum(used) == trained[0].position == 2 * 44
+
+    def test_the_same_seed_gives_the_same_bits_however_threads_race(self, strategy: Strategy[Any]) -> None:
+        task = toy(model=dropout_model)
+        first, again = train(task, strategy, 3, seed=4), train(task, strategy, 3, seed=4)
+        assert hashes(first) == hashes(again)
+        assert hashes(first) != hashes(train(task, strategy, 3, seed=5))
+
+    @pytest.mark.parametrize("model", [dropout_model, batch_norm_model])
+    def test_threads_and_virtual_time_give_the_same_bits(self, strategy: Strategy[Any], model: Any) -> None:
+        task = toy(model=model, optimizer="adamw", schedule=halve_every_third)
+        threads = train(task, strategy, 3)
+        virtual = train_in(Virtual(colocated=strategy.colocated), task, strategy, 3)
+        for a, b in zip(threads, virtual, strict=True):
+            assert_same_bits(a.state, b.state)
+
+    def test_two_real_processes_give_the_bits_of_two_threads(self, strategy: Strategy[Any]) -> None:
+        task = toy(model=everything_model, optimizer="adamw", schedule=halve_every_third)
+        threads, processes = train(task, strategy, 2), train_in(Real(), task, strategy, 2)
+        for a, b in zip(threads, processes, strict=True):
+            assert_same_bits(a.state, b.state)
+
+    def test_dropout_draws_differ_from_rank_to_rank(self, strategy: Strategy[Any]) -> None:
+        """Otherwise N workers would all drop the same units, and average nothing out."""
+        task = toy(model=dropout_model, samples=12, epochs=1)
+        one, two = train(task, strategy, 2, shares=(1, 0)), train(task, strategy, 2, shares=(0, 1))
+        assert one[0].losses != two[1].losses
+        plain = train_plainly(task)
+        assert one[0].losses == pytest.approx(plain.losses), "the first worker goes on with the seed's own stream"
