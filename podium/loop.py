@@ -202,6 +202,7 @@ def _join_others(node: Node, model: nn.Module, optimizer: Optimizer, options: di
     config, spec = node.config, node.spec
     strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
     comms = node.connect()
+    node.membership.begun()
     node.on_end.append(comms[spec.rank].close)
     for endpoint in spec.endpoints:
         if endpoint >= spec.workers:

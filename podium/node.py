@@ -10,10 +10,12 @@ Imports the standard library, numpy and torch only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
@@ -29,7 +31,7 @@ from podium.comm.memory import WallClock
 from podium.comm.real import RealCommunicator
 from podium.comm.torch_dist import Group, backend_for, client_store, file_store
 from podium.config import RunConfig, build
-from podium.errors import Lost, PodiumError
+from podium.errors import PodiumError
 from podium.measure.records import Recorder
 from podium.servers.server import Server
 from podium.strategies import make_strategy
@@ -37,6 +39,10 @@ from podium.task import Task, load_task
 from podium.training import Job, Report, Training, device_of, make_server, run_server
 
 _PR_SET_PDEATHSIG = 1
+_NOT_THE_USERS = (
+    str(Path(__file__).parent) + os.sep,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +111,7 @@ class Node:
                 end()
             self.membership.done(report)
         except BaseException as error:
-            traceback.print_exc()
-            self.membership.failed(_describe(error, self.spec))
+            self._report(error)
             self.membership.close()
             os._exit(1)  # exchanges under way may hold threads for as long as their deadline
         finally:
@@ -123,11 +128,15 @@ class Node:
         job = Job(config, found, strategy, Path(config.run_dir))
         self.on_end.append(comms[spec.rank].close)
         if spec.rank >= spec.workers:
-            run_server(make_server(job, comms[spec.rank], self.recorder(spec.rank)))
+            server = make_server(job, comms[spec.rank], self.recorder(spec.rank))
+            self.membership.begun()
+            run_server(server)
             return None
         for e in spec.endpoints[1:]:  # built before the worker, since torch's generator is global
             self.serve_beside(make_server(job, comms[e], self.recorder(e)))
-        return Training(job, comms[spec.rank], self.recorder(spec.rank), self.membership).run()
+        training = Training(job, comms[spec.rank], self.recorder(spec.rank), self.membership)
+        self.membership.begun()
+        return training.run()
 
     def connect(self) -> dict[int, RealCommunicator]:
         """Join, learn where the others are, and make one communicator per endpoint of this process."""
@@ -164,9 +173,14 @@ class Node:
         try:
             run_server(server)
         except BaseException as error:  # a thread has nobody above it, and the run must not go on without this server
-            traceback.print_exc()
-            self.membership.failed(_describe(error, self.spec))
+            self._report(error)
+            self.membership.close()
             os._exit(1)
+
+    def _report(self, error: BaseException) -> None:
+        with contextlib.suppress(OSError):  # the log may lie on a full disk; the launcher must hear of it all the same
+            traceback.print_exception(error)
+        self.membership.failed(_describe(error, self.spec))
 
     def recorder(self, rank: int) -> Recorder:
         """The file of one rank's records."""
@@ -202,19 +216,23 @@ def _open_store(spec: NodeSpec) -> Any:
 
 
 def _describe(error: BaseException, spec: NodeSpec) -> dict[str, Any]:
-    """What the launcher prints of a failure: the error, and the innermost place outside torch."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if "/torch/" not in f.filename] or frames
-    place = f"{ours[-1].filename}:{ours[-1].lineno} in {ours[-1].name}" if ours else ""
+    """What the launcher prints of a failure: the error, and where in the user's code it came from."""
     known = isinstance(error, PodiumError)
     message = str(error) if known else f"{type(error).__name__}: {error}"
     return {
         "error": type(error).__name__,
         "message": message,
-        "place": "" if known and not isinstance(error, Lost) else place,
+        "place": "" if known else _place(traceback.extract_tb(error.__traceback__)),
         "traceback": "".join(traceback.format_exception(error))[-16000:],
         "log": spec.log or "",
     }
+
+
+def _place(frames: traceback.StackSummary) -> str:
+    """The innermost line that is the user's own; where there is none, the innermost outside torch."""
+    own = [f for f in frames if not f.filename.startswith("<") and not f.filename.startswith(_NOT_THE_USERS)]
+    chosen = own or [f for f in frames if "/torch/" not in f.filename] or list(frames)
+    return f"{chosen[-1].filename}:{chosen[-1].lineno} in {chosen[-1].name}" if chosen else ""
 
 
 def main(argv: list[str] | None = None) -> int:

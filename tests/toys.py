@@ -238,7 +238,7 @@ def train_plainly(task: Task, *, seed: int = 0, steps: int | None = None) -> Pla
         if schedule is not None:
             schedule.step()
         position += piece.count
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return Plain(model.state_dict(), hash_of(model), optimizer, losses)
 
 

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 
 from podium.cluster.description import Cluster, uniform
+from podium.cluster.inprocess import raise_first
 from podium.cluster.local import fork_server, nullified_main, rendezvous_folder
 from podium.comm.base import Communicator
 from podium.comm.channel import Channel
@@ -40,9 +41,7 @@ class World(ABC):
     def run(self, main: Main, workers: int, servers: int = 0, deadline_s: float = 20.0) -> list[Any]:
         """What each rank returned; raises if one of them did."""
         outcomes = self.attempt(main, workers, servers, deadline_s)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        raise_first([outcome if isinstance(outcome, BaseException) else None for outcome in outcomes])
         return outcomes
 
 

@@ -64,11 +64,13 @@ class Group:
         self._group: Any = None
         self._works: dict[int, Any] = {}
         self._issued = 0
+        self._alone = False
 
     def form(self, generation: int, index: int, size: int) -> None:
         """Become member `index` of `size`; all members call this with the same generation."""
         self.drop()
-        if size == 1:
+        self._alone = size == 1
+        if self._alone:
             return
         store = PrefixStore(f"generation-{generation}", self._store)
         try:
@@ -110,11 +112,14 @@ class Group:
 
     def _issue(self, what: str, tensors: Sequence[Tensor], options: Any) -> int:
         self._issued += 1
-        if self._group is not None:  # alone, there is nothing to do
-            try:
-                self._works[self._issued] = getattr(self._group, what)(tensors, options)
-            except RuntimeError as error:
-                raise Lost(f"a collective could not be issued: {_first_line(error)}") from None
+        if self._alone:  # there is nothing to do
+            return self._issued
+        if self._group is None:
+            raise Lost("a collective could not be issued: there is no group")
+        try:
+            self._works[self._issued] = getattr(self._group, what)(tensors, options)
+        except RuntimeError as error:
+            raise Lost(f"a collective could not be issued: {_first_line(error)}") from None
         return self._issued
 
     def _make(self, store: Any, index: int, size: int) -> Any:

@@ -66,7 +66,8 @@ def parts_of(
         for part in range_.parts:
             state: dict[str, Any] = {}
             for key, value in state_of(part.piece).items():
-                if isinstance(value, Tensor) and value.dim() > 0:
+                # A moment of a parameter without dimensions has none either, and is no step count.
+                if isinstance(value, Tensor) and (value.dim() > 0 or key != "step"):
                     state[key] = flat_of(part.piece, value)[part.start : part.stop]
                 elif value is not None:
                     state[key] = value

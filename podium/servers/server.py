@@ -248,6 +248,11 @@ def options_of(optimizer: Optimizer, lr_scale: float = 1.0) -> list[dict[str, An
     """Each group's numbers, to travel with a push: where it lies in the order decides them, not when it arrives."""
     options = []
     for group in optimizer.param_groups:
-        numbers = {k: v for k, v in group.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-        options.append({**numbers, "lr": float(numbers["lr"]) * lr_scale})
+        numbers = {k: v for k, v in group.items() if _is_number(v)}
+        several = {k: v for k, v in group.items() if isinstance(v, tuple) and all(map(_is_number, v))}  # Adam's betas
+        options.append({**numbers, **several, "lr": float(numbers["lr"]) * lr_scale})
     return options
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

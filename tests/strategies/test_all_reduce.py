@@ -5,13 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
 
+from podium.cluster.description import uniform
 from podium.comm.base import Communicator
 from podium.errors import CommError, ConfigError
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
+from podium.worker import Batch, Worker
 from tests.strategies.contract import SynchronousContract
-from tests.toys import assert_close, assert_same_bits, hashes, plain_model, toy, train, train_in, train_plainly
+from tests.toys import (
+    CLASSES,
+    FEATURES,
+    assert_close,
+    assert_same_bits,
+    hashes,
+    plain_model,
+    toy,
+    train,
+    train_in,
+    train_plainly,
+)
 from tests.worlds import Memory, Real, Virtual
 
 
@@ -61,8 +77,6 @@ def test_bucket_bytes_must_be_positive() -> None:
 
 
 def test_jitter_changes_times_and_not_results() -> None:
-    from podium.cluster.description import uniform
-
     def run(jitter: float) -> Any:
         return train_in(Virtual(uniform(3, seconds_per_sample=1e-3, jitter=jitter)), toy(), AllReduce(), 3)
 
@@ -85,13 +99,6 @@ class _Hasty(Strategy[None]):
 
 
 def _bucket_order(comm: Communicator) -> list[int]:
-    import torch
-    from torch.nn.functional import cross_entropy
-    from torch.optim import SGD
-
-    from podium.worker import Batch, Worker
-    from tests.toys import CLASSES, FEATURES
-
     with comm.computing():
         torch.manual_seed(0)
         model = plain_model()

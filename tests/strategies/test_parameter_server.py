@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.optim import LBFGS, Adam, Optimizer
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from podium.errors import ConfigError, RankFailed
+from podium.config import RunConfig
+from podium.errors import ConfigError
 from podium.measure.summary import staleness
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import ParameterServer
+from podium.task import Task
+from podium.training import Job
 from tests.strategies.contract import OneWorkerContract, SynchronousContract
 from tests.toys import (
+    CLASSES,
+    FEATURES,
     UNUSUAL,
     assert_close,
     assert_same_bits,
@@ -26,7 +35,7 @@ from tests.toys import (
     train_rank,
     two_groups,
 )
-from tests.worlds import Memory, Real, Virtual
+from tests.worlds import Memory, Real, Virtual, World
 
 
 class TestOneServer(SynchronousContract):
@@ -87,7 +96,7 @@ def test_more_servers_than_elements_to_hold_still_train() -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "scalar", "channels-last", "two-dtypes"])
-def test_optimizer_state_travels_there_and_back_at_every_stretch(kind: str | None, tmp_path: Any) -> None:
+def test_optimizer_state_travels_there_and_back_at_every_stretch(kind: str | None, tmp_path: Path) -> None:
     """With a checkpoint after every step, all of it goes to the servers and home again each time."""
     task = toy(optimizer="adamw", **({"model": UNUSUAL[kind]} if kind else {}))
     for servers in (1, 2, 5):
@@ -95,8 +104,8 @@ def test_optimizer_state_travels_there_and_back_at_every_stretch(kind: str | Non
         assert_same_bits(mine[0].state, train_plainly(task).state)
 
 
-def test_a_server_that_holds_nothing_but_a_scalar_takes_its_state_up_again(tmp_path: Any) -> None:
-    task = toy(model=_scalars_only, optimizer="adamw")
+def test_a_server_that_holds_nothing_but_a_scalar_takes_its_state_up_again(tmp_path: Path) -> None:
+    task = toy(model=_Scalars, optimizer="adamw")
     mine = train(task, ParameterServer(servers=2), run_dir=tmp_path, checkpoint_every=1)
     assert_same_bits(mine[0].state, train_plainly(task).state)
 
@@ -108,7 +117,7 @@ def test_a_schedule_of_any_hyper_parameter_reaches_the_servers() -> None:
 
 
 def test_an_optimizer_that_looks_at_whole_tensors_is_refused() -> None:
-    with pytest.raises((ConfigError, RankFailed), match="LBFGS cannot run on ranges"):
+    with pytest.raises(ConfigError, match="LBFGS cannot run on ranges"):
         train(toy(optimizer=_lbfgs), ParameterServer())
 
 
@@ -120,7 +129,7 @@ def test_impossible_options_are_refused(bad: dict[str, Any]) -> None:
 
 class TestAsynchronous:
     @pytest.mark.parametrize("world", [Memory(), Virtual(), Real()], ids=lambda w: w.name)
-    def test_every_lease_is_drawn_and_applied_once(self, world: Any) -> None:
+    def test_every_lease_is_drawn_and_applied_once(self, world: World) -> None:
         outcomes = _attempt(world, toy(samples=47), ParameterServer(mode="async", servers=2, lease=5), 3)
         for server in outcomes[3:]:
             leases = [row["lease"] for row in server if row["kind"] == "update"]
@@ -131,7 +140,7 @@ class TestAsynchronous:
         assert {worker.position for worker in outcomes[:3]} == {2 * 47}
 
     @pytest.mark.parametrize("world", [Memory(), Virtual(), Real()], ids=lambda w: w.name)
-    def test_all_workers_end_with_the_servers_parameters(self, world: Any) -> None:
+    def test_all_workers_end_with_the_servers_parameters(self, world: World) -> None:
         outcomes = _attempt(world, toy(optimizer="adamw"), ParameterServer(mode="async", servers=2), 3)
         assert len(hashes(outcomes[:3])) == 1
 
@@ -159,41 +168,33 @@ class TestAsynchronous:
         assert staleness(rows) == {"mean": 5 / 3, "max": 3.0, "count": 3.0}
 
 
-def _attempt(world: Any, task: Any, strategy: Strategy[Any], workers: int) -> list[Any]:
-    from functools import partial
+class _Scalars(nn.Module):
+    """Two parameters without dimensions, and no others."""
 
-    from podium.config import RunConfig
-    from podium.training import Job
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(-0.5))
 
-    job = Job(RunConfig(task="toy", workers=workers, eval_every=0), task, strategy, task_is_named=False)
-    return world.run(partial(train_rank, job=job), workers, strategy.server_count)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :CLASSES] * self.a + x[:, CLASSES:] * self.b
 
 
-def _tiny() -> Any:
-    from torch import nn
-
-    from tests.toys import CLASSES, FEATURES
-
+def _tiny() -> nn.Module:
+    """Six trainable numbers."""
     layer = nn.Linear(FEATURES, CLASSES, bias=False)
     layer.weight.requires_grad_(False)
     return nn.Sequential(layer, nn.LayerNorm(CLASSES))
 
 
-def _scalars_only() -> Any:
-    return _Scalars()
-
-
-def _adam(model: Any) -> Optimizer:
+def _adam(model: nn.Module) -> Optimizer:
     return Adam(model.parameters(), lr=0.01)
 
 
-def _lbfgs(model: Any) -> Optimizer:
+def _lbfgs(model: nn.Module) -> Optimizer:
     return LBFGS(model.parameters())
 
 
-def _third_of_sgd(model: Any) -> Optimizer:
-    from torch.optim import SGD
-
+def _third_of_sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=0.2 / 3)
 
 
@@ -201,20 +202,7 @@ def _one_cycle(optimizer: Optimizer, total_steps: int) -> OneCycleLR:
     return OneCycleLR(optimizer, max_lr=0.05, total_steps=total_steps + 1)
 
 
-def _make_scalars() -> type:
-    import torch
-    from torch import Tensor, nn
-
-    class Scalars(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.tensor(0.5))
-            self.b = nn.Parameter(torch.tensor(-0.5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x[:, :3] * self.a + x[:, 3:] * self.b
-
-    return Scalars
-
-
-_Scalars = _make_scalars()
+def _attempt(world: World, task: Task, strategy: Strategy[Any], workers: int) -> list[Any]:
+    """What every rank came to, servers too."""
+    job = Job(RunConfig(task="toy", workers=workers, eval_every=0), task, strategy, task_is_named=False)
+    return world.run(partial(train_rank, job=job), workers, strategy.server_count)

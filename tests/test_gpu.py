@@ -1,0 +1,89 @@
+"""On a GPU: ranks that share one device, exchange through gloo, and come to what plain PyTorch comes to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import podium
+from podium.data.order import GlobalOrder
+from podium.files import load_tensors
+from podium.task import load_task
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+EPOCHS = 3
+
+
+def run(tmp_path: Path, strategy: str, workers: int, **options: object) -> podium.RunResult:
+    return podium.train(
+        "digits-mlp", strategy=strategy, workers=workers, device="cuda", epochs=EPOCHS, out=str(tmp_path), **options
+    )
+
+
+def difference(a: podium.RunResult, b: podium.RunResult) -> float:
+    x, y = load_tensors(Path(a.model)), load_tensors(Path(b.model))
+    return max(float((x[k] - y[k]).abs().max()) for k in x)
+
+
+def plain_training(seed: int = 0) -> dict[str, torch.Tensor]:
+    task = load_task("digits-mlp")
+    data = task.data()
+    torch.manual_seed(seed)
+    model = task.model().cuda()
+    optimizer = task.optimizer(model)
+    order = GlobalOrder(len(data.train), seed)
+    position = 0
+    while position < EPOCHS * order.samples:
+        piece = order.slice_at(position, task.batch_size)
+        x, y = data.train.gather(order.indices(piece))
+        optimizer.zero_grad()
+        task.loss(model(x.cuda()), y.cuda()).backward()
+        optimizer.step()
+        position += piece.count
+    return {k: v.cpu() for k, v in model.state_dict().items()}
+
+
+def test_one_worker_on_the_gpu_is_plain_pytorch_bit_for_bit(tmp_path: Path) -> None:
+    expected = plain_training()
+    for strategy in ("solo", "all-reduce", "parameter-server"):
+        result = run(tmp_path, strategy, 1)
+        found = load_tensors(Path(result.model))
+        if strategy == "parameter-server":  # its optimizer runs on the server's CPU, whose rounding may differ
+            assert max(float((found[k] - expected[k]).abs().max()) for k in expected) < 1e-5
+        else:
+            assert all(torch.equal(found[k], expected[k]) for k in expected), strategy
+
+
+@pytest.mark.parametrize(
+    "strategy", ["all-reduce", "parameter-server", "parameter-server:servers=2,placement=colocated"]
+)
+def test_ranks_that_share_a_gpu_agree_with_one(tmp_path: Path, strategy: str) -> None:
+    alone, together = run(tmp_path, "solo", 1), run(tmp_path, strategy, 2)
+    assert len(set(together.param_hash.values())) == 1
+    assert difference(alone, together) < 1e-4
+
+
+def test_asynchronous_workers_on_the_gpu_learn(tmp_path: Path) -> None:
+    result = run(tmp_path, "parameter-server:mode=async", 3)
+    assert result.epochs == EPOCHS
+    assert result.metrics["accuracy"] > 0.8
+
+
+@pytest.mark.parametrize("launcher", ["threads", "virtual"])
+def test_other_worlds_train_on_the_gpu_too(tmp_path: Path, launcher: str) -> None:
+    alone, together = run(tmp_path, "solo", 1), run(tmp_path, "all-reduce", 3, launcher=launcher)
+    assert len(set(together.param_hash.values())) == 1
+    assert difference(alone, together) < 1e-4
+
+
+def test_bf16_autocast_on_the_gpu_learns(tmp_path: Path) -> None:
+    result = run(tmp_path, "all-reduce", 2, autocast="bf16")
+    assert np.isfinite(result.loss)
+    assert result.metrics["accuracy"] > 0.8
