@@ -35,7 +35,7 @@ class Checkpoint(NamedTuple):
     def own(self, rank: int) -> dict[str, Any] | None:
         """What this rank wrote for itself, or None if it was not a member."""
         path = self.path / f"rank-{rank}.safetensors"
-        return load_tree(path) if path.is_file() else None
+        return load_tree(path) if rank in self.members and path.is_file() else None
 
 
 def folder_for(run_dir: Path, step: int) -> Path:
@@ -76,7 +76,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     try:
         facts = json.loads((path / "checkpoint.json").read_text())
         return Checkpoint(path, facts["step"], facts["position"], tuple(facts["members"]))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: checkpoint.json cannot be read: {error}") from error
 
 

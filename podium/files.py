@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ def bytes_to_tree(data: bytes | bytearray | memoryview, origin: str = "state") -
     tensors, metadata = _decode(data, origin)
     if _PLAIN not in metadata:
         raise CheckpointError(f"{origin}: holds tensors only, not a Podium state")
-    return _fill(json.loads(metadata[_PLAIN]), tensors)
+    try:
+        return _fill(json.loads(metadata[_PLAIN]), tensors)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{origin}: what it says of its tensors is damaged: {error!r}") from error
 
 
 def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
@@ -67,7 +71,12 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     """Named tensors of a safetensors file, or of a state dict written by `torch.save`."""
     data = _read(path)
     if data[:2] == b"PK":  # torch.save writes a zip archive
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{path}: must hold a state dict of tensors: {str(error).partition('. ')[0]}"
+            ) from error
         if not isinstance(loaded, dict) or not all(isinstance(v, Tensor) for v in loaded.values()):
             raise CheckpointError(f"{path}: must hold a state dict of tensors, got {type(loaded).__name__}")
         return loaded
@@ -125,7 +134,9 @@ def _decode(data: bytes | bytearray | memoryview, origin: str) -> tuple[dict[str
         header = json.loads(bytes(view[8 : 8 + length]))
     except ValueError as error:
         raise CheckpointError(f"{origin}: its header is damaged: {error}") from error
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{origin}: its header is damaged: it must be a table of tensors")
     body = view[8 + length :]
     return {name: _tensor(name, entry, body, origin) for name, entry in header.items()}, metadata
 
@@ -151,6 +162,8 @@ def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """The tree with every tensor replaced by its name."""
     if isinstance(value, Tensor):
         name = path or "tensor"
+        while name in tensors:  # a key with a slash in it may look like a nest
+            name += "'"
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
@@ -168,10 +181,12 @@ def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 def _fill(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
-    kind, inner = next(iter(value.items()))
+    ((kind, inner),) = value.items()
     if kind == "tensor":
         return tensors[inner]
     if kind == "dict":
         return {k: _fill(v, tensors) for k, v in inner}
+    if kind not in ("tuple", "list"):
+        raise ValueError(f"unknown kind {kind!r}")
     items = [_fill(v, tensors) for v in inner]
     return tuple(items) if kind == "tuple" else items

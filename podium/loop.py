@@ -219,7 +219,7 @@ def _serve(
     import copy
 
     own_model, own_optimizer = copy.deepcopy((model, optimizer))  # the worker's own stay untouched
-    flat = Flat(own_model, own_optimizer, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
+    flat = Flat(own_model, own_optimizer, strategy.bucket_bytes)  # laid out as the workers' is
     server = Server(
         comm, flat, own_optimizer, asynchronous=strategy.feed == "cursor", recorder=node.recorder(comm.rank)
     )

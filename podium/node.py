@@ -29,7 +29,7 @@ from podium.cluster.membership import Membership
 from podium.comm.channel import Address, Channel
 from podium.comm.memory import WallClock
 from podium.comm.real import RealCommunicator
-from podium.comm.torch_dist import Group, backend_for, client_store, file_store
+from podium.comm.torch_dist import Group, backend_for, client_store, file_store, named_part
 from podium.config import RunConfig, build
 from podium.errors import PodiumError
 from podium.measure.records import Recorder
@@ -61,8 +61,10 @@ class NodeSpec:
     """Hexadecimal."""
     store: str
     """A path, or `tcp:host:port`."""
-    rendezvous: str
-    """A private folder for sockets."""
+    rendezvous: str | None
+    """A private folder for sockets; None where ranks share no file system."""
+    store_part: str = ""
+    """The part of the store that is this run's, where the store is not."""
     host: str = "127.0.0.1"
     """This machine's address, as the others see it."""
     same_host: bool = True
@@ -92,7 +94,7 @@ class Node:
             spec.rank,
             spec.coordinator,
             secret=self.secret,
-            listen=f"unix:{spec.rendezvous}/m{spec.rank}",
+            listen=f"unix:{spec.rendezvous}/m{spec.rank}" if spec.rendezvous else "tcp:127.0.0.1:0",
             heartbeat_s=config.heartbeat_s,
             deadline_s=config.deadline_s,
         )
@@ -191,9 +193,8 @@ class Node:
 
 
 def settle_in(spec: NodeSpec) -> None:
-    """Die with the parent, leave Ctrl-C to the launcher, enter the namespace, keep output apart."""
+    """Die with the parent, enter the namespace, keep output apart. The launcher starts us deaf to Ctrl-C."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if spec.namespace is not None:
         from podium.cluster.netns import enter_namespace
 
@@ -212,7 +213,8 @@ def _open_store(spec: NodeSpec) -> Any:
     if not spec.store.startswith("tcp:"):
         return file_store(Path(spec.store))
     _, host, port = spec.store.split(":")
-    return client_store(host, int(port), 30.0, is_host=False, world_size=spec.workers + spec.servers)
+    store = client_store(host, int(port), 30.0, is_host=False, world_size=spec.workers + spec.servers)
+    return named_part(store, spec.store_part)
 
 
 def _describe(error: BaseException, spec: NodeSpec) -> dict[str, Any]:

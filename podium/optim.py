@@ -24,9 +24,17 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, Adagrad, RMSprop)
 """Optimizers that treat every element alike, checked in bits against stepping parameter by parameter."""
 
 
+CUT_ELEMENTS = 1 << 19
+"""A stretch is stepped in cuts of this many elements: an optimizer goes over its tensors several times, and a cut of
+this size stays in the cache, with its gradient and its moments, between two passes."""
+
+
 class _Stretch(NamedTuple):
-    tensor: nn.Parameter
-    members: tuple[int, ...]  # pieces, side by side
+    """Pieces that lie side by side in one buffer and one group, and the cuts that they are stepped in."""
+
+    members: tuple[int, ...]
+    start: int
+    cuts: tuple[nn.Parameter, ...]
 
 
 class FlatOptimizer:
@@ -43,20 +51,25 @@ class FlatOptimizer:
         self.optimizer, self.parameters, self.pieces = optimizer, parameters, pieces
         self._linked = False
         self._stretches: list[_Stretch] = []
+        self._counts: list[tuple[Tensor, Tensor]] = []
+        """A stretch's step count, and one for each of its pieces: were one shared, whoever loads the owner's state and
+        steps piece by piece would count every step several times."""
         self._fast = self._make_fast(params, grads) if is_elementwise(optimizer) else None
 
     def step(self, all_used: bool = True) -> None:
         """One step; with `all_used` false, parameters whose `grad` is None are left alone."""
-        if self._fast is None or not all_used or not (self._linked or self._gather()):
-            self._unlink()
+        if self._fast is None or not all_used or self._has_hooks() or not (self._linked or self._gather()):
+            self._linked = False
             self.optimizer.step()
             return
         for fast, slow in zip(self._fast.param_groups, self.optimizer.param_groups, strict=True):
             fast.update((k, v) for k, v in slow.items() if k != "params")
         self._fast.step()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks at
-        if not self._linked:
+        if not self._linked:  # the first step makes the state
             self._link()
+        for count, counts in self._counts:
+            counts.copy_(count)
 
     def reload(self) -> None:
         """Somebody replaced the optimizer's state; take it up before the next step."""
@@ -70,63 +83,80 @@ class FlatOptimizer:
         for group in fast.param_groups:
             group["params"] = []
         for members in _runs(self.pieces):
-            first, last = self.pieces[members[0]], self.pieces[members[-1]]
-            tensor = nn.Parameter(params[first.buffer][first.start : last.stop])
-            tensor.grad = grads[first.buffer][first.start : last.stop]
-            self._stretches.append(_Stretch(tensor, members))
-            fast.param_groups[first.group]["params"].append(tensor)
+            first, stop = self.pieces[members[0]], self.pieces[members[-1]].stop
+            cuts = []
+            for start in range(first.start, stop, CUT_ELEMENTS):
+                place = slice(start, min(start + CUT_ELEMENTS, stop))
+                cuts.append(nn.Parameter(params[first.buffer][place]))
+                cuts[-1].grad = grads[first.buffer][place]
+            self._stretches.append(_Stretch(members, first.start, tuple(cuts)))
+            fast.param_groups[first.group]["params"].extend(cuts)
         return fast
 
     def _link(self) -> None:
         """Let the owner's state be views of the stretches' state."""
         assert self._fast is not None
-        for tensor, members in self._stretches:
-            for key, value in self._fast.state[tensor].items():
-                for i in members:
-                    self.optimizer.state[self.parameters[i]][key] = self._part(value, tensor, members, i)
+        self._counts = []
+        for stretch in self._stretches:
+            states = [self._fast.state[cut] for cut in stretch.cuts]
+            for key, value in list(states[0].items()):
+                if isinstance(value, Tensor) and value.shape == stretch.cuts[0].shape:
+                    self._adopt(stretch, key, torch.cat([state[key] for state in states]))
+                elif isinstance(value, Tensor):
+                    self._count(stretch, key, value)
+                else:
+                    for i in stretch.members:
+                        self.optimizer.state[self.parameters[i]][key] = value
         self._linked = True
 
-    def _part(self, value: Any, tensor: Tensor, members: tuple[int, ...], i: int) -> Any:
-        if not isinstance(value, Tensor) or value.shape != tensor.shape:
-            return value  # a step count: one for the whole stretch
-        piece, origin = self.pieces[i], self.pieces[members[0]].start
-        return piece._replace(start=piece.start - origin, stop=piece.stop - origin).view(value)
+    def _count(self, stretch: _Stretch, key: str, count: Tensor) -> None:
+        counts = count.expand(len(stretch.members)).clone()
+        self._counts.append((count, counts))
+        for i, own in zip(stretch.members, counts.unbind(), strict=True):
+            self.optimizer.state[self.parameters[i]][key] = own
+
+    def _adopt(self, stretch: _Stretch, key: str, whole: Tensor) -> None:
+        """Make one tensor, as long as the stretch, the state of its cuts and of its pieces."""
+        assert self._fast is not None
+        offset = 0
+        for cut in stretch.cuts:
+            self._fast.state[cut][key] = whole[offset : offset + cut.numel()]
+            offset += cut.numel()
+        for i in stretch.members:
+            self.optimizer.state[self.parameters[i]][key] = self._part(whole, stretch, i)
+
+    def _part(self, whole: Tensor, stretch: _Stretch, i: int) -> Tensor:
+        piece = self.pieces[i]
+        return piece._replace(start=piece.start - stretch.start, stop=piece.stop - stretch.start).view(whole)
 
     def _gather(self) -> bool:
         """Build the stretches' state from the owner's; False where its parameters have come to differ."""
         assert self._fast is not None
-        gathered: list[tuple[nn.Parameter, dict[str, Any]]] = []
-        for tensor, members in self._stretches:
-            states = [self.optimizer.state.get(self.parameters[i], {}) for i in members]
-            if any(s.keys() != states[0].keys() for s in states):
+        self._fast.state = defaultdict(dict)
+        return all(self._gather_stretch(stretch) for stretch in self._stretches)
+
+    def _gather_stretch(self, stretch: _Stretch) -> bool:
+        assert self._fast is not None
+        states = [self.optimizer.state.get(self.parameters[i], {}) for i in stretch.members]
+        if any(state.keys() != states[0].keys() for state in states):
+            return False
+        for key, first in list(states[0].items()):
+            if key != "step" and isinstance(first, Tensor) and first.shape == self.pieces[stretch.members[0]].shape:
+                whole = torch.empty(sum(c.numel() for c in stretch.cuts), dtype=first.dtype, device=first.device)
+                for i, state in zip(stretch.members, states, strict=True):
+                    self._part(whole, stretch, i).copy_(state[key])
+                self._adopt(stretch, key, whole)
+            elif all(_same(state[key], first) for state in states):
+                for cut in stretch.cuts:
+                    self._fast.state[cut][key] = first.clone() if isinstance(first, Tensor) else first
+            else:
                 return False
-            joined: dict[str, Any] = {}
-            for key, first in states[0].items():
-                whole = isinstance(first, Tensor) and first.shape == self.parameters[members[0]].shape
-                if whole and not (first.dim() == 0 and key == "step"):
-                    joined[key] = torch.empty_like(tensor.data)
-                    for i, state in zip(members, states, strict=True):
-                        self._part(joined[key], tensor, members, i).copy_(state[key])
-                elif all(_same(s[key], first) for s in states):
-                    joined[key] = first.clone() if isinstance(first, Tensor) else first
-                else:
-                    return False
-            gathered.append((tensor, joined))
-        self._fast.state = defaultdict(dict, {tensor: joined for tensor, joined in gathered if joined})
         return True
 
-    def _unlink(self) -> None:
-        """Give every parameter its own step count again, since the owner is about to move them one by one."""
-        if not self._linked:
-            return
-        for p in self.parameters:
-            state = self.optimizer.state[p]
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape != p.shape:
-                    state[key] = value.clone()
-                elif key == "step" and isinstance(value, Tensor):
-                    state[key] = value.clone()
-        self._linked = False
+    def _has_hooks(self) -> bool:
+        """Whether somebody wants to be called around the owner's own step."""
+        owner: Any = self.optimizer  # torch has no public way to ask
+        return bool(owner._optimizer_step_pre_hooks or owner._optimizer_step_post_hooks)
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

@@ -45,6 +45,7 @@ def recover(worker: Worker, control: Control, *, in_step: bool, carried: dict[st
     comm.abandon()  # at once: those who do not know of the loss yet learn of it by this
     if in_step:
         worker.forget_step()
+    worker.forget_agreements()
     while True:
         plan = control.regroup(comm.generation, worker.steps_done)
         try:
@@ -58,7 +59,9 @@ def recover(worker: Worker, control: Control, *, in_step: bool, carried: dict[st
 def _take_state(worker: Worker, source: int, carried: dict[str, int]) -> None:
     """Everybody becomes what the source is; nothing is changed before all of it is here."""
     comm = worker.comm
-    mine = tree_to_bytes({"worker": worker.state(), "carried": carried}) if comm.rank == source else b""
+    mine = b""
+    if comm.rank == source:
+        mine = tree_to_bytes({"worker": worker.state(), "stop_agreed": worker.stop_agreed, "carried": carried})
     length = torch.tensor([len(mine)], dtype=torch.int64)
     comm.wait(comm.broadcast(length, source))
     data = torch.empty(int(length.item()), dtype=torch.uint8)
@@ -68,4 +71,5 @@ def _take_state(worker: Worker, source: int, carried: dict[str, int]) -> None:
     if comm.rank != source:
         state = bytes_to_tree(data.numpy().tobytes(), f"state of rank {source}")
         worker.load_state(state["worker"])
+        worker.stop_agreed = state["stop_agreed"]
         carried.update(state["carried"])

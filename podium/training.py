@@ -33,7 +33,7 @@ from podium.recovery import Control, recover
 from podium.servers.replay import AsRecorded
 from podium.servers.server import Server
 from podium.strategies.base import Strategy
-from podium.task import Task
+from podium.task import BufferPolicy, Task
 from podium.worker import Batch, Worker
 
 
@@ -52,6 +52,10 @@ class Job:
     @property
     def batch_size(self) -> int:
         return self.config.batch_size or self.task.batch_size
+
+    @property
+    def buffers(self) -> BufferPolicy:
+        return self.config.buffers or self.task.buffers
 
     def total_steps(self, order: GlobalOrder) -> int:
         by_epochs = order.steps(self.batch_size, self.config.epochs or self.task.epochs)
@@ -116,7 +120,11 @@ class Training:
     # The run.
 
     def run(self) -> Report:
-        self._begin()
+        try:
+            self._begin_alike()
+        except Lost as error:
+            self._recover(error)
+        self._record_begin()
         while not self._is_over():
             try:
                 self._stretch()
@@ -126,20 +134,24 @@ class Training:
 
     def _is_over(self) -> bool:
         """Nothing left to train, and what comes after a stretch is done too."""
-        through = self.worker.position >= self.end or self.worker.stop_agreed
-        return through and self.saved_at == self.worker.position and self.evaluated_at == self.worker.position
+        saved, evaluated = self.saved_at == self.worker.position, self.evaluated_at == self.worker.position
+        return self._is_through() and saved and evaluated
+
+    def _is_through(self) -> bool:
+        return self.worker.position >= self.end or self.worker.stop_agreed
 
     def _stretch(self) -> None:
         worker, strategy = self.worker, self.job.strategy
-        if worker.position < self.end and not worker.stop_agreed:
+        if not self._is_through():
             worker.horizon = self._next_horizon()
             state = strategy.init(worker)
+            self._validate_when_due()  # again, where the one who did it was lost over it
             while not worker.stop_agreed and (batch := self._next_batch()) is not None:
                 self._step(state, batch)
                 self._validate_when_due()
             strategy.finish(worker, state)
         self._settle_buffers()
-        if worker.position >= self.end or worker.stop_agreed:
+        if self._is_through():
             self._validate()
         self._checkpoint()
 
@@ -153,7 +165,7 @@ class Training:
         if self.job.strategy.survives_loss and self.comm.size > 1:
             worker.remember()
             self._in_step = True
-        if self.job.task.buffers == "broadcast":
+        if self.job.buffers == "broadcast":
             worker.broadcast_buffers()
         loss = float(self.job.strategy.step(worker, state, batch))
         self._in_step = False
@@ -233,7 +245,7 @@ class Training:
 
     def _settle_buffers(self) -> None:
         """Before buffers are used (validated, saved), let them say the same on all workers, if they should."""
-        if self.job.task.buffers == "mean":
+        if self.job.buffers == "mean":
             self.worker.mean_buffers()
 
     def _next_horizon(self) -> int:
@@ -255,6 +267,8 @@ class Training:
             if self.comm.size > 1:
                 self.comm.barrier()
             if self.comm.index == 0:
+                if self._is_through():
+                    save_tensors(run_dir / "model.safetensors", worker.model.state_dict())
                 shared = {**worker.state(), "seed": self.job.config.seed, "samples": self.order.samples}
                 keep = self.job.config.keep_checkpoints
                 path = checkpoint.save_shared(run_dir, step, shared, self.comm.workers, keep)
@@ -262,6 +276,8 @@ class Training:
                 self.recorder.write(
                     "checkpoint", now, step=step, position=worker.position, path=path.name, took_ns=now - began
                 )
+            if self.comm.size > 1:
+                self.comm.barrier()  # nobody leaves, or goes on, before it is whole: the first may be lost over it
         self.saved_at = worker.position
 
     def _resume(self, path: Path) -> None:
@@ -279,6 +295,7 @@ class Training:
             self._set_rng_state(own["rng"])
             for name, buffer in self.worker.model.named_buffers():
                 buffer.copy_(own["buffers"][name])
+        self.evaluated_at = self.worker.position  # what was due before the checkpoint was done before it
 
     # A lost rank.
 
@@ -286,10 +303,13 @@ class Training:
         if not self.job.strategy.survives_loss:
             raise error
         began = self.comm.clock.now_ns()
+        first = self.comm.workers[0]
         carried = {"evaluated_at": self.evaluated_at, "saved_at": self.saved_at}
         plan = recover(self.worker, self.control, in_step=self._in_step, carried=carried)
         self._in_step = False
         self.evaluated_at, self.saved_at = carried["evaluated_at"], carried["saved_at"]
+        if first not in plan.members and self.evaluated_at == self.worker.position:
+            self.evaluated_at = -1  # no step was done since, so nobody knows whether it was through with validating
         now = self.comm.clock.now_ns()
         self.recorder.write(
             "regroup", now, **plan._asdict(), step=self.worker.steps_done, took_ns=now - began, cause=str(error)
@@ -297,18 +317,22 @@ class Training:
 
     # Beginning and end.
 
-    def _begin(self) -> None:
+    def _begin_alike(self) -> None:
+        """All from the checkpoint, or all with the first worker's parameters."""
         worker, comm = self.worker, self.comm
         if self.job.config.resume is not None:
             self._resume(Path(self.job.config.resume))
         elif comm.size > 1:
             for flat in worker.params:  # the task may draw from elsewhere than the seed
                 comm.wait(comm.broadcast(flat, comm.workers[0]))
+
+    def _record_begin(self) -> None:
+        worker = self.worker
         self.recorder.write(
             "begin",
-            comm.clock.now_ns(),
+            self.comm.clock.now_ns(),
             role="worker",
-            parameters=sum(p.numel() for p in worker.params),
+            parameters=sum(p.numel() for p in worker.flat.parameters),
             buckets=worker.buckets,
             device=str(self.device),
             total_steps=self.total_steps,
@@ -318,8 +342,6 @@ class Training:
 
     def _end(self) -> Report:
         worker = self.worker
-        if self.comm.index == 0 and self.job.run_dir is not None:
-            save_tensors(self.job.run_dir / "model.safetensors", worker.model.state_dict())
         stopped = worker.position < self.end
         report = Report(
             self.comm.rank, worker.param_hash(), worker.steps_done, worker.position, stopped, self.loss, self.metrics
@@ -385,7 +407,7 @@ def make_server(job: Job, comm: Communicator, recorder: Recorder) -> Server:
         torch.manual_seed(job.config.seed)
         model = job.task.model()
         optimizer = job.task.optimizer(model)
-        flat = Flat(model, optimizer, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
+        flat = Flat(model, optimizer, job.strategy.bucket_bytes)  # laid out as the workers' is
         torch.set_rng_state(outer)
     replay = job.config.replay
     arrivals = None if replay is None else AsRecorded(read_records(Path(replay)), comm.rank)

@@ -24,9 +24,6 @@ from podium.errors import TrainingError
 from podium.flat import Flat
 from podium.optim import FlatOptimizer
 
-FIRST_BUCKET_BYTES = 1 << 20
-"""The first bucket is smaller, so that the first exchange starts early."""
-
 
 class Batch(NamedTuple):
     """One worker's part of a step."""
@@ -78,7 +75,7 @@ class Worker:
         self.model, self.optimizer, self.comm, self.schedule = model, optimizer, comm, schedule
         self.loss, self.clip_norm, self.accumulate = loss, clip_norm, accumulate
         self.dynamic_graph = dynamic_graph
-        self.flat = Flat(model, optimizer, bucket_bytes, min(FIRST_BUCKET_BYTES, bucket_bytes))
+        self.flat = Flat(model, optimizer, bucket_bytes)
         self.steps_done = 0
         self.position = 0
         """Samples of the global order that the parameters have seen."""
@@ -164,7 +161,8 @@ class Worker:
 
     def remember(self) -> None:
         """Keep what a step changes besides parameters, so that a failed step leaves no trace."""
-        self._before = (torch.get_rng_state() if self.rng is None else self.rng, [b.clone() for b in self._buffers])
+        buffers = [b.clone() for b in self.model.buffers()]
+        self._before = (torch.get_rng_state() if self.rng is None else self.rng, buffers)
 
     def forget_step(self) -> None:
         """The step in flight did not happen: generator and buffers go back to where it began."""
@@ -174,9 +172,12 @@ class Worker:
             torch.set_rng_state(rng)
         else:
             self.rng = rng
-        for buffer, kept in zip(self._buffers, buffers, strict=True):
+        for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(kept)
-        self._used_anywhere = None  # survivors of a torn step must agree anew
+
+    def forget_agreements(self) -> None:
+        """What the workers once agreed on for good they must agree on anew: some may have been in mid-agreement."""
+        self._used_anywhere = None
 
     def mean_buffers(self) -> None:
         """Average floating-point buffers over the workers. Collective."""
@@ -216,6 +217,7 @@ class Worker:
         names = {id(p): name for name, p in self.model.named_parameters()}
         return {
             "model": {k: v.detach().clone() for k, v in self.model.state_dict().items()},
+            "optimizer_class": type(self.optimizer).__name__,
             "optimizer": {names[id(p)]: _cloned(s) for p, s in self.optimizer.state.items()},
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
             "schedule": None if self.schedule is None else _plain_state(self.schedule.state_dict()),
@@ -225,6 +227,8 @@ class Worker:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Become what `state` says; the inverse of `state`."""
+        if state["optimizer_class"] != type(self.optimizer).__name__:
+            raise ValueError(f"state of {state['optimizer_class']} cannot go on in {type(self.optimizer).__name__}")
         self.model.load_state_dict(state["model"])
         self.load_optimizer_state(state["optimizer"])
         for group, kept in zip(self.optimizer.param_groups, state["groups"], strict=True):

@@ -77,12 +77,12 @@ class Tied(nn.Module):
         self.head = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.outer(torch.tanh(self.inner(x)))))  # type: ignore[no-any-return]
+        return self.head(torch.tanh(self.outer(torch.tanh(self.inner(x)))))
 
 
 def frozen_model() -> nn.Module:
     model = plain_model()
-    model[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    model[0].weight.requires_grad_(False)
     return model
 
 
@@ -96,7 +96,7 @@ class Unused(nn.Module):
         self.last = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+        return self.last(torch.tanh(self.first(x)))
 
 
 class Branching(nn.Module):
@@ -110,7 +110,7 @@ class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.trunk(x)
         rare = (x[:, 0] > 1.2).nonzero().flatten()
-        return out.index_add(0, rare, self.branch(x[rare])) if len(rare) else out  # type: ignore[no-any-return]
+        return out.index_add(0, rare, self.branch(x[rare])) if len(rare) else out
 
 
 class Scaled(nn.Module):
@@ -123,7 +123,7 @@ class Scaled(nn.Module):
         self.last = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)) * self.scale)  # type: ignore[no-any-return]
+        return self.last(torch.tanh(self.first(x)) * self.scale)
 
 
 class TwoDtypes(nn.Module):
@@ -138,7 +138,7 @@ class TwoDtypes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.b(torch.tanh(self.a(x)).double())).float()
-        return self.d(torch.tanh(self.c(x)).double())  # type: ignore[no-any-return]
+        return self.d(torch.tanh(self.c(x)).double())
 
 
 def channels_last_model() -> nn.Module:

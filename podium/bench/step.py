@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from podium.bench.rounds import interleave, ratio, spread_ms
-from podium.cluster.local import fork_server, nullified_main, rendezvous_folder
+from podium.cluster.local import fork_server, nullified_main
+from podium.cluster.rendezvous import rendezvous_folder
 from podium.comm.memory import WallClock
 from podium.comm.real import RealCommunicator
 from podium.comm.torch_dist import Group, file_store

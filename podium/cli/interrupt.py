@@ -1,4 +1,4 @@
-"""Ctrl-C: once asks, twice insists. The only place that touches the signal."""
+"""Ctrl-C: once asks, twice insists; SIGTERM, the request of a batch system, is the same. Only here are they taken."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ASKED = "finishing the step, saving… (Ctrl-C again stops at once)"
 
 @contextmanager
 def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; the second raises KeyboardInterrupt.
+    """An event that the first Ctrl-C, or SIGTERM, sets; the second raises KeyboardInterrupt.
 
     Outside the main thread, where signals cannot be taken, the event is never set.
     """
@@ -30,8 +30,9 @@ def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
         # Straight to the descriptor: the signal may have come in the middle of a write to the buffered stream.
         os.write(2, f"\n{said}\n".encode())
 
-    before = signal.signal(signal.SIGINT, on_signal)
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

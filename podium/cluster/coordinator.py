@@ -37,6 +37,8 @@ _AT_ONCE = 1000
 """Messages taken up before the clock is looked at again."""
 _GRACE_S = 2.0
 """How long, beyond a heartbeat, a rank that blames another has to wait for the other to be found out."""
+_EXIT_S = 2.0
+"""How long a process that hung up may take to end."""
 _FRUITLESS = 3
 """Regroups of the same members without a step in between before the run is given up."""
 
@@ -84,14 +86,14 @@ class Coordinator:
         recorder: Recorder,
         on_event: Callable[[Event], None] | None = None,
         kill: Callable[[int], None] | None = None,
-        exit_cause: Callable[[int], str] | None = None,
+        ended: Callable[[int, float], str | None] | None = None,
         clock: WallClock | None = None,
     ) -> None:
-        """`kill(rank)` ends a rank's process for good; `exit_cause(rank)` says how it ended."""
+        """`kill(rank)` ends a rank's process for good; `ended(rank, seconds)` says how it ended, None if it has not."""
         self.rules = rules
         self._recorder, self._on_event = recorder, on_event or (lambda _event: None)
         self._kill = kill or (lambda _rank: None)
-        self._exit_cause = exit_cause or (lambda _rank: "it left without a word")
+        self._ended = ended or (lambda _rank, _seconds: None)
         self._clock = clock or WallClock()
         self._channel = Channel(COORDINATOR, secret=secret, listen=listen)
         self._members: dict[int, _Member] = {}
@@ -102,7 +104,6 @@ class Coordinator:
         self._grouped: list[int] = []  # members of the present generation, once there was a loss
         self._blame: tuple[float, PodiumError] | None = None  # since when somebody blames an unknown other
         self._stop_sent = False
-        self._given_up: str | None = None
         self._began = self._looked = time.monotonic()
         self.reports: list[Report] = []
         self._do = {
@@ -124,8 +125,6 @@ class Coordinator:
         self._began = self._looked = time.monotonic()
         while not self._all_joined or any(not m.finished for m in self._members.values()):
             self._take_messages()
-            if self._given_up is not None:
-                raise RankFailed(self._given_up)
             self._watch_start()
             self._watch_silence()
             self._watch_stragglers()
@@ -136,14 +135,6 @@ class Coordinator:
 
     def close(self) -> None:
         self._channel.close()
-
-    def missing(self, rank: int) -> bool:
-        """Whether this process has not joined yet."""
-        return rank not in self._joined
-
-    def give_up(self, why: str) -> None:
-        """End the run with this error; called from outside the loop."""
-        self._given_up = why
 
     @property
     def _all_joined(self) -> bool:
@@ -226,17 +217,21 @@ class Coordinator:
     def _departed(self, message: Message) -> None:
         member = self._members[message.source]
         if member.active:
-            cause = self._exit_cause(message.source)
+            cause = self._ended(message.source, _EXIT_S)
             self._kill(message.source)  # should its connection have broken while it lives
-            self._lose(member, cause)
+            self._lose(member, cause or "it left without a word")
 
     # What must not take too long.
 
     def _watch_start(self) -> None:
         limit = self.rules.start_deadline_s
+        missing = [rank for rank in self.rules.ranks if rank not in self._joined]
+        for rank in missing:  # a process that ends before it joined can send no word
+            cause = self._ended(rank, 0.0)
+            if cause is not None:
+                raise RankFailed(f"rank {rank} ended before it joined: {cause}")
         if time.monotonic() - self._began <= limit:
             return
-        missing = [rank for rank in self.rules.ranks if self.missing(rank)]
         if missing:
             raise DeadlineExceeded(f"{_ranks(missing)} did not join within {limit:g} s (start_deadline_s)")
         late = [m.rank for m in self._members.values() if m.active and not m.begun]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
+import os
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from podium.cluster.base import Event, Launcher, Plan, Planned
-from podium.config import RunConfig, RunResult, parse_strategy
-from podium.errors import ConfigError
+from podium.cluster.ending import termination_unwinds
+from podium.config import RunConfig, RunResult, build, parse_strategy
+from podium.errors import ConfigError, RecordError
 from podium.files import write_atomically
 from podium.measure.manifest import write_manifest
 from podium.measure.records import merge_records, read_records, to_json
@@ -54,7 +58,8 @@ def train(
         name, given = parse_strategy(strategy)
     given = {**given, **options.pop("strategy_options", {})}
     spec = task if isinstance(task, str) else task.name
-    config = RunConfig(task=spec, strategy=name, strategy_options=given, workers=workers, **options)
+    asked = {"task": spec, "strategy": name, "strategy_options": given, "workers": workers, **options}
+    config = build(RunConfig, {k: os.fspath(v) if isinstance(v, Path) else v for k, v in asked.items()}, who="train")
     return launch(config, task=None if isinstance(task, str) else task, on_event=on_event, stop=stop)
 
 
@@ -82,11 +87,8 @@ def launch(
         }
     )
     launcher = _find_launcher(config.launcher)
-    try:
+    with termination_unwinds(), merged_afterwards(job.run_dir):
         launched = launcher(job, on_event, stop)
-    finally:
-        if (job.run_dir / "records").is_dir():
-            merge_records(job.run_dir)
     if launched.facts:
         write_manifest(job.run_dir, job.config.to_dict(), strategy=repr(job.strategy), **launched.facts)
     result = conclude(job, launched.reports)
@@ -94,8 +96,11 @@ def launch(
     return result
 
 
-def conclude(job: Planned, reports: Sequence[Report]) -> RunResult:
-    """What the run came to, from its merged records; also written beside them as `result.json`."""
+def conclude(job: Planned, reports: Sequence[Report], launcher: str | None = None) -> RunResult:
+    """What the run came to, from its merged records; also written beside them as `result.json`.
+
+    `launcher` names who started the ranks where it is not the configuration's.
+    """
     config, run_dir = job.config, job.run_dir
     assert run_dir is not None
     result = RunResult(
@@ -105,7 +110,7 @@ def conclude(job: Planned, reports: Sequence[Report]) -> RunResult:
         strategy=label_of(config),
         workers=config.workers,
         seed=config.seed,
-        launcher=config.launcher,
+        launcher=launcher or config.launcher,
         model=str(run_dir / "model.safetensors"),
         **summarise(read_records(run_dir)),
     )
@@ -124,7 +129,8 @@ def run_script(
 
     The first worker's output goes to the terminal, the others' to their logs.
     """
-    from podium.cluster.local import Processes, rendezvous_folder
+    from podium.cluster.local import Processes
+    from podium.cluster.rendezvous import rendezvous_folder
     from podium.loop import run_user_script
 
     if not Path(script).is_file():
@@ -140,11 +146,26 @@ def run_script(
         body = functools.partial(run_user_script, script=script, args=tuple(args))
         processes = Processes(plan, folder, on_event, body=body)
         processes.show_output_of(0)
-        try:
+        with termination_unwinds(), merged_afterwards(run_dir):
             processes.run(stop)
-        finally:
-            merge_records(run_dir)
     return 0
+
+
+@contextmanager
+def merged_afterwards(run_dir: Path) -> Iterator[None]:
+    """Merge the ranks' records whatever happens; what went wrong before outranks what goes wrong here."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RecordError):
+            _merge(run_dir)
+        raise
+    _merge(run_dir)
+
+
+def _merge(run_dir: Path) -> None:
+    if (run_dir / "records").is_dir():
+        merge_records(run_dir)
 
 
 def prepare(config: RunConfig, task: Task | None = None) -> Job:
@@ -155,8 +176,6 @@ def prepare(config: RunConfig, task: Task | None = None) -> Job:
     if config.replay is not None and config.launcher != "virtual":
         raise ConfigError(f"replay runs in virtual time: launcher must be 'virtual', got {config.launcher!r}")
     found = task or load_task(config.task, config.task_options, config.data_dir)
-    if config.buffers is not None:
-        found = dataclasses.replace(found, buffers=config.buffers)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
     return Job(dataclasses.replace(config, run_dir=str(run_dir)), found, strategy, run_dir, task_is_named=task is None)
 

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from podium.cluster.base import Event, Launched, Planned
 from podium.cluster.coordinator import Coordinator, Rules
+from podium.cluster.rendezvous import rendezvous_folder
 from podium.comm.memory import WallClock
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError, PodiumError, RankFailed
 from podium.measure.records import Recorder
 from podium.node import NodeSpec, run_node
 from podium.task import Task
@@ -73,7 +72,7 @@ class Processes:
             recorder=self.recorder,
             on_event=on_event,
             kill=self._kill,
-            exit_cause=self._exit_cause,
+            ended=self._ended,
             clock=WallClock(self._began_ns),
         )
 
@@ -86,8 +85,6 @@ class Processes:
     def run(self, stop: threading.Event | None) -> Launched:
         try:
             self._start()
-            watch = threading.Thread(target=self._watch_starting, name="starting", daemon=True)
-            watch.start()
             try:
                 reports = self.coordinator.run(stop)
             except PodiumError as error:
@@ -111,6 +108,9 @@ class Processes:
                     f"task {self.job.config.task} cannot be sent to other processes ({error}); name its function "
                     "('file.py:make_task') or use launcher='threads'"
                 ) from error
+            except (OSError, EOFError) as error:
+                why = str(error) or "the fork server ended"
+                raise RankFailed(f"rank {endpoints[0]} could not be started: {why}") from error
             self.started[endpoints[0]] = process
             if self.on_started is not None and process.pid is not None:
                 self.on_started(n, process.pid)
@@ -135,29 +135,31 @@ class Processes:
     def _place(self, n: int) -> dict[str, Any]:
         return {name: values[n] for name, values in self._places.items()}
 
-    def _watch_starting(self) -> None:
-        """A process that ends before it joined sends no word: make the coordinator's wait short."""
-        while any(self.coordinator.missing(rank) for rank in self.started):
-            for rank, process in self.started.items():
-                if process.exitcode is not None and self.coordinator.missing(rank):
-                    self.coordinator.give_up(f"rank {rank} ended before it joined: {self._exit_cause(rank)}")
-                    return
-            time.sleep(0.05)
-
     def _kill(self, rank: int) -> None:
         process = self.started[rank]
         if process.pid is not None and process.exitcode is None:
             process.kill()
 
-    def _exit_cause(self, rank: int) -> str:
+    def _ended(self, rank: int, seconds: float) -> str | None:
+        """How a process ended, given this long to do so; None if it has not."""
         process = self.started[rank]
-        process.join(timeout=2.0)
+        process.join(timeout=seconds)
         code = process.exitcode
         if code is None:
-            return "its connection broke"
+            return None
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
-        return f"it ended with exit code {code}"
+        return f"it ended with exit code {code}{self._last_words(rank)}"
+
+    def _last_words(self, rank: int) -> str:
+        """The last line of its log: what it said of an error that it could not report."""
+        assert self.job.run_dir is not None
+        try:
+            lines = (self.job.run_dir / "logs" / f"rank-{rank}.log").read_text(errors="replace").split("\n")
+        except OSError:
+            return ""
+        said = [line for line in lines if line.strip()]
+        return f" ({said[-1].strip()[:300]})" if said else ""
 
     def _join(self) -> None:
         deadline = time.monotonic() + _GRACE_S
@@ -213,6 +215,14 @@ def fork_server() -> Any:
     """The context whose processes are forked from a server with torch loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["podium.cluster.preload"])
+    resource_tracker.ensure_running()  # here, since starting it would unblock what is blocked next
+    # A terminal sends Ctrl-C to all processes at once. It is the launcher's to answer; the server, and so all that is
+    # forked from it, must not die of it even while still importing.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
@@ -225,17 +235,6 @@ def nullified_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-@contextmanager
-def rendezvous_folder() -> Iterator[Path]:
-    """A private folder with a short name (Unix socket paths are), removed afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="podium-"))
-    os.chmod(folder, 0o700)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _pickling_error() -> type[Exception]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from podium.cluster.base import Event, Launched
 from podium.cluster.description import read_cluster
-from podium.cluster.local import Processes, endpoints_of, rendezvous_folder, sendable_task
+from podium.cluster.local import Processes, endpoints_of, sendable_task
 from podium.cluster.netns import CpuQuota, ShapedNetwork
+from podium.cluster.rendezvous import note_what_was_made, rendezvous_folder
 from podium.training import Job
 
 
@@ -24,6 +25,8 @@ def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threadi
     placed = cluster.place(job.config.workers, job.strategy.server_count, job.strategy.colocated)
     nodes = [placed[endpoints[0]] for endpoints in endpoints_of(job)]
     with rendezvous_folder() as folder, ShapedNetwork(cluster) as network, CpuQuota(cluster) as quota:
+        made = [*network.namespaces, f"podium-{network.facts['run']}-hub"]
+        note_what_was_made(folder, made, quota.groups.values())
         processes = Processes(
             job,
             folder,

@@ -9,20 +9,21 @@ a lost rank ends the run, as torchrun has it anyway: its agent stops all others.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from pathlib import Path
 
 from podium.cluster.coordinator import Coordinator
 from podium.cluster.launch import conclude, prepare
-from podium.cluster.local import endpoints_of, rendezvous_folder, rules_of
-from podium.comm.torch_dist import client_store, look_up, publish
+from podium.cluster.local import endpoints_of, rules_of
+from podium.comm.torch_dist import client_store, look_up, named_part, publish
 from podium.config import RunConfig, resolve
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError, PodiumError, RecordError
 from podium.measure.manifest import write_manifest
 from podium.measure.records import Recorder, merge_records, to_json
 from podium.node import NodeSpec, run_node
@@ -40,6 +41,7 @@ class Environment:
     host: str
     port: int
     agent_store: bool  # whether torchrun's agent holds the store, rather than rank 0
+    attempt: str  # names this start of the ranks: the agent may start them again, and its store remembers
 
     @classmethod
     def read(cls) -> Environment:
@@ -56,16 +58,17 @@ class Environment:
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            f"podium-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         )
 
 
 def run_under_torchrun(argv: list[str]) -> int:
     """One rank's run; rank 0 prints the result as one line of JSON. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, also from inside an exchange: the agent waits for us
     try:
         environment = Environment.read()
         config = _config(argv, environment)
-        with rendezvous_folder() as folder:
-            _Rank(environment, config, folder).run()
+        _Rank(environment, config).run()
     except PodiumError as error:
         print(f"podium: {error}", file=sys.stderr)
         return error.exit_code
@@ -75,15 +78,16 @@ def run_under_torchrun(argv: list[str]) -> int:
 class _Rank:
     """One process of torchrun's."""
 
-    def __init__(self, environment: Environment, config: RunConfig, folder: Path) -> None:
-        self.environment, self.folder = environment, folder
-        self.store = client_store(
+    def __init__(self, environment: Environment, config: RunConfig) -> None:
+        self.environment = environment
+        store = client_store(
             environment.host,
             environment.port,
             config.start_deadline_s,
             is_host=environment.rank == 0 and not environment.agent_store,
             world_size=environment.world_size,
         )
+        self.store = named_part(store, environment.attempt)
         self.job = self._agree_on_job(config)
 
     def run(self) -> None:
@@ -109,10 +113,9 @@ class _Rank:
         assert job.run_dir is not None
         write_manifest(job.run_dir, job.config.to_dict(), strategy=repr(job.strategy), launched_by="torchrun")
         self._recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
-        coordinator = Coordinator(
-            rules_of(job, survives_loss=False), listen=f"tcp:{self._host()}:0", secret=_secret(), recorder=self._recorder
-        )
-        self._failure: list[PodiumError] = []
+        listen = f"tcp:{self._host()}:0"
+        rules = rules_of(job, survives_loss=False)
+        coordinator = Coordinator(rules, listen=listen, secret=_secret(), recorder=self._recorder)
         self._watch = threading.Thread(target=self._coordinate, args=(coordinator,), name="coordinator", daemon=True)
         self._watch.start()
         return coordinator
@@ -121,8 +124,11 @@ class _Rank:
         try:
             coordinator.run()
         except PodiumError as error:
-            print(f"podium: {error}", file=sys.stderr, flush=True)
-            os._exit(1)  # this rank is waiting in an exchange that will never end
+            assert self.job.run_dir is not None
+            with contextlib.suppress(RecordError):
+                merge_records(self.job.run_dir)
+            print(f"podium: {error}\n  records: {self.job.run_dir}", file=sys.stderr, flush=True)
+            os._exit(error.exit_code)  # this rank is waiting in an exchange that will never end
 
     def _conclude(self, coordinator: Coordinator) -> None:
         self._watch.join(timeout=self.job.config.deadline_s)
@@ -130,7 +136,8 @@ class _Rank:
         self._recorder.close()
         assert self.job.run_dir is not None
         merge_records(self.job.run_dir)
-        print(to_json(conclude(self.job, coordinator.reports).to_dict()), flush=True)
+        result = conclude(self.job, coordinator.reports, launcher="torchrun")
+        print(to_json(result.to_dict()), flush=True)
 
     def _spec(self, coordinator: str) -> NodeSpec:
         environment, job = self.environment, self.job
@@ -150,7 +157,8 @@ class _Rank:
             coordinator=coordinator,
             secret=_secret().hex(),
             store=f"tcp:{environment.host}:{environment.port}",
-            rendezvous=str(self.folder),
+            store_part=environment.attempt,
+            rendezvous=None,
             host=self._host(),
             same_host=False,
             clock_ns=time.monotonic_ns(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import final
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from podium.comm.base import Clock, Communicator, Handle, Message, Meta, nbytes_of
 from podium.comm.channel import Channel, ChannelHandle
 from podium.comm.torch_dist import Group
-from podium.errors import CommError
+from podium.errors import CommError, Lost
 
 
 @final
@@ -45,7 +46,9 @@ class RealCommunicator(Communicator):
         self._group, self._channel = group, channel
         self._staged: dict[ChannelHandle, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
         if group is not None:
-            group.form(0, self.index, self.size)
+            # Who was lost since all joined is missed in the first exchange, where it can be dealt with.
+            with contextlib.suppress(Lost):
+                group.form(0, self.index, self.size)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         group = self._need_group()

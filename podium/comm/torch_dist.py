@@ -33,12 +33,18 @@ def file_store(path: Path) -> Any:
 
 def client_store(host: str, port: int, timeout_s: float, *, is_host: bool, world_size: int) -> Any:
     """A store over TCP, as torchrun sets it up."""
+    timeout = timedelta(seconds=timeout_s)
     try:
-        return TCPStore(
-            host, port, world_size, is_host, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
-        )
+        return TCPStore(host, port, world_size, is_host, timeout, wait_for_workers=False, multi_tenant=True)
     except (dist.DistError, RuntimeError) as error:
-        raise CommError(f"the store at {host}:{port} cannot be reached: {_first_line(error)}") from error
+        what, why = "opened" if is_host else "reached", _first_line(error)
+        hint = f"; port {port} is in use, choose another MASTER_PORT" if "EADDRINUSE" in why else ""
+        raise CommError(f"the store at {host}:{port} cannot be {what}: {why}{hint}") from error
+
+
+def named_part(store: Any, name: str) -> Any:
+    """A part of a store in which only those who know its name meet."""
+    return PrefixStore(name, store)
 
 
 def publish(store: Any, key: str, value: str) -> None:

@@ -13,6 +13,7 @@ A file cut short by a kill is readable up to its last whole line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -66,7 +67,8 @@ class Recorder:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a record that did not fit on the disk was reported by `write`
+                self._file.close()
 
 
 def to_json(value: Any) -> str:
@@ -110,6 +112,7 @@ def merge_records(run_dir: Path) -> Path:
         partial.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
         partial.replace(target)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise RecordError(f"records cannot be merged into {target}: {error}") from error
     return target
 
@@ -128,5 +131,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "item"):
-        return value.item()
+        return _finite(value.item())
     raise TypeError(f"a record cannot hold a {type(value).__name__}")

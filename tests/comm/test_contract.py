@@ -71,15 +71,15 @@ class CommunicatorContract:
             assert "inside a backward pass" in message
 
     def test_a_call_that_nobody_answers_ends_with_the_deadline(self, world: World) -> None:
-        asked, _ = world.attempt(partial(_call_unanswered, within_s=0.5), workers=1, servers=1)
+        asked, _ = world.attempt(partial(_call_unanswered, within_s=1.0), workers=1, servers=1)
         assert isinstance(asked, DeadlineExceeded)
 
     def test_receiving_what_nobody_sends_ends_with_the_deadline(self, world: World) -> None:
-        outcomes = world.attempt(_receive_nothing, workers=2, deadline_s=0.5)
+        outcomes = world.attempt(_receive_nothing, workers=2, deadline_s=1.0)
         assert any(isinstance(outcome, DeadlineExceeded) for outcome in outcomes)
 
     def test_a_collective_that_a_member_never_joins_ends(self, world: World) -> None:
-        joined, absent = world.attempt(_collective_not_joined, workers=2, deadline_s=0.5)
+        joined, absent = world.attempt(_collective_not_joined, workers=2, deadline_s=1.0)
         assert isinstance(joined, DeadlineExceeded | Lost)
         assert absent == "saw it go"
 

@@ -31,7 +31,7 @@ from tests.worlds import Real, Virtual
 class OneWorkerContract:
     """One worker under any strategy equals plain PyTorch, bit for bit."""
 
-    can_clip = True
+    most_workers = 2
 
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     def test_one_worker_equals_plain_pytorch_bit_for_bit(self, strategy: Strategy[Any], optimizer: str) -> None:
@@ -50,14 +50,6 @@ class OneWorkerContract:
         task = toy(optimizer=two_groups, schedule=halve_every_third)
         assert_same_bits(train(task, strategy)[0].state, train_plainly(task).state)
 
-    def test_one_worker_equals_plain_pytorch_with_clipping(self, strategy: Strategy[Any]) -> None:
-        if not self.can_clip:
-            pytest.skip("several synchronous servers refuse clip_norm; see their own test")
-        task = toy(clip_norm=0.05)
-        plain = train_plainly(task)
-        assert plain.param_hash != train_plainly(toy()).param_hash, "nothing was clipped"
-        assert_same_bits(train(task, strategy)[0].state, plain.state)
-
     def test_one_worker_equals_plain_pytorch_with_dropout_and_batch_norm(self, strategy: Strategy[Any]) -> None:
         task = toy(model=everything_model, optimizer="adamw")
         assert_same_bits(train(task, strategy, seed=5)[0].state, train_plainly(task, seed=5).state)
@@ -72,7 +64,7 @@ class OneWorkerContract:
         task = toy(model=UNUSUAL["unused"], optimizer="adamw")
         torch.manual_seed(0)
         before = task.model().state_dict()
-        for worker in train(task, strategy, workers=2):
+        for worker in train(task, strategy, self.most_workers):
             assert torch.equal(worker.state["spare.weight"], before["spare.weight"])
             assert not torch.equal(worker.state["first.weight"], before["first.weight"])
 
@@ -167,3 +159,21 @@ class SynchronousContract(OneWorkerContract):
         assert one[0].losses != two[1].losses
         plain = train_plainly(task)
         assert one[0].losses == pytest.approx(plain.losses), "the first worker goes on with the seed's own stream"
+
+
+class ClippingContract:
+    """For strategies that can clip by the norm of the whole gradient."""
+
+    def test_one_worker_equals_plain_pytorch_with_clipping(self, strategy: Strategy[Any]) -> None:
+        task = toy(clip_norm=0.05)
+        plain = train_plainly(task)
+        assert plain.param_hash != train_plainly(toy()).param_hash, "nothing was clipped"
+        assert_same_bits(train(task, strategy)[0].state, plain.state)
+
+
+class SynchronousClippingContract(ClippingContract):
+    def test_several_workers_clip_as_one_process_does(self, strategy: Strategy[Any]) -> None:
+        task = toy(clip_norm=0.05)
+        trained = train(task, strategy, 3, shares=(3, 1, 2))
+        assert len(hashes(trained)) == 1
+        assert_close(trained[0].state, train_plainly(task).state)

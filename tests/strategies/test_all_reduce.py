@@ -15,7 +15,7 @@ from podium.errors import CommError, ConfigError
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.worker import Batch, Worker
-from tests.strategies.contract import SynchronousContract
+from tests.strategies.contract import SynchronousClippingContract, SynchronousContract
 from tests.toys import (
     CLASSES,
     FEATURES,
@@ -31,13 +31,13 @@ from tests.toys import (
 from tests.worlds import Memory, Real, Virtual
 
 
-class TestAllReduce(SynchronousContract):
+class TestAllReduce(SynchronousContract, SynchronousClippingContract):
     @pytest.fixture
     def strategy(self) -> Strategy[Any]:
         return AllReduce()
 
 
-class TestAllReduceInManyBuckets(SynchronousContract):
+class TestAllReduceInManyBuckets(SynchronousContract, SynchronousClippingContract):
     """A bucket per tensor, issued from within backward."""
 
     @pytest.fixture

@@ -20,7 +20,12 @@ from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import ParameterServer
 from podium.task import Task
 from podium.training import Job
-from tests.strategies.contract import OneWorkerContract, SynchronousContract
+from tests.strategies.contract import (
+    ClippingContract,
+    OneWorkerContract,
+    SynchronousClippingContract,
+    SynchronousContract,
+)
 from tests.toys import (
     CLASSES,
     FEATURES,
@@ -38,7 +43,7 @@ from tests.toys import (
 from tests.worlds import Memory, Real, Virtual, World
 
 
-class TestOneServer(SynchronousContract):
+class TestOneServer(SynchronousContract, SynchronousClippingContract):
     @pytest.fixture
     def strategy(self) -> Strategy[Any]:
         return ParameterServer()
@@ -46,8 +51,6 @@ class TestOneServer(SynchronousContract):
 
 class TestThreeServers(SynchronousContract):
     """Ranges cut through the middle of parameters."""
-
-    can_clip = False
 
     @pytest.fixture
     def strategy(self) -> Strategy[Any]:
@@ -59,14 +62,12 @@ class TestThreeServers(SynchronousContract):
 
 
 class TestColocatedServers(SynchronousContract):
-    can_clip = False
-
     @pytest.fixture
     def strategy(self) -> Strategy[Any]:
         return ParameterServer(servers=2, placement="colocated")
 
 
-class TestOneAsynchronousWorker(OneWorkerContract):
+class TestOneAsynchronousWorker(OneWorkerContract, ClippingContract):
     """Alone, a worker is never stale; with `lr_scale` 1 a short lease is an ordinary short step."""
 
     @pytest.fixture
@@ -74,8 +75,8 @@ class TestOneAsynchronousWorker(OneWorkerContract):
         return ParameterServer(mode="async", lr_scale=1.0)
 
 
-class TestOneAsynchronousWorkerWithTwoServers(OneWorkerContract):
-    can_clip = True  # each push clips its own gradient before it is cut
+class TestOneAsynchronousWorkerWithTwoServers(OneWorkerContract, ClippingContract):
+    """Each push clips its own gradient before it is cut."""
 
     @pytest.fixture
     def strategy(self) -> Strategy[Any]:
@@ -88,6 +89,13 @@ def test_synchronous_servers_give_the_bits_of_all_reduce(servers: int, workers: 
     task = toy(optimizer=two_groups)
     pushed = train(task, ParameterServer(servers=servers), workers)
     assert_same_bits(pushed[0].state, train(task, AllReduce(), workers)[0].state)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_model_of_several_buckets_is_laid_out_alike_on_both_sides(servers: int) -> None:
+    task = toy(model=_wide, epochs=1)
+    (mine,) = train(task, ParameterServer(servers=servers), steps=2)
+    assert_same_bits(mine.state, train_plainly(task, steps=2).state)
 
 
 def test_more_servers_than_elements_to_hold_still_train() -> None:
@@ -177,6 +185,11 @@ class _Scalars(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, :CLASSES] * self.a + x[:, CLASSES:] * self.b
+
+
+def _wide() -> nn.Module:
+    """More than a megabyte in the last layer, so that the first one begins a bucket of its own."""
+    return nn.Sequential(nn.Linear(FEATURES, 100_000), nn.Tanh(), nn.Linear(100_000, CLASSES))
 
 
 def _tiny() -> nn.Module:

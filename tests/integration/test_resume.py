@@ -1,0 +1,87 @@
+"""A run that was cut goes on from its checkpoint, on as many workers as there are now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from podium.checkpoint import find_checkpoint
+from podium.config import RunResult
+from podium.errors import CheckpointError, RankFailed
+from tests.integration.faults import BATCH, NOISY, SAMPLES, STEPS, Faults
+from tests.integration.runs import audit_steps, distance, train
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return train(tmp_path_factory.mktemp("alone"), strategy="solo", launcher="threads")
+
+
+def cut(out: Path, workers: int, **options: object) -> Path:
+    """A run that a user's error ended in step 26, with a checkpoint of step 20."""
+    with pytest.raises(RankFailed):
+        train(out, Faults().and_then("raise", 0, 26), workers=workers, checkpoint_every=10, **options)
+    (run_dir,) = [path for path in out.iterdir() if path.is_dir()]
+    assert find_checkpoint(run_dir).step == 20
+    return run_dir
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (1, 2)])
+def test_another_number_of_workers_goes_on_to_the_same_result(
+    tmp_path: Path, alone: RunResult, before: int, after: int
+) -> None:
+    run_dir = cut(tmp_path / "cut", before)
+    rest = train(tmp_path / "rest", workers=after, resume=str(run_dir))
+    assert rest.status == "finished"
+    assert len(rest.param_hash) == after
+    assert len(set(rest.param_hash.values())) == 1
+    assert distance(rest, alone) < 1e-5
+    assert rest.samples == (STEPS - 20) * BATCH
+    audit_steps(rest.run_dir, begin=20)
+
+
+def test_dropout_and_batch_normalisation_resume_bit_for_bit(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", task=NOISY, workers=2, checkpoint_every=10)
+    rest = train(tmp_path / "rest", task=NOISY, workers=2, resume=str(cut(tmp_path / "cut", 2, task=NOISY)))
+    assert rest.param_hash == whole.param_hash
+    assert distance(rest, whole) == 0.0
+
+
+def test_a_run_resumed_twice_equals_the_unbroken_one(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", workers=2)
+    first = train(tmp_path / "first", workers=2, steps=7)
+    second = train(tmp_path / "second", workers=2, steps=23, resume=first.run_dir)
+    third = train(tmp_path / "third", workers=2, resume=second.run_dir)
+    assert (first.steps, second.steps, third.steps) == (7, 23, STEPS)
+    assert third.param_hash == whole.param_hash
+    assert [row["epoch"] for row in third.history] == [3.0, 4.0]
+
+
+def test_a_finished_run_resumed_is_only_validated(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", workers=2)
+    again = train(tmp_path / "again", workers=2, resume=whole.run_dir)
+    assert again.param_hash == whole.param_hash
+    assert again.metrics == whole.metrics
+    assert again.samples == 0
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", workers=2, steps=2)
+    with pytest.raises(CheckpointError, match=r"was made with seed=0, this run has seed=1"):
+        train(tmp_path / "seed", workers=2, seed=1, resume=whole.run_dir)
+    with pytest.raises(CheckpointError, match=r"does not fit task small"):
+        train(tmp_path / "shape", workers=2, resume=whole.run_dir, task_options={"hidden": 17})
+    with pytest.raises(CheckpointError, match="no such run or checkpoint"):
+        train(tmp_path / "none", workers=2, resume=str(tmp_path / "nowhere"))
+    newest = find_checkpoint(Path(whole.run_dir)).path / "shared.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match="cut short"):
+        train(tmp_path / "torn", workers=2, resume=whole.run_dir)
+
+
+def test_two_epochs_of_a_resumed_run_hold_every_sample(tmp_path: Path) -> None:
+    """The order goes on where it was, in mid-epoch: what the first run had not used of epoch 0 the second uses."""
+    first = train(tmp_path / "first", workers=2, steps=3)
+    rest = train(tmp_path / "rest", workers=3, resume=first.run_dir, epochs=1)
+    assert first.samples + rest.samples == SAMPLES

@@ -1,0 +1,83 @@
+"""A recorded asynchronous run, however it raced, happens again in virtual time, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import podium
+from podium.config import RunResult
+from podium.errors import ConfigError, PodiumError, RecordError
+
+TASK = "tests.toys:toy"
+
+
+def run(where: Path, launcher: str, servers: int = 1, **options: Any) -> RunResult:
+    return podium.train(
+        TASK,
+        strategy=f"parameter-server:mode=async,servers={servers},lease=3",
+        workers=3,
+        launcher=launcher,
+        epochs=3,
+        run_dir=str(where),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("launcher", ["threads", "local"])
+def test_a_run_that_raced_replays_to_the_same_bits(launcher: str, servers: int, tmp_path: Path) -> None:
+    raced = run(tmp_path / "raced", launcher, servers)
+    again = run(tmp_path / "again", "virtual", servers, replay=raced.run_dir)
+    assert again.param_hash == raced.param_hash
+    assert again.staleness == raced.staleness
+    assert again.loss == raced.loss
+
+
+def test_the_order_of_arrivals_is_what_decides(tmp_path: Path) -> None:
+    """Otherwise replays would show nothing: uneven workers come to another result, and a replay of them to theirs."""
+    cluster = tmp_path / "uneven.toml"
+    cluster.write_text('[cluster]\njitter = 0.5\nseconds_per_sample = 1e-3\n[[node]]\nname = "n"\ncount = 4\n')
+    even = run(tmp_path / "even", "virtual")
+    uneven = run(tmp_path / "uneven", "virtual", cluster=str(cluster))
+    again = run(tmp_path / "again", "virtual", replay=uneven.run_dir)
+    assert uneven.param_hash != even.param_hash
+    assert again.param_hash == uneven.param_hash
+
+
+def test_a_replay_replays_too(tmp_path: Path) -> None:
+    raced = run(tmp_path / "raced", "threads")
+    once = run(tmp_path / "once", "virtual", replay=raced.run_dir)
+    twice = run(tmp_path / "twice", "virtual", replay=once.run_dir)
+    assert twice.param_hash == raced.param_hash
+
+
+def test_a_record_that_ends_too_early_is_refused(tmp_path: Path) -> None:
+    raced = Path(run(tmp_path / "raced", "threads").run_dir)
+    lines = (raced / "records.jsonl").read_text().splitlines()
+    arrivals = [n for n, line in enumerate(lines) if json.loads(line)["kind"] == "arrival"]
+    (raced / "records.jsonl").write_text("\n".join(lines[: arrivals[10]]) + "\n")
+    with pytest.raises(RecordError, match="the record ends before"):
+        run(tmp_path / "again", "virtual", replay=str(raced))
+
+
+def test_a_record_of_another_run_is_refused(tmp_path: Path) -> None:
+    raced = run(tmp_path / "raced", "threads")
+    with pytest.raises(PodiumError):
+        podium.train(
+            TASK,
+            strategy="parameter-server:mode=async,lease=4",
+            workers=3,
+            launcher="virtual",
+            epochs=3,
+            replay=raced.run_dir,
+            run_dir=str(tmp_path / "again"),
+        )
+
+
+def test_only_virtual_time_replays(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="launcher must be 'virtual'"):
+        run(tmp_path, "threads", replay=str(tmp_path))

@@ -1,0 +1,228 @@
+"""Trees of tensors as safetensors files: what goes in comes out, and damage is always a CheckpointError."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from podium.errors import CheckpointError
+from podium.files import (
+    bytes_to_tree,
+    load_tensors,
+    load_tree,
+    save_tensors,
+    save_tree,
+    tree_to_bytes,
+    write_atomically,
+)
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def assert_same_tree(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_same_tree(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same_tree(x, y)
+    else:
+        assert a == b
+
+
+def a_tree() -> dict[str, Any]:
+    return {
+        "model": {f"w.{dtype}": torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES},
+        "nothing": None,
+        "numbers": [1, -2.5, True, 1e-300, 2**60],
+        "pair": (torch.tensor(3.5), "text ü / with slash"),
+        "empty": {"dict": {}, "list": [], "tuple": (), "tensor": torch.zeros(0, 4)},
+        "by number": {0: torch.ones(1), 7: "seven"},
+        "strided": torch.arange(12.0).reshape(3, 4).t(),
+    }
+
+
+def test_a_tree_comes_back_as_it_was(tmp_path: Path) -> None:
+    save_tree(tmp_path / "deep" / "tree.safetensors", a_tree())
+    assert_same_tree(load_tree(tmp_path / "deep" / "tree.safetensors"), a_tree())
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["tree.safetensors"]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3) | st.tuples(inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text(max_size=4), values, max_size=4), st.lists(st.integers(0, 3), max_size=3))
+def test_any_tree_comes_back_as_it_was(tree: dict[str, Any], shape: list[int]) -> None:
+    whole = {"tree": tree, "tensor": torch.randn(shape)}
+    assert_same_tree(bytes_to_tree(tree_to_bytes(whole)), whole)
+
+
+def test_names_that_look_alike_do_not_collide() -> None:
+    tree = {"a": {"b": torch.tensor(1.0)}, "a/b": torch.tensor(2.0), "c": [torch.tensor(3.0)], "c/0": torch.tensor(4.0)}
+    assert_same_tree(bytes_to_tree(tree_to_bytes(tree)), tree)
+
+
+def test_numbers_that_are_not_finite_come_back() -> None:
+    back = bytes_to_tree(tree_to_bytes({"loss": math.inf, "t": torch.tensor([math.nan, -math.inf])}))
+    assert back["loss"] == math.inf
+    assert back["t"].isnan()[0]
+
+
+def test_loaded_tensors_may_be_written_to() -> None:
+    back = bytes_to_tree(tree_to_bytes({"a": torch.zeros(3), "b": torch.zeros(3)}))
+    back["a"].add_(1)
+    assert back["b"].sum() == 0
+
+
+def test_a_view_is_saved_by_itself_without_its_storage() -> None:
+    large = torch.zeros(100_000)
+    assert len(tree_to_bytes({"view": large[:4]})) < 1000
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", 1j])
+def test_what_cannot_be_saved_is_refused_by_name(value: object) -> None:
+    with pytest.raises(CheckpointError, match="optimizer/x"):
+        tree_to_bytes({"optimizer": {"x": value}})
+
+
+def test_a_complex_tensor_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"tensor w: cannot be saved as torch\.complex64"):
+        tree_to_bytes({"w": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_a_file_cut_anywhere_is_a_checkpoint_error() -> None:
+    data = tree_to_bytes({"a": torch.arange(10.0), "n": [1, 2]})
+    for cut in range(len(data)):
+        with pytest.raises(CheckpointError):
+            bytes_to_tree(data[:cut], "a file")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_file_with_any_byte_changed_is_read_or_is_a_checkpoint_error(data: st.DataObject) -> None:
+    whole = bytearray(tree_to_bytes({"a": torch.arange(4.0), "n": [1, {"x": None}]}))
+    place = data.draw(st.integers(0, len(whole) - 1))
+    whole[place] = data.draw(st.integers(0, 255))
+    try:
+        bytes_to_tree(whole, "a file")
+    except CheckpointError as error:
+        assert "a file" in str(error)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]},
+        {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]},
+        {"dtype": "F32", "shape": [1]},
+        {"dtype": "F32", "shape": "1", "data_offsets": [0, 4, 8]},
+        "text",
+        None,
+        [],
+    ],
+)
+def test_a_header_that_lies_is_a_checkpoint_error(entry: object, tmp_path: Path) -> None:
+    text = json.dumps({"w": entry}).encode()
+    path = tmp_path / "lies.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(CheckpointError, match="lies"):
+        load_tensors(path)
+
+
+@pytest.mark.parametrize("text", [b"[]", b"1", b"null", b"\xff\xfe", b'{"__metadata__": 3}', b'{"__metadata__": []}'])
+def test_a_header_that_is_no_table_is_a_checkpoint_error(text: bytes) -> None:
+    with pytest.raises(CheckpointError, match="a file"):
+        bytes_to_tree(len(text).to_bytes(8, "little") + text, "a file")
+
+
+@pytest.mark.parametrize("plain", ['{"dict"', '{"tensor": "missing"}', '{"dict": [[1]]}', '{"odd": []}', "{}"])
+def test_a_damaged_tree_is_a_checkpoint_error(plain: str) -> None:
+    text = json.dumps({"__metadata__": {"podium": plain}}).encode()
+    with pytest.raises(CheckpointError, match="a file"):
+        bytes_to_tree(len(text).to_bytes(8, "little") + text, "a file")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"old")
+    (tmp_path / "target.partial").mkdir()  # so that writing fails
+    with pytest.raises(CheckpointError, match="target cannot be written"):
+        write_atomically(target, b"new")
+    assert target.read_bytes() == b"old"
+
+
+def test_tensors_alone_make_a_plain_safetensors_file(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 2), "b": torch.tensor(2, dtype=torch.int16)}
+    save_tensors(tmp_path / "m.safetensors", tensors)
+    assert_same_tree(load_tensors(tmp_path / "m.safetensors"), tensors)
+    with pytest.raises(CheckpointError, match="tensors only"):
+        load_tree(tmp_path / "m.safetensors")
+
+
+def test_a_state_dict_of_torch_save_is_read_too(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "m.pt")
+    assert load_tensors(tmp_path / "m.pt")["a"].tolist() == [1.0, 1.0]
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    torch.save({"a": Path("/somewhere")}, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"m\.pt"):
+        load_tensors(tmp_path / "m.pt")
+    torch.save([torch.ones(1)], tmp_path / "list.pt")
+    with pytest.raises(CheckpointError, match="state dict"):
+        load_tensors(tmp_path / "list.pt")
+
+
+def test_a_missing_file_is_a_checkpoint_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_tensors(tmp_path / "nowhere.safetensors")
+
+
+def test_the_safetensors_package_reads_ours_and_we_read_its(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
+    tensors = {f"w.{dtype}": torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
+    tensors["empty"], tensors["scalar"] = torch.zeros(0, 2), torch.tensor(1.5)
+    save_tensors(tmp_path / "ours.safetensors", tensors)
+    read = theirs.load_file(tmp_path / "ours.safetensors")
+    assert_same_tree({k: read[k] for k in tensors}, tensors)
+    theirs.save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    again = load_tensors(tmp_path / "theirs.safetensors")
+    assert_same_tree({k: again[k] for k in tensors}, tensors)
+    save_tree(tmp_path / "tree.safetensors", a_tree())
+    assert "strided" in theirs.load_file(tmp_path / "tree.safetensors")
