@@ -8,7 +8,6 @@ Stich, Local SGD Converges Fast and Communicates Little, 2018, https://arxiv.org
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from torch import Tensor
 
 from podium import Batch, Strategy, Worker
@@ -33,21 +32,17 @@ class LocalSteps(Strategy[None]):
         return None
 
     def step(self, worker: Worker, state: None, batch: Batch) -> Tensor:
-        loss = worker.backward(batch._replace(weight=1.0))  # a step of its own, not a part of a larger one
-        worker.apply(batch)
-        worker.stop_agreed = False  # apply heard this worker's own wish to stop; the others hear of it below
+        loss = worker.train_locally(batch)
         if worker.steps_done % self.every == 0:
-            worker.stop_agreed = self._average(worker)
+            self._average(worker)
+            worker.agree_to_stop()
         return loss
 
     def finish(self, worker: Worker, state: None) -> None:
         self._average(worker)
 
     @staticmethod
-    def _average(worker: Worker) -> bool:
-        """All take the mean of the replicas; returns whether any of them wants to stop."""
-        votes = torch.tensor([float(worker.stop_requested)])
+    def _average(worker: Worker) -> None:
         for flat in worker.params:
             flat.div_(worker.comm.size)
-        worker.comm.wait(*(worker.comm.all_reduce(tensor) for tensor in (*worker.params, votes)))
-        return bool(votes > 0)
+        worker.comm.wait(*(worker.comm.all_reduce(flat) for flat in worker.params))

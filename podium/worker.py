@@ -128,6 +128,21 @@ class Worker:
         """Move the parameters by the reduced gradients: the one place where a synchronous step becomes true."""
         used = self._agree_on_used()
         self._read_tail()
+        self._move(used, batch)
+
+    def train_locally(self, batch: Batch) -> Tensor:
+        """One step by this worker's own gradient, over its own samples; nobody else takes part."""
+        loss = self.backward(batch._replace(weight=1.0))
+        self._move(self._backward.used, batch)
+        return loss
+
+    def agree_to_stop(self) -> None:
+        """Put the workers' wishes to stop together, where no reduced gradient carries them. Collective."""
+        votes = torch.tensor([float(self.stop_requested)])
+        self.comm.wait(self.comm.all_reduce(votes))
+        self.stop_agreed = bool(votes > 0)
+
+    def _move(self, used: Sequence[bool], batch: Batch) -> None:
         for p, view, is_used in zip(self.flat.parameters, self.flat.views, used, strict=True):
             p.grad = view if is_used else None
         if self.clip_norm is not None:

@@ -177,7 +177,14 @@ def prepare(config: RunConfig, task: Task | None = None) -> Job:
         raise ConfigError(f"replay runs in virtual time: launcher must be 'virtual', got {config.launcher!r}")
     found = task or load_task(config.task, config.task_options, config.data_dir)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
-    return Job(dataclasses.replace(config, run_dir=str(run_dir)), found, strategy, run_dir, task_is_named=task is None)
+    return Job(resolved(config, found, run_dir), found, strategy, run_dir, task_is_named=task is None)
+
+
+def resolved(config: RunConfig, task: Task, run_dir: Path) -> RunConfig:
+    """The configuration with nothing left open: what it does not say, the task does."""
+    by_task = ("epochs", "batch_size", "accumulate", "clip_norm", "autocast", "buffers")
+    open_ = {name: getattr(task, name) for name in by_task if getattr(config, name) is None}
+    return dataclasses.replace(config, run_dir=str(run_dir), **open_)
 
 
 def check(config: RunConfig) -> Strategy[Any]:
