@@ -51,8 +51,11 @@ class AsRecorded(Arrivals):
             message = comm.recv()
             if message.kind in ORDERED:
                 self._held.append(message)
-            elif message.kind == DEPARTED and self._script and self._held:
-                raise RecordError(f"replay: the record expects {self._script[0]}, which never came")
+            elif message.kind == DEPARTED and self._script:  # a worker leaves when all is done, never before
+                source, what, lease = self._script[0]
+                raise RecordError(
+                    f"replay: the record goes on with {what} of rank {source} (lease {lease}), this run does not"
+                )
             else:
                 return message
 

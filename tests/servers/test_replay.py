@@ -10,7 +10,7 @@ import pytest
 
 import podium
 from podium.config import RunResult
-from podium.errors import ConfigError, PodiumError, RecordError
+from podium.errors import ConfigError, RecordError
 
 TASK = "tests.toys:toy"
 
@@ -21,9 +21,8 @@ def run(where: Path, launcher: str, servers: int = 1, **options: Any) -> RunResu
         strategy=f"parameter-server:mode=async,servers={servers},lease=3",
         workers=3,
         launcher=launcher,
-        epochs=3,
         run_dir=str(where),
-        **options,
+        **{"epochs": 3, **options},
     )
 
 
@@ -64,18 +63,11 @@ def test_a_record_that_ends_too_early_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "again", "virtual", replay=str(raced))
 
 
-def test_a_record_of_another_run_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [{"epochs": 2}, {"strategy_options": {"lease": 4}}], ids=str)
+def test_a_record_of_another_run_is_refused(other: dict[str, Any], tmp_path: Path) -> None:
     raced = run(tmp_path / "raced", "threads")
-    with pytest.raises(PodiumError):
-        podium.train(
-            TASK,
-            strategy="parameter-server:mode=async,lease=4",
-            workers=3,
-            launcher="virtual",
-            epochs=3,
-            replay=raced.run_dir,
-            run_dir=str(tmp_path / "again"),
-        )
+    with pytest.raises(RecordError, match="replay"):
+        run(tmp_path / "again", "virtual", replay=raced.run_dir, **other)
 
 
 def test_only_virtual_time_replays(tmp_path: Path) -> None:

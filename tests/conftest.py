@@ -1,0 +1,19 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Two threads add up in another order than one: bits are compared with one.
+torch.set_num_threads(1)
+
+# A busy machine is no failure: tests have a timeout of their own.
+settings.register_profile("podium", deadline=None, print_blob=True)
+settings.load_profile("podium")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
