@@ -26,9 +26,10 @@ from typing import Any
 import torch
 
 from podium.cluster.membership import Membership
-from podium.comm.channel import Address, Channel
+from podium.comm.channel import Channel
 from podium.comm.memory import WallClock
 from podium.comm.real import RealCommunicator
+from podium.comm.sockets import Address
 from podium.comm.torch_dist import Group, backend_for, client_store, file_store, named_part
 from podium.config import RunConfig, build
 from podium.errors import PodiumError

@@ -23,8 +23,9 @@ from typing import Any
 
 from podium.cluster.base import Event
 from podium.comm.base import DEPARTED, Message, Meta
-from podium.comm.channel import Address, Channel
+from podium.comm.channel import Channel
 from podium.comm.memory import WallClock
+from podium.comm.sockets import Address
 from podium.errors import CommError, DeadlineExceeded, Lost, PodiumError, RankFailed, RecordError
 from podium.measure.records import Recorder
 from podium.training import Report

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import multiprocessing
 import os
 import secrets
 import sys
@@ -74,6 +75,8 @@ def launch(
 
     Setting `stop` lets all workers finish the step, save and return.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError("a rank came to podium.train while importing the script that started it: guard the call")
     job = prepare(config, task)
     assert job.run_dir is not None
     write_manifest(job.run_dir, job.config.to_dict(), strategy=repr(job.strategy))

@@ -31,6 +31,10 @@ from podium.node import NodeSpec, run_node
 from podium.task import Task
 from podium.training import Job
 
+_UNGUARDED = (
+    " (ranks import the script that made the task: what it does must stand under `if __name__ == '__main__':`, "
+    "or name the task's function, 'file.py:make_task', instead)"
+)
 _GRACE_S = 10.0
 """How long processes may take to end once their work is done."""
 
@@ -156,8 +160,8 @@ class Processes:
         assert self.job.run_dir is not None
         try:
             lines = (self.job.run_dir / "logs" / f"rank-{rank}.log").read_text(errors="replace").split("\n")
-        except OSError:
-            return ""
+        except OSError:  # it did not come far enough to open one
+            return _UNGUARDED if self._task is not None else ""
         said = [line for line in lines if line.strip()]
         return f" ({said[-1].strip()[:300]})" if said else ""
 

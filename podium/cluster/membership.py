@@ -15,7 +15,8 @@ from typing import Any, final
 
 from podium.cluster.coordinator import COORDINATOR
 from podium.comm.base import DEPARTED, Meta
-from podium.comm.channel import Address, Channel
+from podium.comm.channel import Channel
+from podium.comm.sockets import Address
 from podium.errors import CommError, DeadlineExceeded
 from podium.recovery import Control, Regroup
 from podium.training import Report

@@ -13,249 +13,27 @@ queue behind the messages of the same connection, so an endpoint that expects ma
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
-import os
 import socket
-import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 
 from podium.comm import frames
-from podium.comm.base import DEPARTED, Handle, Message, Meta, Traffic
-from podium.comm.frames import Frame, FrameError, Header, Limits, Sink
+from podium.comm.base import DEPARTED, Message, Meta, Traffic
+from podium.comm.frames import Limits, Sink
+from podium.comm.link import CLOSE_S, ChannelHandle, Inbox, Link
+from podium.comm.sockets import Address, address_of, listen_at, resolve, shut, tune
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
-Address = str
-"""`unix:/path` or `tcp:host:port`; port 0 takes a free one."""
-
 _HANDSHAKE_S = 5.0
-_CLOSE_S = 2.0  # how long `close` lets peers read what was sent to them
 _RETRY_S = 0.05
 _MAX_STRANGERS = 64  # connections in their handshake; one more drops the oldest
-_MAX_PATH = 107  # of a Unix socket, on Linux
-_INLINE_BYTES = 64 << 10  # a call of up to this size is sent by its caller: the socket's buffer takes it at once
-_SOCKET_BUFFER = 4 << 20  # the kernel lowers it to what it allows
-
-
-@final
-class ChannelHandle(Handle):
-    """A call under way; `Channel.wait` returns its reply."""
-
-    def __init__(self, to: int, kind: str, into: Sequence[Tensor] | None) -> None:
-        self.to, self.kind, self.into = to, kind, into
-        self.message: Message | None = None
-        self.error: CommError | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.message is not None or self.error is not None
-
-
-class _Inbox:
-    """Messages that wait to be received, bounded by number and by bytes. Room is taken before a body is read."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        lock = threading.Lock()
-        self._filled, self._drained = threading.Condition(lock), threading.Condition(lock)
-        self._waiting: deque[tuple[Message, int | None]] = deque()
-        self._count = self._bytes = 0
-        self._closed = False
-
-    def reserve(self, nbytes: int) -> None:
-        with self._drained:
-            self._drained.wait_for(lambda: self._closed or self._has_room(nbytes))
-            self._count, self._bytes = self._count + 1, self._bytes + nbytes
-
-    def _has_room(self, nbytes: int) -> bool:
-        fits = self._count < self._limits.inbox_messages and self._bytes + nbytes <= self._limits.inbox_bytes
-        return self._count == 0 or fits
-
-    def release(self, nbytes: int) -> None:
-        with self._drained:
-            self._release(nbytes)
-
-    def _release(self, nbytes: int) -> None:
-        self._count, self._bytes = self._count - 1, self._bytes - nbytes
-        self._drained.notify_all()
-
-    def put(self, message: Message, reserved: int | None) -> None:
-        """`reserved` bytes are given back when the message is taken; None for a departure, which needs no room."""
-        with self._filled:
-            self._waiting.append((message, reserved))
-            self._filled.notify()
-
-    def get(self, deadline_s: float) -> Message | None:
-        with self._filled:
-            self._filled.wait_for(lambda: self._waiting or self._closed, deadline_s)
-            if self._closed or not self._waiting:
-                return None
-            message, reserved = self._waiting.popleft()
-            if reserved is not None:
-                self._release(reserved)
-            return message
-
-    def close(self) -> None:
-        with self._filled:
-            self._closed = True
-            self._filled.notify_all()
-            self._drained.notify_all()
-
-
-class _Link:
-    """One connection to one peer. Frames leave in the order in which they were given."""
-
-    def __init__(self, channel: Channel, peer: int, sock: socket.socket) -> None:
-        self.channel, self.peer, self.sock = channel, peer, sock
-        self.numbers = itertools.count(1)
-        self.fault: str | None = None
-        self._turn = threading.Condition(threading.Lock())  # guards all that follows
-        self._tickets, self._serving, self._sending, self._broken = 0, 0, False, False
-        self._pending: dict[int, ChannelHandle] = {}
-        self._reserved: int | None = None
-        name = f"{channel.rank}-{peer}"
-        self._sender = ThreadPoolExecutor(1, f"podium-send-{name}")  # starts its thread when first used
-        self.receiver = threading.Thread(target=self._receive, name=f"podium-receive-{name}", daemon=True)
-
-    # Sending.
-
-    def expect(self, number: int, handle: ChannelHandle) -> None:
-        with self._turn:
-            self._check_whole()
-            self._pending[number] = handle
-
-    def transmit(self, buffers: list[memoryview], *, later: bool = False) -> None:
-        """Send a frame. `later` lets one that cannot go at once go from the sender's thread when this has returned."""
-        large = sum(buffer.nbytes for buffer in buffers) > _INLINE_BYTES
-        with self._turn:
-            self._check_whole()
-            ticket, self._tickets = self._tickets, self._tickets + 1
-            if later and (large or ticket != self._serving):
-                # An error breaks the link, and so reaches whoever waits for the reply.
-                self._sender.submit(self._send, ticket, buffers)
-                return
-        self._send(ticket, buffers)
-
-    def _send(self, ticket: int, buffers: list[memoryview]) -> None:
-        """The one place where frames are written, one at a time and in order."""
-        with self._turn:
-            came = self._serving == ticket or self._turn.wait_for(
-                lambda: self._broken or self._serving == ticket, self.channel.deadline_s
-            )
-            self._check_whole()
-            self._sending |= came
-        if not came:
-            raise self._give_up()
-        try:
-            wire = frames.send_buffers(self.sock, buffers)
-        except BlockingIOError:  # by SO_SNDTIMEO: nothing went out for the whole deadline
-            raise self._give_up() from None
-        except OSError as error:
-            self.break_off()
-            raise Lost(f"rank {self.channel.rank}: rank {self.peer} has left ({error.strerror})") from None
-        finally:
-            with self._turn:
-                self._sending, self._serving = False, self._serving + 1
-                self._turn.notify_all()
-        self.channel.count(sent=(wire - buffers[0].nbytes, wire))
-
-    def _give_up(self) -> DeadlineExceeded:
-        took = f"{self.channel.deadline_s:g} s"
-        self.break_off(f"it took nothing for {took}")
-        return DeadlineExceeded(
-            f"rank {self.channel.rank}: sending to rank {self.peer} did not go on for {took}; its connection is dropped"
-        )
-
-    def _check_whole(self) -> None:
-        if self._broken:
-            raise Lost(f"rank {self.channel.rank}: rank {self.peer} has left{self.why}")
-
-    @property
-    def why(self) -> str:
-        return f" ({self.fault})" if self.fault else ""
-
-    # Receiving.
-
-    def _receive(self) -> None:
-        fault: str | None = "receiving from it failed"
-        try:
-            fault = self._receive_frames()
-        finally:
-            self._depart(fault)
-
-    def _receive_frames(self) -> str | None:
-        """Receive until the end; says what was wrong, if anything was."""
-        try:
-            while (frame := frames.read_frame(self.sock, self.channel.limits, self._place)) is not None:
-                self._deliver(frame)
-        except (FrameError, OSError) as error:
-            return str(error)
-        return None
-
-    def _place(self, header: Header) -> Sequence[Tensor] | None:
-        """Where the body goes; blocks while the inbox is full."""
-        if header.source != self.peer or header.kind == DEPARTED:
-            raise FrameError(f"rank {self.peer} sent {header.kind[:40]!r} in the name of rank {header.source}")
-        if header.call < 0:
-            handle = self._pending.get(-header.call)
-            if handle is None:
-                raise FrameError(f"rank {self.peer} answered call {-header.call}, for which nobody waits")
-            return handle.into if header.tensors else None
-        self.channel.inbox.reserve(header.body_bytes)
-        self._reserved = header.body_bytes
-        return self.channel.sink(header) if self.channel.sink is not None and header.tensors else None
-
-    def _deliver(self, frame: Frame) -> None:
-        header = frame.header
-        self.channel.count(received=(header.body_bytes, frame.wire_bytes))
-        message = Message(header.source, header.kind, header.meta, frame.body)
-        if header.call < 0:
-            with self._turn:
-                handle = self._pending.pop(-header.call)
-            self.channel.settle(handle, message)
-            return
-        if header.call:
-            message = message._replace(call=self.channel.note_call(self, header.call))
-        self.channel.inbox.put(message, self._reserved)
-        self._reserved = None
-
-    # Ending.
-
-    def break_off(self, fault: str | None = None) -> None:
-        """End the connection. The receiving thread reads what has arrived, then announces the departure."""
-        with self._turn:
-            if not self._broken:
-                self._broken, self.fault = True, fault
-            self._turn.notify_all()
-        _shut(self.sock, socket.SHUT_RDWR)
-
-    def _depart(self, fault: str | None) -> None:
-        self.break_off(fault)
-        if self._reserved is not None:
-            self.channel.inbox.release(self._reserved)
-        with self._turn:
-            # The descriptor may be used by others the moment it is closed, so nobody may be sending on it.
-            self._turn.wait_for(lambda: not self._sending, _CLOSE_S)
-            orphans = list(self._pending.values())
-            self._pending.clear()
-        self._sender.shutdown()
-        self.sock.close()
-        self.channel.take_leave(self, orphans)
-
-    def join(self, until: float) -> None:
-        """Wait for the peer to hang up; past `until`, break off."""
-        self.receiver.join(max(until - time.monotonic(), 0))
-        self.break_off()
-        self.receiver.join(_CLOSE_S)
 
 
 @final
@@ -277,23 +55,23 @@ class Channel:
             raise ConfigError(f"channel of rank {rank}: deadline_s must be above 0, got {deadline_s}")
         self.rank, self.deadline_s, self.sink = rank, deadline_s, sink
         self.limits = limits or Limits()
-        self.inbox = _Inbox(self.limits)
+        self.inbox = Inbox(self.limits)
         self.traffic, self.wire = Traffic(), Traffic()  # bytes of tensors; bytes at the sockets, handshakes left out
         self._secret = secret
         self._tally = threading.Lock()
         self._settled = threading.Condition(threading.Lock())
         self._changed = threading.Condition(threading.Lock())  # guards all that follows
         self._addresses: dict[int, Address] = {}
-        self._links: dict[int, _Link] = {}
-        self._alive: set[_Link] = set()
+        self._links: dict[int, Link] = {}
+        self._alive: set[Link] = set()
         self._dialling: set[int] = set()
         self._accepting: set[int] = set()
         self._strangers: dict[threading.Thread, socket.socket | None] = {}  # None once they have proved themselves
-        self._asked: dict[int, tuple[_Link, int]] = {}
+        self._asked: dict[int, tuple[Link, int]] = {}
         self._tokens = itertools.count(1)
         self._closed = False
-        self._listener = _listen(listen, secret)
-        self.address: Address = _address_of(self._listener)
+        self._listener = listen_at(listen, secret)
+        self.address: Address = address_of(self._listener)
         self._acceptor = threading.Thread(target=self._accept, name=f"podium-accept-{rank}", daemon=True)
         self._acceptor.start()
 
@@ -392,13 +170,13 @@ class Channel:
             handle.message = message
             self._settled.notify_all()
 
-    def note_call(self, link: _Link, number: int) -> int:
+    def note_call(self, link: Link, number: int) -> int:
         """A number for `Message.call`, good for this connection only: a peer that comes back gets no old replies."""
         token = next(self._tokens)
         self._asked[token] = link, number
         return token
 
-    def take_leave(self, link: _Link, orphans: Sequence[ChannelHandle]) -> None:
+    def take_leave(self, link: Link, orphans: Sequence[ChannelHandle]) -> None:
         """The connection is over: fail the calls that hung on it and tell whoever receives."""
         with self._changed:
             self._alive.discard(link)
@@ -416,7 +194,7 @@ class Channel:
 
     # Connecting.
 
-    def _reach(self, to: int, until: float | None = None, *, patient: bool = False) -> _Link:
+    def _reach(self, to: int, until: float | None = None, *, patient: bool = False) -> Link:
         """The link to a peer; dials if there is none and nobody else is at it."""
         link = self._links.get(to)
         if link is not None:
@@ -438,7 +216,7 @@ class Channel:
                 self._dialling.discard(to)
                 self._changed.notify_all()
 
-    def _dial(self, to: int, until: float, patient: bool) -> _Link:
+    def _dial(self, to: int, until: float, patient: bool) -> Link:
         while True:
             trouble = "it is busy with another connection of ours"
             try:
@@ -459,7 +237,7 @@ class Channel:
 
     def _knock(self, to: int, until: float) -> socket.socket | None:
         """A connection on which both sides have proved themselves; None if the peer has, or is making, another."""
-        family, place = _resolve(self._addresses[to])
+        family, place = resolve(self._addresses[to])
         with ExitStack() as undo:
             sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
             sock.settimeout(max(until - time.monotonic(), 0.001))
@@ -469,9 +247,9 @@ class Channel:
                 return sock
         return None
 
-    def _publish(self, peer: int, sock: socket.socket) -> _Link:
-        _tune(sock, self.deadline_s)
-        link = _Link(self, peer, sock)
+    def _publish(self, peer: int, sock: socket.socket) -> Link:
+        tune(sock, self.deadline_s)
+        link = Link(self, peer, sock)
         with self._changed:
             if self._closed:
                 sock.close()
@@ -503,7 +281,7 @@ class Channel:
         """Keep room for one more handshake, so that a crowd that says nothing cannot keep out one that speaks."""
         silent = [thread for thread, sock in self._strangers.items() if sock is not None]
         if len(silent) >= _MAX_STRANGERS:
-            _shut(self._strangers[silent[0]])
+            shut(self._strangers[silent[0]])
             self._strangers[silent[0]] = None
 
     def _admit(self, sock: socket.socket) -> None:
@@ -546,80 +324,14 @@ class Channel:
             self._changed.notify_all()
         self.inbox.close()
         for sock in (self._listener, *strangers.values()):
-            _shut(sock)
+            shut(sock)
         for link in links:
-            _shut(link.sock, socket.SHUT_WR)
-        until = time.monotonic() + _CLOSE_S
+            shut(link.sock, socket.SHUT_WR)
+        until = time.monotonic() + CLOSE_S
         for link in links:
             link.join(until)
         for thread in (self._acceptor, *strangers):
-            thread.join(_CLOSE_S)
+            thread.join(CLOSE_S)
         self._listener.close()
         if self.address.startswith("unix:"):
             Path(self.address.removeprefix("unix:")).unlink(missing_ok=True)
-
-
-# Sockets.
-
-
-def _resolve(address: Address) -> tuple[int, Any]:
-    """Family and place of an address, as `socket` takes them."""
-    scheme, _, rest = address.partition(":")
-    if scheme == "unix" and rest and "\0" not in rest:
-        if len(os.fsencode(rest)) > _MAX_PATH:
-            raise ConfigError(f"the path of a Unix socket must be at most {_MAX_PATH} bytes, got {len(rest)}: {rest}")
-        return socket.AF_UNIX, rest
-    host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"an address must be unix:/path or tcp:host:port, got {address!r}")
-    try:
-        family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"{address}: no such host: {error.strerror}") from None
-    return family, place
-
-
-def _listen(address: Address, secret: bytes) -> socket.socket:
-    family, place = _resolve(address)
-    if family != socket.AF_UNIX and not secret and not ipaddress.ip_address(place[0]).is_loopback:
-        raise ConfigError(f"{address} can be reached from outside: a secret is needed to listen there, got none")
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if family != socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(place)
-        if family == socket.AF_UNIX:
-            os.chmod(place, 0o600)  # nobody can connect before `listen`, so there is no moment when others could
-        sock.listen(1024)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"cannot listen at {address}: {error.strerror}") from None
-    return sock
-
-
-def _address_of(listener: socket.socket) -> Address:
-    name = listener.getsockname()
-    if listener.family == socket.AF_UNIX:
-        return f"unix:{name}"
-    return f"tcp:[{name[0]}]:{name[1]}" if listener.family == socket.AF_INET6 else f"tcp:{name[0]}:{name[1]}"
-
-
-def _tune(sock: socket.socket, deadline_s: float) -> None:
-    sock.settimeout(None)
-    # A timeout of Python's would make every call two, and cut large ones into pieces.
-    seconds, micros = divmod(max(int(deadline_s * 1e6), 1), 1_000_000)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, micros))
-    if sock.family == socket.AF_UNIX:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
-        return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # a host that vanished is noticed in 25 s, not in hours
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _shut(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
-    if sock is not None:
-        with suppress(OSError):  # it is closed already, or the other side was faster
-            sock.shutdown(how)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from podium.comm.base import Clock, Communicator, Handle, Message, Meta, nbytes_of
-from podium.comm.channel import Channel, ChannelHandle
+from podium.comm.channel import Channel
+from podium.comm.link import ChannelHandle
 from podium.comm.torch_dist import Group
 from podium.errors import CommError, Lost
 

@@ -240,6 +240,21 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     assert out.split() == ["begun", "3"]
 
 
+def test_a_script_without_a_main_guard_that_sends_its_task_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import podium
+        from podium.tasks.digits import digits_mlp
+        podium.train(digits_mlp(), workers=2, steps=3, out="{tmp_path}/runs")
+        """)
+    )
+    code, _, err = finish(start(str(script)))
+    assert code == 1
+    assert "if __name__ == '__main__':" in "".join(err.splitlines()[-2:])
+    assert len(os.listdir(tmp_path / "runs")) == 1  # the ranks began no runs of their own
+
+
 def test_the_command_line_ends_with_the_users_error_and_nothing_of_ours(tmp_path: Path) -> None:
     faults = Faults().and_then("raise", 1, 5)
     code, out, err = finish(

@@ -1,0 +1,242 @@
+"""One connection of the channel: frames out in order, frames in by a thread of its own, and a bounded inbox.
+
+The channel decides whom to connect to; a link moves the frames and notices when its peer is gone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, final
+
+from torch import Tensor
+
+from podium.comm import frames
+from podium.comm.base import DEPARTED, Handle, Message
+from podium.comm.frames import Frame, FrameError, Header, Limits
+from podium.comm.sockets import shut
+from podium.errors import CommError, DeadlineExceeded, Lost
+
+if TYPE_CHECKING:
+    from podium.comm.channel import Channel
+
+CLOSE_S = 2.0
+"""How long `close` lets peers read what was sent to them."""
+_INLINE_BYTES = 64 << 10  # a call of up to this size is sent by its caller: the socket's buffer takes it at once
+
+
+@final
+class ChannelHandle(Handle):
+    """A call under way; `Channel.wait` returns its reply."""
+
+    def __init__(self, to: int, kind: str, into: Sequence[Tensor] | None) -> None:
+        self.to, self.kind, self.into = to, kind, into
+        self.message: Message | None = None
+        self.error: CommError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.message is not None or self.error is not None
+
+
+class Inbox:
+    """Messages that wait to be received, bounded by number and by bytes. Room is taken before a body is read."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        lock = threading.Lock()
+        self._filled, self._drained = threading.Condition(lock), threading.Condition(lock)
+        self._waiting: deque[tuple[Message, int | None]] = deque()
+        self._count = self._bytes = 0
+        self._closed = False
+
+    def reserve(self, nbytes: int) -> None:
+        with self._drained:
+            self._drained.wait_for(lambda: self._closed or self._has_room(nbytes))
+            self._count, self._bytes = self._count + 1, self._bytes + nbytes
+
+    def _has_room(self, nbytes: int) -> bool:
+        fits = self._count < self._limits.inbox_messages and self._bytes + nbytes <= self._limits.inbox_bytes
+        return self._count == 0 or fits
+
+    def release(self, nbytes: int) -> None:
+        with self._drained:
+            self._release(nbytes)
+
+    def _release(self, nbytes: int) -> None:
+        self._count, self._bytes = self._count - 1, self._bytes - nbytes
+        self._drained.notify_all()
+
+    def put(self, message: Message, reserved: int | None) -> None:
+        """`reserved` bytes are given back when the message is taken; None for a departure, which needs no room."""
+        with self._filled:
+            self._waiting.append((message, reserved))
+            self._filled.notify()
+
+    def get(self, deadline_s: float) -> Message | None:
+        with self._filled:
+            self._filled.wait_for(lambda: self._waiting or self._closed, deadline_s)
+            if self._closed or not self._waiting:
+                return None
+            message, reserved = self._waiting.popleft()
+            if reserved is not None:
+                self._release(reserved)
+            return message
+
+    def close(self) -> None:
+        with self._filled:
+            self._closed = True
+            self._filled.notify_all()
+            self._drained.notify_all()
+
+
+class Link:
+    """One connection to one peer. Frames leave in the order in which they were given."""
+
+    def __init__(self, channel: Channel, peer: int, sock: socket.socket) -> None:
+        self.channel, self.peer, self.sock = channel, peer, sock
+        self.numbers = itertools.count(1)
+        self.fault: str | None = None
+        self._turn = threading.Condition(threading.Lock())  # guards all that follows
+        self._tickets, self._serving, self._sending, self._broken = 0, 0, False, False
+        self._pending: dict[int, ChannelHandle] = {}
+        self._reserved: int | None = None
+        name = f"{channel.rank}-{peer}"
+        self._sender = ThreadPoolExecutor(1, f"podium-send-{name}")  # starts its thread when first used
+        self.receiver = threading.Thread(target=self._receive, name=f"podium-receive-{name}", daemon=True)
+
+    # Sending.
+
+    def expect(self, number: int, handle: ChannelHandle) -> None:
+        with self._turn:
+            self._check_whole()
+            self._pending[number] = handle
+
+    def transmit(self, buffers: list[memoryview], *, later: bool = False) -> None:
+        """Send a frame. `later` lets one that cannot go at once go from the sender's thread when this has returned."""
+        large = sum(buffer.nbytes for buffer in buffers) > _INLINE_BYTES
+        with self._turn:
+            self._check_whole()
+            ticket, self._tickets = self._tickets, self._tickets + 1
+            if later and (large or ticket != self._serving):
+                # An error breaks the link, and so reaches whoever waits for the reply.
+                self._sender.submit(self._send, ticket, buffers)
+                return
+        self._send(ticket, buffers)
+
+    def _send(self, ticket: int, buffers: list[memoryview]) -> None:
+        """The one place where frames are written, one at a time and in order."""
+        with self._turn:
+            came = self._serving == ticket or self._turn.wait_for(
+                lambda: self._broken or self._serving == ticket, self.channel.deadline_s
+            )
+            self._check_whole()
+            self._sending |= came
+        if not came:
+            raise self._give_up()
+        try:
+            wire = frames.send_buffers(self.sock, buffers)
+        except BlockingIOError:  # by SO_SNDTIMEO: nothing went out for the whole deadline
+            raise self._give_up() from None
+        except OSError as error:
+            self.break_off()
+            raise Lost(f"rank {self.channel.rank}: rank {self.peer} has left ({error.strerror})") from None
+        finally:
+            with self._turn:
+                self._sending, self._serving = False, self._serving + 1
+                self._turn.notify_all()
+        self.channel.count(sent=(wire - buffers[0].nbytes, wire))
+
+    def _give_up(self) -> DeadlineExceeded:
+        took = f"{self.channel.deadline_s:g} s"
+        self.break_off(f"it took nothing for {took}")
+        return DeadlineExceeded(
+            f"rank {self.channel.rank}: sending to rank {self.peer} did not go on for {took}; its connection is dropped"
+        )
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise Lost(f"rank {self.channel.rank}: rank {self.peer} has left{self.why}")
+
+    @property
+    def why(self) -> str:
+        return f" ({self.fault})" if self.fault else ""
+
+    # Receiving.
+
+    def _receive(self) -> None:
+        fault: str | None = "receiving from it failed"
+        try:
+            fault = self._receive_frames()
+        finally:
+            self._depart(fault)
+
+    def _receive_frames(self) -> str | None:
+        """Receive until the end; says what was wrong, if anything was."""
+        try:
+            while (frame := frames.read_frame(self.sock, self.channel.limits, self._place)) is not None:
+                self._deliver(frame)
+        except (FrameError, OSError) as error:
+            return str(error)
+        return None
+
+    def _place(self, header: Header) -> Sequence[Tensor] | None:
+        """Where the body goes; blocks while the inbox is full."""
+        if header.source != self.peer or header.kind == DEPARTED:
+            raise FrameError(f"rank {self.peer} sent {header.kind[:40]!r} in the name of rank {header.source}")
+        if header.call < 0:
+            handle = self._pending.get(-header.call)
+            if handle is None:
+                raise FrameError(f"rank {self.peer} answered call {-header.call}, for which nobody waits")
+            return handle.into if header.tensors else None
+        self.channel.inbox.reserve(header.body_bytes)
+        self._reserved = header.body_bytes
+        return self.channel.sink(header) if self.channel.sink is not None and header.tensors else None
+
+    def _deliver(self, frame: Frame) -> None:
+        header = frame.header
+        self.channel.count(received=(header.body_bytes, frame.wire_bytes))
+        message = Message(header.source, header.kind, header.meta, frame.body)
+        if header.call < 0:
+            with self._turn:
+                handle = self._pending.pop(-header.call)
+            self.channel.settle(handle, message)
+            return
+        if header.call:
+            message = message._replace(call=self.channel.note_call(self, header.call))
+        self.channel.inbox.put(message, self._reserved)
+        self._reserved = None
+
+    # Ending.
+
+    def break_off(self, fault: str | None = None) -> None:
+        """End the connection. The receiving thread reads what has arrived, then announces the departure."""
+        with self._turn:
+            if not self._broken:
+                self._broken, self.fault = True, fault
+            self._turn.notify_all()
+        shut(self.sock, socket.SHUT_RDWR)
+
+    def _depart(self, fault: str | None) -> None:
+        self.break_off(fault)
+        if self._reserved is not None:
+            self.channel.inbox.release(self._reserved)
+        with self._turn:
+            # The descriptor may be used by others the moment it is closed, so nobody may be sending on it.
+            self._turn.wait_for(lambda: not self._sending, CLOSE_S)
+            orphans = list(self._pending.values())
+            self._pending.clear()
+        self._sender.shutdown()
+        self.sock.close()
+        self.channel.take_leave(self, orphans)
+
+    def join(self, until: float) -> None:
+        """Wait for the peer to hang up; past `until`, break off."""
+        self.receiver.join(max(until - time.monotonic(), 0))
+        self.break_off()
+        self.receiver.join(CLOSE_S)

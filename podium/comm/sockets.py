@@ -1,0 +1,85 @@
+"""Sockets of the channel: addresses, listening, and the options that matter for tensors."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+from podium.errors import ConfigError
+
+Address = str
+"""`unix:/path` or `tcp:host:port`; port 0 takes a free one."""
+
+_MAX_PATH = 107  # of a Unix socket, on Linux
+_SOCKET_BUFFER = 4 << 20  # the kernel lowers it to what it allows
+
+
+def resolve(address: Address) -> tuple[int, Any]:
+    """Family and place of an address, as `socket` takes them."""
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix" and rest and "\0" not in rest:
+        if len(os.fsencode(rest)) > _MAX_PATH:
+            raise ConfigError(f"the path of a Unix socket must be at most {_MAX_PATH} bytes, got {len(rest)}: {rest}")
+        return socket.AF_UNIX, rest
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"an address must be unix:/path or tcp:host:port, got {address!r}")
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"{address}: no such host: {error.strerror}") from None
+    return family, place
+
+
+def listen_at(address: Address, secret: bytes) -> socket.socket:
+    """A listening socket; one that others can reach is refused without a secret."""
+    family, place = resolve(address)
+    if family != socket.AF_UNIX and not secret and not ipaddress.ip_address(place[0]).is_loopback:
+        raise ConfigError(f"{address} can be reached from outside: a secret is needed to listen there, got none")
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(place)
+        if family == socket.AF_UNIX:
+            os.chmod(place, 0o600)  # nobody can connect before `listen`, so there is no moment when others could
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen at {address}: {error.strerror}") from None
+    return sock
+
+
+def address_of(listener: socket.socket) -> Address:
+    """Where it really listens, a free port filled in."""
+    name = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{name}"
+    return f"tcp:[{name[0]}]:{name[1]}" if listener.family == socket.AF_INET6 else f"tcp:{name[0]}:{name[1]}"
+
+
+def tune(sock: socket.socket, deadline_s: float) -> None:
+    """Blocking calls, sends that give up after the deadline, small messages at once, dead hosts noticed."""
+    sock.settimeout(None)
+    # A timeout of Python's would make every call two, and cut large ones into pieces.
+    seconds, micros = divmod(max(int(deadline_s * 1e6), 1), 1_000_000)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, micros))
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # a host that vanished is noticed in 25 s, not in hours
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def shut(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
+    """Shut down, whatever state it is in."""
+    if sock is not None:
+        with suppress(OSError):  # it is closed already, or the other side was faster
+            sock.shutdown(how)
