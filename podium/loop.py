@@ -32,6 +32,7 @@ from podium.feed import CursorFeed, Feed, StepFeed
 from podium.files import save_tensors
 from podium.flat import Flat
 from podium.measure.records import Recorder
+from podium.measure.steps import StepMeter, progress_of
 from podium.node import Node, NodeSpec, settle_in
 from podium.recovery import Control, recover
 from podium.servers.server import Server
@@ -125,7 +126,7 @@ class Run:
         batch, self._batch = self._batch, None
         if batch is None:
             raise ConfigError("run.step: there is no batch in hand; call it once for each batch of run.batches")
-        began, waited = self.comm.clock.now_ns(), self.comm.waited_ns
+        meter = StepMeter(self.worker)
         if self.strategy.survives_loss and self.comm.size > 1:
             self.worker.remember()
         try:
@@ -136,7 +137,8 @@ class Run:
             recover(self.worker, self._control, in_step=True, carried={})
             self._state = self.strategy.init(self.worker)
             return torch.tensor(float("nan"))
-        self._record(batch, float(loss), began, waited)
+        meter.record(self._recorder, batch, float(loss))
+        self._control.progress(progress_of(self.worker, float(loss), total_samples=self.worker.horizon))
         return loss
 
     def save(self, path: str | Path) -> None:
@@ -151,29 +153,6 @@ class Run:
         if self.comm.size > 1:
             for flat in self.worker.params:
                 self.comm.wait(self.comm.broadcast(flat, self.comm.workers[0]))
-
-    def _record(self, batch: Batch, loss: float, began: int, waited: int) -> None:
-        now, worker = self.comm.clock.now_ns(), self.worker
-        self._recorder.write(
-            "step",
-            now,
-            step=worker.steps_done,
-            position=batch.end,
-            samples=batch.samples,
-            loss=loss,
-            step_ns=now - began,
-            wait_ns=self.comm.waited_ns - waited,
-        )
-        self._control.progress(
-            {
-                "event": "progress",
-                "step": worker.steps_done,
-                "position": worker.position,
-                "total_samples": worker.horizon,
-                "epoch": worker.position / worker.samples,
-                "loss": loss,
-            }
-        )
 
 
 def join(

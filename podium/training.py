@@ -29,6 +29,7 @@ from podium.feed import CursorFeed, Feed, StepFeed, to_device
 from podium.files import save_tensors
 from podium.flat import Flat
 from podium.measure.records import Recorder, read_records
+from podium.measure.steps import StepMeter, progress_of
 from podium.recovery import Control, recover
 from podium.servers.replay import AsRecorded
 from podium.servers.server import Server
@@ -160,8 +161,7 @@ class Training:
         return self.feed.next()
 
     def _step(self, state: Any, batch: Batch) -> None:
-        worker, clock, traffic = self.worker, self.comm.clock, self.comm.traffic
-        began, waited, sent, received = clock.now_ns(), self.comm.waited_ns, traffic.sent, traffic.received
+        worker, meter = self.worker, StepMeter(self.worker)
         if self.job.strategy.survives_loss and self.comm.size > 1:
             worker.remember()
             self._in_step = True
@@ -169,39 +169,13 @@ class Training:
             worker.broadcast_buffers()
         loss = float(self.job.strategy.step(worker, state, batch))
         self._in_step = False
-        now = clock.now_ns()
-        self.recorder.write(
-            "step",
-            now,
-            step=worker.steps_done,
-            position=batch.end,
-            samples=batch.samples,
-            loss=loss,
-            step_ns=now - began,
-            wait_ns=self.comm.waited_ns - waited,
-            sent=traffic.sent - sent,
-            received=traffic.received - received,
-        )
+        meter.record(self.recorder, batch, loss)
         if not math.isfinite(loss):
             raise TrainingError(
                 f"rank {self.comm.rank}: the loss became {loss} at step {worker.steps_done} (sample position "
                 f"{batch.piece.position}); lower the rate, clip gradients (--set clip_norm=1), check the data"
             )
-        self._tell(loss)
-
-    def _tell(self, loss: float) -> None:
-        worker = self.worker
-        self.control.progress(
-            {
-                "event": "progress",
-                "step": worker.steps_done,
-                "position": worker.position,
-                "total_steps": self.total_steps,
-                "total_samples": self.end,
-                "epoch": worker.position / self.order.samples,
-                "loss": worker.step_loss if worker.step_loss is not None else loss,
-            }
-        )
+        self.control.progress(progress_of(worker, loss, total_steps=self.total_steps, total_samples=self.end))
 
     # Validation, buffers, checkpoints.
 

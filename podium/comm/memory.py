@@ -11,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import final
 
 from torch import Tensor
 
 from podium.comm.base import DEPARTED, Clock, Communicator, Handle, Message, Meta, nbytes_of
-from podium.errors import CommError, DeadlineExceeded, Lost
+from podium.comm.inprocess import Pending, Round, land, sum_in_order
+from podium.errors import DeadlineExceeded, Lost
 
 
 @final
@@ -31,28 +31,6 @@ class WallClock(Clock):
         return time.monotonic_ns() - self._start
 
 
-@dataclass(eq=False)
-class _Pending(Handle):
-    what: str
-    peers: tuple[int, ...]  # whom it waits for
-    into: Sequence[Tensor] | None = None
-    result: Message | None = None
-    error: CommError | None = None
-    finished: bool = False
-
-    @property
-    def done(self) -> bool:
-        return self.finished
-
-
-@dataclass
-class _Round:
-    """One collective: who has come, with which tensor."""
-
-    tensors: dict[int, Tensor] = field(default_factory=dict)
-    handles: list[_Pending] = field(default_factory=list)
-
-
 class MemoryWorld:
     """Threads that exchange by handing tensors over."""
 
@@ -63,8 +41,8 @@ class MemoryWorld:
         self.members = tuple(range(workers))
         self.servers = tuple(range(workers, workers + servers))
         self.inboxes: dict[int, deque[Message]] = {r: deque() for r in self.members + self.servers}
-        self.calls: dict[int, tuple[_Pending, int]] = {}  # call -> its handle, who was asked
-        self.rounds: dict[tuple[int, int], _Round] = {}
+        self.calls: dict[int, tuple[Pending, int]] = {}  # call -> its handle, who was asked
+        self.rounds: dict[tuple[int, int], Round] = {}
         self.departed: set[int] = set()
         self._calls_made = 0
         self.ranks = [
@@ -107,13 +85,13 @@ class MemoryWorld:
                         self._fail(handle, rank)
             self.changed.notify_all()
 
-    def new_call(self, handle: _Pending, to: int) -> int:
+    def new_call(self, handle: Pending, to: int) -> int:
         self._calls_made += 1
         self.calls[self._calls_made] = (handle, to)
         return self._calls_made
 
     @staticmethod
-    def _fail(handle: _Pending, rank: int) -> None:
+    def _fail(handle: Pending, rank: int) -> None:
         handle.error, handle.finished = Lost(f"rank {rank} is gone ({handle.what})"), True
 
 
@@ -147,9 +125,9 @@ class MemoryCommunicator(Communicator):
     def _collective(self, tensor: Tensor, what: str, combine: Callable[[list[Tensor]], Tensor]) -> Handle:
         world, key = self._world, (self.generation, self._issued)
         self._issued += 1
-        handle = _Pending(f"{what} {key[1]} of generation {key[0]}", self.workers)
+        handle = Pending(self.rank, f"{what} {key[1]} of generation {key[0]}")
         with world.changed:
-            round_ = world.rounds.setdefault(key, _Round())
+            round_ = world.rounds.setdefault(key, Round())
             round_.tensors[self.rank] = tensor
             round_.handles.append(handle)
             if len(round_.tensors) == self.size:
@@ -172,7 +150,7 @@ class MemoryCommunicator(Communicator):
     def call(
         self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
     ) -> Handle:
-        handle = _Pending(f"call {kind!r} to rank {to}", (to,), into)
+        handle = Pending(self.rank, f"call {kind!r} to rank {to}", into)
         with self._world.changed:
             number = self._world.new_call(handle, to)
             if to in self._world.departed:
@@ -206,7 +184,7 @@ class MemoryCommunicator(Communicator):
         return message
 
     def _wait(self, handles: Sequence[Handle], deadline_s: float) -> list[Message | None]:
-        pending = [h for h in handles if isinstance(h, _Pending)]
+        pending = [h for h in handles if isinstance(h, Pending)]
         with self._world.changed:
             if not self._world.changed.wait_for(lambda: all(h.finished for h in pending), deadline_s):
                 late = next(h for h in pending if not h.finished)
@@ -225,20 +203,3 @@ class MemoryCommunicator(Communicator):
     def computing(self) -> Iterator[None]:
         with self._world.compute_lock:
             yield
-
-
-def sum_in_order(tensors: list[Tensor]) -> Tensor:
-    """The sum, always added up in rank order, so that it has the same bits in every run."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
-    return total
-
-
-def land(body: Sequence[Tensor], into: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-    """A reply's tensors in the buffers made ready for them, or in fresh ones."""
-    if into is None:
-        return tuple(t.clone() for t in body)
-    for mine, theirs in zip(into, body, strict=True):
-        mine.copy_(theirs)
-    return tuple(into)

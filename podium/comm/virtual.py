@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from podium.comm.base import DEPARTED, Clock, Communicator, Handle, Message, Meta, nbytes_of
-from podium.comm.memory import land, sum_in_order
+from podium.comm.inprocess import Pending, Round, land, sum_in_order
 from podium.comm.network import Network, Terrain, make_network
 from podium.errors import CommError, DeadlineExceeded, Lost
 
@@ -46,26 +46,6 @@ class Event(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Pending(Handle):
-    owner: int
-    what: str
-    into: Sequence[Tensor] | None = None
-    result: Message | None = None
-    finished: bool = False
-    failed: CommError | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.finished
-
-
-@dataclass
-class _Round:
-    tensors: dict[int, Tensor] = field(default_factory=dict)
-    handles: list[_Pending] = field(default_factory=list)
-
-
-@dataclass(eq=False)
 class _Parcel:
     """Something under way between two ranks."""
 
@@ -78,7 +58,7 @@ class _Seat:
     """What the loop knows of one rank."""
 
     gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    waits_for: set[_Pending] | None = None  # None: not waiting for handles
+    waits_for: set[Pending] | None = None  # None: not waiting for handles
     wants_message: bool = False
     waiting_for: str = ""
     alive: bool = True
@@ -96,8 +76,8 @@ class VirtualWorld:
         self.node_of = cluster.place(workers, servers, colocated)
         self.network: Network = make_network(cluster, self)
         self.inboxes: dict[int, deque[Message]] = {r: deque() for r in self.members + self.servers}
-        self.calls: dict[int, tuple[_Pending, int]] = {}
-        self.rounds: dict[tuple[int, int], _Round] = {}
+        self.calls: dict[int, tuple[Pending, int]] = {}
+        self.rounds: dict[tuple[int, int], Round] = {}
         self.collective_free = 0
         self.departed: set[int] = set()
         self._lanes: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)
@@ -217,7 +197,7 @@ class VirtualWorld:
                 return True
         return False
 
-    def wait_for(self, rank: int, handles: Sequence[_Pending]) -> None:
+    def wait_for(self, rank: int, handles: Sequence[Pending]) -> None:
         open_ = {h for h in handles if not h.finished}
         if open_:
             seat = self._seats[rank]
@@ -231,11 +211,11 @@ class VirtualWorld:
 
     # What events do.
 
-    def finish(self, handle: _Pending, error: CommError | None = None) -> None:
+    def finish(self, handle: Pending, error: CommError | None = None) -> None:
         """An exchange ended; its owner goes on if it waited for nothing else."""
         if handle.finished:
             return
-        handle.finished, handle.failed = True, error
+        handle.finished, handle.error = True, error
         seat = self._seats[handle.owner]
         if seat.waits_for is not None and handle in seat.waits_for:
             seat.waits_for.discard(handle)
@@ -253,7 +233,7 @@ class VirtualWorld:
     def _go_on(self, rank: int) -> None:
         self.at(max(self.now, self.ranks[rank].virtual_clock.local), rank, None, order=1)
 
-    def new_call(self, handle: _Pending, to: int) -> int:
+    def new_call(self, handle: Pending, to: int) -> int:
         self._calls_made += 1
         self.calls[self._calls_made] = (handle, to)
         return self._calls_made
@@ -335,11 +315,11 @@ class VirtualCommunicator(Communicator):
     def _collective(self, tensor: Tensor, what: str, combine: Callable[[list[Tensor]], Tensor], cost_ns: int) -> Handle:
         world, key = self._world, (self.generation, self._issued)
         self._issued += 1
-        handle = _Pending(self.rank, f"{what} {key[1]} of generation {key[0]}")
+        handle = Pending(self.rank, f"{what} {key[1]} of generation {key[0]}")
         members = self.workers
 
         def join() -> None:
-            round_ = world.rounds.setdefault(key, _Round())
+            round_ = world.rounds.setdefault(key, Round())
             round_.tensors[self.rank] = tensor
             round_.handles.append(handle)
             gone = [r for r in members if r in world.departed and r not in round_.tensors]
@@ -349,7 +329,7 @@ class VirtualCommunicator(Communicator):
                 world.collective_free = max(world.now, world.collective_free) + cost_ns
                 world.at(world.collective_free, self.rank, lambda: complete(round_))
 
-        def complete(round_: _Round) -> None:
+        def complete(round_: Round) -> None:
             del world.rounds[key]
             result = combine([round_.tensors[r] for r in members])
             for mine in round_.tensors.values():
@@ -367,7 +347,7 @@ class VirtualCommunicator(Communicator):
     def call(
         self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
     ) -> Handle:
-        handle = _Pending(self.rank, f"call {kind!r} to rank {to}", into)
+        handle = Pending(self.rank, f"call {kind!r} to rank {to}", into)
         number = self._world.new_call(handle, to)
         message = Message(self.rank, kind, meta, tuple(t.clone() for t in body), number)
 
@@ -412,11 +392,11 @@ class VirtualCommunicator(Communicator):
         return message
 
     def _wait(self, handles: Sequence[Handle], deadline_s: float) -> list[Message | None]:
-        pending = [h for h in handles if isinstance(h, _Pending)]
+        pending = [h for h in handles if isinstance(h, Pending)]
         self._world.wait_for(self.rank, pending)
         for handle in pending:
-            if handle.failed is not None:
-                raise handle.failed
+            if handle.error is not None:
+                raise handle.error
             if handle.result is not None:
                 self.traffic.received += nbytes_of(handle.result.body)
         return [h.result for h in pending]

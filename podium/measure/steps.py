@@ -1,0 +1,50 @@
+"""What one step cost: time, waiting and bytes, on the world's own clock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from podium.measure.records import Recorder
+
+if TYPE_CHECKING:
+    from podium.worker import Batch, Worker
+
+
+class StepMeter:
+    """Reads clock and counters when it is made, and again when the step is recorded."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._began = self._read()
+
+    def record(self, recorder: Recorder, batch: Batch, loss: float) -> None:
+        """Write the `step` record."""
+        now, waited, sent, received = self._read()
+        recorder.write(
+            "step",
+            now,
+            step=self.worker.steps_done,
+            position=batch.end,
+            samples=batch.samples,
+            loss=loss,
+            step_ns=now - self._began[0],
+            wait_ns=waited - self._began[1],
+            sent=sent - self._began[2],
+            received=received - self._began[3],
+        )
+
+    def _read(self) -> tuple[int, int, int, int]:
+        comm = self.worker.comm
+        return comm.clock.now_ns(), comm.waited_ns, comm.traffic.sent, comm.traffic.received
+
+
+def progress_of(worker: Worker, loss: float, **more: Any) -> dict[str, Any]:
+    """What a running worker tells the outside after a step."""
+    return {
+        "event": "progress",
+        "step": worker.steps_done,
+        "position": worker.position,
+        "epoch": worker.position / worker.samples,
+        "loss": worker.step_loss if worker.step_loss is not None else loss,
+        **more,
+    }
