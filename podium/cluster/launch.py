@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import json
 import multiprocessing
 import os
 import secrets
@@ -22,7 +23,7 @@ from podium.cluster.ending import termination_unwinds
 from podium.config import RunConfig, RunResult, build, parse_strategy
 from podium.errors import ConfigError, RecordError
 from podium.files import write_atomically
-from podium.measure.manifest import write_manifest
+from podium.measure.manifest import read_manifest, write_manifest
 from podium.measure.records import merge_records, read_records, to_json
 from podium.measure.summary import summarise
 from podium.strategies import STRATEGIES, make_strategy
@@ -180,7 +181,22 @@ def prepare(config: RunConfig, task: Task | None = None) -> Job:
         raise ConfigError(f"replay runs in virtual time: launcher must be 'virtual', got {config.launcher!r}")
     found = task or load_task(config.task, config.task_options, config.data_dir)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
-    return Job(resolved(config, found, run_dir), found, strategy, run_dir, task_is_named=task is None)
+    full = resolved(config, found, run_dir)
+    if full.replay is not None:
+        _check_replay(full, Path(full.replay))
+    return Job(full, found, strategy, run_dir, task_is_named=task is None)
+
+
+def _check_replay(config: RunConfig, recorded_dir: Path) -> None:
+    """A recorded order can only be followed by the run that was recorded."""
+    recorded = read_manifest(recorded_dir)["config"]
+    now = json.loads(to_json(config.to_dict()))
+    decisive = ("task", "task_options", "strategy", "strategy_options", "workers", "seed", "epochs", "steps")
+    for name in (*decisive, "batch_size", "accumulate", "clip_norm", "autocast", "checkpoint_every", "resume"):
+        if recorded[name] != now[name]:
+            raise ConfigError(
+                f"replay of {recorded_dir}: {name} must be as recorded ({recorded[name]!r}), got {now[name]!r}"
+            )
 
 
 def resolved(config: RunConfig, task: Task, run_dir: Path) -> RunConfig:

@@ -248,7 +248,8 @@ def options_of(optimizer: Optimizer, lr_scale: float = 1.0) -> list[dict[str, An
     """Each group's numbers, to travel with a push: where it lies in the order decides them, not when it arrives."""
     options = []
     for group in optimizer.param_groups:
-        numbers = {k: v for k, v in group.items() if _is_number(v)}
+        plain = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in group.items()}
+        numbers = {k: v for k, v in plain.items() if _is_number(v)}
         several = {k: v for k, v in group.items() if isinstance(v, tuple) and all(map(_is_number, v))}  # Adam's betas
         options.append({**numbers, **several, "lr": float(numbers["lr"]) * lr_scale})
     return options
