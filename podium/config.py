@@ -68,8 +68,8 @@ class RunConfig:
     """A run's folder or one checkpoint to go on from."""
     replay: str | None = None
     """A run's folder whose recorded order of arrivals is repeated, in virtual time."""
-    deadline_s: float = 60.0
-    """How long any rank waits for another before it gives up."""
+    deadline_s: float = 300.0
+    """How long any rank waits for another before it gives up; validation on the first worker must fit in it."""
     heartbeat_s: float = 2.0
     """A rank that is silent for longer is taken for lost and killed."""
     start_deadline_s: float = 60.0

@@ -4,8 +4,9 @@
     for x, y in run.batches(train_set, batch_size=64, epochs=5):
         loss = run.step(lambda: F.cross_entropy(model(x), y))
 
-Started as `python script.py` it is one worker; by `podium run script.py --workers 4 --strategy …` or `torchrun
-script.py` it is one of many. A process that is to be a server serves inside `join` and ends there.
+Started as `python script.py` it is one worker; by `podium run script.py --workers 4 --strategy …` or
+`torchrun … -m podium.node --script script.py` it is one of many. A process that is to be a server serves inside `join`
+and ends there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from podium.comm.base import Communicator
 from podium.comm.memory import MemoryWorld
-from podium.config import RunConfig
 from podium.data.base import as_dataset
 from podium.data.order import GlobalOrder
 from podium.errors import ConfigError, Lost, TrainingError
@@ -159,17 +159,22 @@ def join(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    strategy: str | Strategy[Any] | None = None,
     schedule: LRScheduler | None = None,
     clip_norm: float | None = None,
     seed: int = 0,
 ) -> Run:
     """Take part in a run with this model and optimizer; the other workers' parameters become the first one's.
 
-    `strategy` is used where whoever started this process named none. `schedule` is stepped once per global step.
+    Whoever started this process named the strategy; started by itself, it trains alone. `schedule` is stepped once per
+    global step.
     """
     options = {"schedule": schedule, "clip_norm": clip_norm, "seed": seed}
     if not _STARTED_AS:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                "podium.join: this process is one of several of torchrun's, but was not started as a Podium rank; "
+                "use: torchrun … -m podium.node --script SCRIPT"
+            )
         (comm,) = MemoryWorld(1).ranks
         # Alone in this process: torch's generator is the user's, and stays.
         comm.shares_process = False
@@ -238,8 +243,3 @@ class _Alone(Control):
 
 def _no_loss(outputs: Any, targets: Any) -> Tensor:
     raise ConfigError("run.step needs a closure that computes the loss")
-
-
-def config_of_run() -> RunConfig | None:
-    """How this process was started, or None when it was started by itself."""
-    return _STARTED_AS[0].config if _STARTED_AS else None

@@ -137,14 +137,11 @@ def run_script(
     from podium.cluster.rendezvous import rendezvous_folder
     from podium.loop import run_user_script
 
-    if not Path(script).is_file():
-        raise ConfigError(f"{script}: no such script")
     if config.launcher != "local":
         raise ConfigError(f"podium run starts local processes: launcher must be 'local', got {config.launcher!r}")
-    config = dataclasses.replace(config, task=script)
-    strategy = check(config)
-    run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
-    plan = Plan(dataclasses.replace(config, run_dir=str(run_dir)), strategy, run_dir)
+    plan = plan_script(dataclasses.replace(config, task=script))
+    run_dir, strategy = plan.run_dir, plan.strategy
+    assert run_dir is not None
     write_manifest(run_dir, plan.config.to_dict(), strategy=repr(strategy), script=script, args=list(args))
     with rendezvous_folder() as folder:
         body = functools.partial(run_user_script, script=script, args=tuple(args))
@@ -170,6 +167,15 @@ def merged_afterwards(run_dir: Path) -> Iterator[None]:
 def _merge(run_dir: Path) -> None:
     if (run_dir / "records").is_dir():
         merge_records(run_dir)
+
+
+def plan_script(config: RunConfig) -> Plan:
+    """Check a run of the user's own script, which `config.task` names, and choose its folder."""
+    if not Path(config.task).is_file():
+        raise ConfigError(f"{config.task}: no such script")
+    strategy = check(config)
+    run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
+    return Plan(dataclasses.replace(config, run_dir=str(run_dir)), strategy, run_dir)
 
 
 def prepare(config: RunConfig, task: Task | None = None) -> Job:

@@ -1,6 +1,7 @@
 """Ranks started by torchrun, or by anything that sets its environment variables.
 
     torchrun --nproc-per-node 4 -m podium.node --task digits-mlp --strategy all-reduce
+    torchrun --nproc-per-node 4 -m podium.node --strategy all-reduce --script my_loop.py --its-own-option
 
 The last ranks become servers where the strategy wants some. The process of rank 0 also holds the coordinator, so here
 a lost rank ends the run, as torchrun has it anyway: its agent stops all others.
@@ -18,17 +19,18 @@ import sys
 import threading
 import time
 
+from podium.cluster.base import Planned
 from podium.cluster.coordinator import Coordinator
-from podium.cluster.launch import conclude, prepare
+from podium.cluster.launch import conclude, plan_script, prepare
 from podium.cluster.local import endpoints_of, rules_of
 from podium.comm.torch_dist import client_store, look_up, named_part, publish
 from podium.config import RunConfig, resolve
 from podium.errors import ConfigError, PodiumError, RecordError
+from podium.loop import run_user_script
 from podium.measure.manifest import write_manifest
 from podium.measure.records import Recorder, merge_records, to_json
 from podium.node import NodeSpec, run_node
 from podium.strategies import make_strategy
-from podium.training import Job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +69,8 @@ def run_under_torchrun(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, also from inside an exchange: the agent waits for us
     try:
         environment = Environment.read()
-        config = _config(argv, environment)
-        _Rank(environment, config).run()
+        config, script = _config(argv, environment)
+        _Rank(environment, config, script).run()
     except PodiumError as error:
         print(f"podium: {error}", file=sys.stderr)
         return error.exit_code
@@ -78,8 +80,9 @@ def run_under_torchrun(argv: list[str]) -> int:
 class _Rank:
     """One process of torchrun's."""
 
-    def __init__(self, environment: Environment, config: RunConfig) -> None:
-        self.environment = environment
+    def __init__(self, environment: Environment, config: RunConfig, script: list[str]) -> None:
+        """`script` is the user's own and its arguments, or empty where a task is trained."""
+        self.environment, self._script = environment, script
         store = client_store(
             environment.host,
             environment.port,
@@ -95,18 +98,23 @@ class _Rank:
         coordinator = self._start_coordinator() if rank == 0 else None
         if coordinator is not None:
             publish(self.store, "podium/coordinator", coordinator.address)
-        run_node(self._spec(look_up(self.store, "podium/coordinator", config.start_deadline_s)))
+        spec = self._spec(look_up(self.store, "podium/coordinator", config.start_deadline_s))
+        if self._script:
+            run_user_script(spec, None, script=self._script[0], args=tuple(self._script[1:]))
+        else:
+            run_node(spec)
         if coordinator is not None:
             self._conclude(coordinator)
 
-    def _agree_on_job(self, config: RunConfig) -> Job:
+    def _agree_on_job(self, config: RunConfig) -> Planned:
         """Rank 0 chooses the run's folder, and all take it."""
+        plan = plan_script if self._script else prepare
         if self.environment.rank == 0:
-            job = prepare(config)
+            job = plan(config)
             publish(self.store, "podium/run_dir", str(job.config.run_dir))
             return job
         run_dir = look_up(self.store, "podium/run_dir", config.start_deadline_s)
-        return prepare(dataclasses.replace(config, run_dir=run_dir))
+        return plan(dataclasses.replace(config, run_dir=run_dir))
 
     def _start_coordinator(self) -> Coordinator:
         job = self.job
@@ -136,8 +144,9 @@ class _Rank:
         self._recorder.close()
         assert self.job.run_dir is not None
         merge_records(self.job.run_dir)
-        result = conclude(self.job, coordinator.reports, launcher="torchrun")
-        print(to_json(result.to_dict()), flush=True)
+        if not self._script:  # a script says for itself what it came to
+            result = conclude(self.job, coordinator.reports, launcher="torchrun")
+            print(to_json(result.to_dict()), flush=True)
 
     def _spec(self, coordinator: str) -> NodeSpec:
         environment, job = self.environment, self.job
@@ -173,21 +182,25 @@ class _Rank:
             return str(probe.getsockname()[0])
 
 
-def _config(argv: list[str], environment: Environment) -> RunConfig:
+def _config(argv: list[str], environment: Environment) -> tuple[RunConfig, list[str]]:
+    """The configuration, and the user's script with its arguments, if one was named."""
     parser = argparse.ArgumentParser(prog="podium.node", description="One rank of a run, under torchrun.")
     parser.add_argument("--config", help="a run file (TOML)")
     parser.add_argument("--task")
     parser.add_argument("--strategy")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--script", nargs=argparse.REMAINDER, default=[], help="the user's own loop; the rest is its")
     given = vars(parser.parse_args(argv))
-    file, overrides = given.pop("config"), given.pop("overrides")
+    file, overrides, script = given.pop("config"), given.pop("overrides"), given.pop("script")
+    if script:
+        given["task"] = script[0]
     config = resolve(file, overrides, given)
     strategy = make_strategy(config.strategy, config.strategy_options)
     servers = 0 if strategy.colocated else strategy.server_count
     if environment.world_size <= servers:
         raise ConfigError(f"{config.strategy} needs more than {servers} processes, got {environment.world_size}")
-    return dataclasses.replace(config, workers=environment.world_size - servers)
+    return dataclasses.replace(config, workers=environment.world_size - servers), script
 
 
 def _secret() -> bytes:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from podium.cluster.launch import run_script
+from podium.config import RunConfig
 from tests.integration.faults import BATCH, EPOCHS, SAMPLES, STEPS, TASK, Faults
 from tests.integration.processes import document, settings, torchrun
 from tests.integration.runs import FIELDS, audit_samples, audit_steps, records_of, train
@@ -34,6 +39,30 @@ def test_torchrun_gives_the_same_bits_as_local_processes(tmp_path: Path, strateg
     assert len(set(here.param_hash.values())) == 1
     audit_steps(there["run_dir"])
     audit_steps(here.run_dir)
+
+
+LOOP = Path(__file__).parents[2] / "examples" / "train_podium.py"
+
+
+def test_the_users_own_loop_runs_under_torchrun_as_under_podium_run(tmp_path: Path) -> None:
+    config = RunConfig(strategy="all-reduce", workers=2, out=str(tmp_path / "local"), threads=1)
+    assert run_script(config, str(LOOP)) == 0
+    code, said, err = torchrun(2, *settings({"out": tmp_path / "torchrun", "threads": 1}), "--script", str(LOOP))
+    assert code == 0, err
+    assert "on 2 workers" in said
+    losses = [
+        [row["loss"] for row in records_of(next((tmp_path / place).iterdir()), "step")]
+        for place in ("local", "torchrun")
+    ]
+    assert losses[0] and sorted(losses[0]) == sorted(losses[1])
+
+
+def test_a_loop_that_torchrun_started_by_itself_is_told_how(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, str(LOOP)], env={**os.environ, "WORLD_SIZE": "2"}, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 1
+    assert "torchrun … -m podium.node --script" in run.stderr
 
 
 def test_synchronous_servers_give_the_same_bits_wherever_they_live(tmp_path: Path) -> None:
