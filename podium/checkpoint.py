@@ -59,7 +59,8 @@ def save_shared(run_dir: Path, step: int, state: Mapping[str, Any], members: tup
         partial.replace(target)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror}") from error
-    for old in sorted(target.parent.glob("step-????????"))[:-keep]:
+    abandoned = [p for p in target.parent.glob("step-*.partial") if p.name < partial.name]  # a rank was lost over it
+    for old in abandoned + sorted(target.parent.glob("step-????????"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 

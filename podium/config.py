@@ -37,7 +37,7 @@ class RunConfig:
     epochs: int | None = None
     """How often the data are gone through; the task's own number when not given."""
     steps: int | None = None
-    """Ends the run after this many global steps, whatever `epochs` says."""
+    """Ends the run after this many global steps, where `epochs` does not end it before."""
     batch_size: int | None = None
     """Samples per global step over all workers; the task's own number when not given."""
     accumulate: int | None = None
@@ -46,7 +46,7 @@ class RunConfig:
     autocast: Literal["off", "bf16"] | None = None
     buffers: Literal["mean", "broadcast", "local"] | None = None
     shares: tuple[float, ...] | None = None
-    """Each worker's part of a global step, in any unit; equal when not given."""
+    """Each worker's part of a global step, in any unit; equal when not given. Asynchronous training has no parts."""
     eval_every: int = 1
     """Epochs between validations; 0 validates at the end only."""
     checkpoint_every: int = 0
@@ -63,7 +63,7 @@ class RunConfig:
     out: str = "runs"
     """The run's folder is made inside this one."""
     run_dir: str | None = None
-    """The run's folder itself; made up from task, strategy and time when not given."""
+    """The run's folder itself, without a run in it yet; made up from task, strategy and time when not given."""
     resume: str | None = None
     """A run's folder or one checkpoint to go on from."""
     replay: str | None = None
@@ -103,7 +103,11 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run came to. `podium train --json` prints it; `results.jsonl` holds one per line."""
+    """What a run came to. `podium train --json` prints it; `results.jsonl` holds one per line.
+
+    After a resume, `steps` and `epochs` say where training stands since its beginning; all that was counted or timed
+    (`updates`, `samples`, `seconds`, bytes, waiting, staleness) is of this run alone.
+    """
 
     run_dir: str
     status: Literal["finished", "stopped"]
@@ -120,22 +124,30 @@ class RunResult:
     param_hash: Mapping[str, str]
     """Each worker's hash of its parameters at the end, by rank."""
     steps: int
-    """Global steps, or pushes applied when asynchronous."""
+    """Global steps since the beginning; when asynchronous, as many as the samples used make up."""
     samples: int
+    """Used in this run."""
     epochs: float
+    """How often the data were gone through, since the beginning."""
     seconds: float
-    """Training time on the world's own clock, validation left out."""
+    """Training time of this run on the world's own clock, validation left out."""
     samples_per_s: float
     sent_bytes: int
-    """By all ranks together."""
+    """By all ranks together, in this run."""
+    updates: int = 0
+    """Pushes that each server applied in this run; 0 where none is applied by itself (not asynchronous)."""
     step_ms: Mapping[str, float] = field(default_factory=dict)
     """Median and 90th percentile of a worker's step: `p50`, `p90`."""
     wait_share: float = 0.0
     """Share of the workers' step time spent waiting for others."""
     staleness: Mapping[str, float] = field(default_factory=dict)
-    """`mean`, `max`, `count` over updates, each worker's first push left out; empty when nothing can be stale."""
+    """`mean`, `max`, `count` over updates; empty when nothing can be stale.
+
+    A worker's first push of a stretch (after the run's beginning or a checkpoint) is left out: all workers begin it
+    with the same parameters.
+    """
     history: Sequence[Mapping[str, Any]] = ()
-    """One row per validation: step, epoch, samples, seconds, loss and the metrics."""
+    """One row per validation: step, epoch and samples since the beginning, seconds of this run, loss, the metrics."""
     lost: Sequence[int] = ()
     """Ranks that were lost on the way."""
     model: str = ""
@@ -244,11 +256,11 @@ def resolve(
 
 
 def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
-    """`name` or `name:key=value,key=value` to name and options; `my.py:Class` is a name too."""
+    """`name` or `name:key=value,key=value` to name and options; `my.py:Class` and `module:Class` are names too."""
     name, _, rest = text.partition(":")
-    if "." in name:  # a file or module of the user's own
-        cls, _, rest = rest.partition(":")
-        name = f"{name}:{cls}"
+    second, _, behind = rest.partition(":")
+    if second and "=" not in second:  # no option, so a class in a file or module of the user's own
+        name, rest = f"{name.strip()}:{second.strip()}", behind
     options: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from podium.data.base import Dataset
 from podium.data.order import GlobalOrder, Slice, share_of
+from podium.nests import map_tensors
 from podium.worker import Batch, Worker
 
 
@@ -45,7 +45,7 @@ class StepFeed(Feed):
         worker = self.worker
         if worker.position >= worker.horizon:
             return None
-        step = self.order.slice_at(worker.position, worker.batch_size)
+        step = self.order.slice_at(worker.position, min(worker.batch_size, worker.horizon - worker.position))
         members = worker.comm.workers
         shares = [1.0] * len(members) if self._shares is None else [self._shares[r] for r in members]
         mine = share_of(step, shares, worker.comm.index)
@@ -87,11 +87,5 @@ class CursorFeed(Feed):
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Every tensor of a nest of tuples, lists and dicts, on this device."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {k: to_device(v, device) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to_device(v, device) for v in value)
-    return value
+    """Every tensor of a nest, on this device."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)

@@ -19,6 +19,7 @@ from torch import Tensor
 from podium.errors import CheckpointError
 
 _NAMES = {
+    torch.complex64: "C64",
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",

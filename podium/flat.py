@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 
 from podium.errors import ConfigError, TrainingError
 
-TAIL = 2
-"""Extra numbers behind the last bucket: the workers' votes to stop, and the sum of their weighted losses."""
+TAIL = 3
+"""Extra numbers behind the last bucket: how many workers want to stop, the sum of their weighted losses, and how many
+used other parameters in this step than when they last agreed on the used ones."""
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is smaller, so that the first exchange starts early."""
@@ -69,6 +70,7 @@ class Flat:
             raise ConfigError("the model has no parameter to train (all are frozen, or there are none)")
         for p in trainable:
             _require_flattenable(p, named[id(p)], groups)
+        _require_known(optimizer, named)
         self.parameters: list[nn.Parameter] = trainable[::-1]
         """Trainable parameters in piece order; a tied one stands once."""
         self.pieces: list[Piece] = []
@@ -159,7 +161,19 @@ def _is_dense(p: Tensor) -> bool:
     return any(p.is_contiguous(memory_format=f) for f in formats)
 
 
+def _require_known(optimizer: Optimizer, named: dict[int, str]) -> None:
+    for g, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) not in named:
+                raise ConfigError(
+                    f"the optimizer's group {g} holds a parameter of shape {tuple(p.shape)} that is not in the model; "
+                    "register it as a parameter of the model"
+                )
+
+
 def _require_flattenable(p: nn.Parameter, name: str, groups: dict[int, int]) -> None:
+    if isinstance(p, nn.UninitializedParameter):
+        raise ConfigError(f"parameter {name} has no shape yet: run a lazy module once before it is trained")
     if not p.is_floating_point():
         raise ConfigError(f"parameter {name}: trainable parameters must be real floating-point numbers, got {p.dtype}")
     if id(p) not in groups:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from podium.building import derived_seed
 from podium.comm.base import Communicator
 from podium.comm.memory import MemoryWorld
 from podium.data.base import as_dataset
@@ -39,7 +40,7 @@ from podium.servers.server import Server
 from podium.strategies import make_strategy
 from podium.strategies.base import Strategy
 from podium.task import Task
-from podium.training import derived_seed, run_server
+from podium.training import run_server
 from podium.worker import Batch, Worker
 
 _STARTED_AS: list[Node] = []
@@ -91,7 +92,7 @@ class Run:
         return self.comm.index == 0
 
     def batches(self, data: Any, *, batch_size: int, epochs: int = 1) -> Iterator[tuple[Any, Any]]:
-        """This worker's part of every global step of `batch_size` samples, epoch after epoch.
+        """This worker's part of every global step of `batch_size` samples, for this many further epochs.
 
         `data` is a map-style data set, a pair of arrays or a `podium.Dataset`. Each batch wants one call of `step`.
         """
@@ -99,11 +100,25 @@ class Run:
         order, worker = GlobalOrder(len(dataset), self.seed), self.worker
         if batch_size < self.size:
             raise ConfigError(f"batch_size must be at least one sample per worker ({self.size}), got {batch_size}")
-        worker.samples, worker.batch_size, worker.horizon = order.samples, batch_size, epochs * order.samples
+        if worker.samples not in (0, order.samples):
+            raise ConfigError(
+                f"run.batches: the data must stay the same: {worker.samples} samples, now {order.samples}"
+            )
+        worker.samples, worker.batch_size = order.samples, batch_size
+        worker.horizon = worker.position + epochs * order.samples
+        worker.flat.check()
         device = worker.params[0].device
         feed: Feed = (CursorFeed if self.strategy.feed == "cursor" else StepFeed)(dataset, order, worker, device)
-        self._share_parameters()
+        if worker.steps_done == 0:
+            worker.share_from_first()
         self._state = self.strategy.init(worker)
+        try:
+            yield from self._until_horizon(feed)
+        finally:  # also when the user breaks out of the loop, which all workers must do after the same step
+            self.strategy.finish(worker, self._state)
+
+    def _until_horizon(self, feed: Feed) -> Iterator[tuple[Any, Any]]:
+        worker = self.worker
         while True:
             worker.stop_requested = self._control.stop_requested()
             batch = None if worker.stop_agreed else feed.next()
@@ -116,7 +131,6 @@ class Run:
             yield batch.inputs, batch.targets
             if self._batch is not None:
                 raise ConfigError("run.batches: every batch needs one call of run.step before the next")
-        self.strategy.finish(worker, self._state)
 
     def step(self, closure: Callable[[], Tensor] | None) -> Tensor:
         """One step of the strategy on the batch in hand; `closure` computes its mean loss.
@@ -148,11 +162,6 @@ class Run:
 
     def param_hash(self) -> str:
         return self.worker.param_hash()
-
-    def _share_parameters(self) -> None:
-        if self.comm.size > 1:
-            for flat in self.worker.params:
-                self.comm.wait(self.comm.broadcast(flat, self.comm.workers[0]))
 
 
 def join(

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from podium.building import Job, device_of, make_server
 from podium.cluster.membership import Membership
 from podium.comm.channel import Channel
 from podium.comm.memory import WallClock
@@ -32,12 +33,12 @@ from podium.comm.real import RealCommunicator
 from podium.comm.sockets import Address
 from podium.comm.torch_dist import Group, backend_for, client_store, file_store, named_part
 from podium.config import RunConfig, build
-from podium.errors import PodiumError
+from podium.errors import PodiumError, TrainingError
 from podium.measure.records import Recorder
 from podium.servers.server import Server
 from podium.strategies import make_strategy
 from podium.task import Task, load_task
-from podium.training import Job, Report, Training, device_of, make_server, run_server
+from podium.training import Report, Training, run_server
 
 _PR_SET_PDEATHSIG = 1
 _NOT_THE_USERS = (
@@ -110,6 +111,8 @@ class Node:
     def run(self, body: Callable[[], Report | None]) -> None:
         try:
             report = body()
+            if not self.membership.joined:
+                raise TrainingError(f"{self.config.task} ended without calling podium.join")
             for end in self.on_end:
                 end()
             self.membership.done(report)

@@ -54,7 +54,7 @@ class FlatOptimizer:
         self._counts: list[tuple[Tensor, Tensor]] = []
         """A stretch's step count, and one for each of its pieces: were one shared, whoever loads the owner's state and
         steps piece by piece would count every step several times."""
-        self._fast = self._make_fast(params, grads) if is_elementwise(optimizer) else None
+        self._fast = self._make_fast(params, grads) if may_be_cut(optimizer) else None
 
     def step(self, all_used: bool = True) -> None:
         """One step; with `all_used` false, parameters whose `grad` is None are left alone."""
@@ -160,9 +160,15 @@ class FlatOptimizer:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether this optimizer's result is the same, in bits, however its tensors are cut."""
+    """Whether this optimizer treats every element alike, so that it can run on any part of the parameters."""
     # fused CPU kernels differ with the cut, by about 1e-7.
     return type(optimizer) in ELEMENTWISE and not any(g.get("fused") for g in optimizer.param_groups)
+
+
+def may_be_cut(optimizer: Optimizer) -> bool:
+    """Whether stepping cuts gives the same bits; kernels for half precision round differently with the cut."""
+    exact = all(p.dtype in (torch.float32, torch.float64) for g in optimizer.param_groups for p in g["params"])
+    return exact and is_elementwise(optimizer)
 
 
 def _runs(pieces: Sequence[Piece]) -> list[tuple[int, ...]]:

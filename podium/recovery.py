@@ -34,6 +34,12 @@ class Control(ABC):
     def progress(self, facts: dict[str, Any]) -> None:
         """Called after every step; must be cheap."""
 
+    def busy(self, what: str | None) -> None:
+        """Say what this rank does that may take longer than the others wait (`validation`), and None once it is done.
+
+        Meanwhile it is not taken for hung.
+        """
+
     def regroup(self, generation: int, steps_done: int) -> Regroup:
         """A peer is lost: say how far this rank is, and hear who is left. Raises where nobody can say."""
         raise Lost("a peer is lost, and nobody here can regroup")

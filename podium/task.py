@@ -58,8 +58,6 @@ class Task:
     `broadcast`: rank 0's are copied to all before every step, as DistributedDataParallel does.
     `local`: each worker keeps its own; rank 0's are validated and saved.
     """
-    dynamic_graph: bool = False
-    """Whether different steps may use different parameters. If so, ranks agree on the used ones every step."""
     eval_batch_size: int = 1024
 
     def __post_init__(self) -> None:

@@ -11,7 +11,8 @@ Validation happens inside the run, on the first worker.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,47 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from podium import checkpoint
+from podium.building import Job, build_worker, device_of, open_data
 from podium.comm.base import Communicator
-from podium.config import RunConfig
-from podium.data.base import Data, Dataset
+from podium.data.base import Dataset
 from podium.data.order import GlobalOrder
-from podium.errors import CheckpointError, ConfigError, DataError, Lost, TrainingError
+from podium.errors import CheckpointError, Lost, TrainingError
 from podium.feed import CursorFeed, Feed, StepFeed, to_device
 from podium.files import save_tensors
-from podium.flat import Flat
-from podium.measure.records import Recorder, read_records
+from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
+from podium.nests import join_rows, map_tensors
 from podium.recovery import Control, recover
-from podium.servers.replay import AsRecorded
 from podium.servers.server import Server
-from podium.strategies.base import Strategy
-from podium.task import BufferPolicy, Task
-from podium.worker import Batch, Worker
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a rank is to do."""
-
-    config: RunConfig
-    task: Task
-    strategy: Strategy[Any]
-    run_dir: Path | None = None
-    """Where checkpoints and the model go; None keeps nothing."""
-    task_is_named: bool = True
-    """Whether `config.task` names the task, so that another process can make it for itself."""
-
-    @property
-    def batch_size(self) -> int:
-        return self.config.batch_size or self.task.batch_size
-
-    @property
-    def buffers(self) -> BufferPolicy:
-        return self.config.buffers or self.task.buffers
-
-    def total_steps(self, order: GlobalOrder) -> int:
-        by_epochs = order.steps(self.batch_size, self.config.epochs or self.task.epochs)
-        return min(by_epochs, self.config.steps or by_epochs)
+from podium.worker import Batch
 
 
 class Report(NamedTuple):
@@ -81,25 +54,6 @@ def position_after(order: GlobalOrder, steps: int, batch_size: int) -> int:
     return epochs * order.samples + rest * batch_size
 
 
-def derived_seed(seed: int, *salts: int) -> int:
-    """A seed of its own for each rank or purpose."""
-    return int(np.random.SeedSequence([seed, *salts]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def open_data(task: Task, workers: int, batch_size: int) -> Data:
-    """The task's data, checked to be enough."""
-    data = task.data()
-    if len(data.train) == 0 or len(data.test) == 0:
-        raise DataError(
-            f"task {task.name}: training and test data must not be empty, got {len(data.train)} and {len(data.test)}"
-        )
-    if len(data.train) < workers:
-        raise ConfigError(f"task {task.name}: {workers} workers need at least {workers} samples, got {len(data.train)}")
-    if batch_size < workers:
-        raise ConfigError(f"batch_size must be at least one sample per worker ({workers}), got {batch_size}")
-    return data
-
-
 class Training:
     """One worker's run."""
 
@@ -110,7 +64,8 @@ class Training:
         self.order = GlobalOrder(len(self.data.train), job.config.seed)
         self.total_steps = job.total_steps(self.order)
         self.end = position_after(self.order, self.total_steps, job.batch_size)
-        self.worker = self._build_worker()
+        self.worker = build_worker(job, comm, self.total_steps, self.device)
+        self.worker.samples, self.worker.batch_size = self.order.samples, job.batch_size
         self.feed = self._make_feed()
         self.evaluated_at = -1  # the position of the last validation
         self.saved_at = -1
@@ -143,6 +98,7 @@ class Training:
 
     def _stretch(self) -> None:
         worker, strategy = self.worker, self.job.strategy
+        worker.flat.check()
         if not self._is_through():
             worker.horizon = self._next_horizon()
             state = strategy.init(worker)
@@ -188,16 +144,19 @@ class Training:
         due = epoch // every * every * self.order.samples
         if due == 0 or self.evaluated_at >= due:
             return
-        if self.job.strategy.feed == "step":
+        together = self.job.strategy.feed == "step"
+        if together:
             self._settle_buffers()
         self._validate()
+        if together and self.comm.size > 1:
+            self.comm.barrier()  # here, so that the wait for the first worker does not count as part of a step
 
     def _validate(self) -> None:
         self.evaluated_at = self.worker.position
         if self.comm.index != 0:
             return
         began = self.comm.clock.now_ns()
-        with self.worker.computing():
+        with self._busy("validation"), self.worker.computing():
             outputs, targets = predict(self.worker.model, self.data.test, self.job.task.eval_batch_size, self.device)
             self.loss = float(self.job.task.loss(outputs, targets))
             self.metrics = {name: float(metric(outputs, targets)) for name, metric in self.job.task.metrics.items()}
@@ -236,28 +195,48 @@ class Training:
         worker, run_dir, began = self.worker, self.job.run_dir, self.comm.clock.now_ns()
         if run_dir is not None:
             step = self._global_step()
-            own = {"rng": self._rng_state(), "buffers": {k: v.clone() for k, v in worker.model.named_buffers()}}
+            own = {"rng": worker.generators(), "buffers": {k: v.clone() for k, v in worker.model.named_buffers()}}
             checkpoint.save_own(run_dir, step, self.comm.rank, own)
             if self.comm.size > 1:
                 self.comm.barrier()
             if self.comm.index == 0:
-                if self._is_through():
-                    save_tensors(run_dir / "model.safetensors", worker.model.state_dict())
-                shared = {**worker.state(), "seed": self.job.config.seed, "samples": self.order.samples}
-                keep = self.job.config.keep_checkpoints
-                path = checkpoint.save_shared(run_dir, step, shared, self.comm.workers, keep)
-                now = self.comm.clock.now_ns()
-                self.recorder.write(
-                    "checkpoint", now, step=step, position=worker.position, path=path.name, took_ns=now - began
-                )
+                with self._busy("checkpoint"):
+                    self._save_shared(run_dir, step, began)
             if self.comm.size > 1:
                 self.comm.barrier()  # nobody leaves, or goes on, before it is whole: the first may be lost over it
         self.saved_at = worker.position
 
+    def _save_shared(self, run_dir: Path, step: int, began: int) -> None:
+        worker = self.worker
+        if self._is_through():
+            save_tensors(run_dir / "model.safetensors", worker.model.state_dict())
+        shared = {**worker.state(), **self._must_match()}
+        path = checkpoint.save_shared(run_dir, step, shared, self.comm.workers, self.job.config.keep_checkpoints)
+        now = self.comm.clock.now_ns()
+        self.recorder.write("checkpoint", now, step=step, position=worker.position, path=path.name, took_ns=now - began)
+
+    @contextmanager
+    def _busy(self, what: str) -> Iterator[None]:
+        """The others wait for this worker, and know why."""
+        self.control.busy(what)
+        try:
+            yield
+        finally:
+            self.control.busy(None)
+
+    def _must_match(self) -> dict[str, int | None]:
+        """What a checkpoint and the run that goes on from it must have in common."""
+        scheduled = self.job.task.schedule is not None
+        return {
+            "seed": self.job.config.seed,
+            "samples": self.order.samples,
+            "scheduled_steps": self.total_steps if scheduled else None,  # a schedule is made for a number of steps
+        }
+
     def _resume(self, path: Path) -> None:
         found = checkpoint.find_checkpoint(path)
         shared = found.shared()
-        for name, mine in (("seed", self.job.config.seed), ("samples", self.order.samples)):
+        for name, mine in self._must_match().items():
             if shared[name] != mine:
                 raise CheckpointError(f"{found.path}: was made with {name}={shared[name]}, this run has {name}={mine}")
         try:
@@ -266,7 +245,7 @@ class Training:
             raise CheckpointError(f"{found.path} does not fit task {self.job.task.name}: {error}") from error
         own = found.own(self.comm.rank)
         if own is not None:
-            self._set_rng_state(own["rng"])
+            self.worker.set_generators(own["rng"])
             for name, buffer in self.worker.model.named_buffers():
                 buffer.copy_(own["buffers"][name])
         self.evaluated_at = self.worker.position  # what was due before the checkpoint was done before it
@@ -292,13 +271,11 @@ class Training:
     # Beginning and end.
 
     def _begin_alike(self) -> None:
-        """All from the checkpoint, or all with the first worker's parameters."""
-        worker, comm = self.worker, self.comm
+        """All from the checkpoint, or all as the first worker is."""
         if self.job.config.resume is not None:
             self._resume(Path(self.job.config.resume))
-        elif comm.size > 1:
-            for flat in worker.params:  # the task may draw from elsewhere than the seed
-                comm.wait(comm.broadcast(flat, comm.workers[0]))
+        else:
+            self.worker.share_from_first()
 
     def _record_begin(self) -> None:
         worker = self.worker
@@ -329,65 +306,11 @@ class Training:
         )
         return report
 
-    def _build_worker(self) -> Worker:
-        """The replica, made from the seed; rank 0 goes on with the same random stream, as plain PyTorch would."""
-        job, task, config = self.job, self.job.task, self.job.config
-        with self.comm.computing():
-            outer = torch.get_rng_state()
-            torch.manual_seed(config.seed)
-            model = task.model().to(self.device)
-            optimizer = task.optimizer(model)
-            schedule = None if task.schedule is None else task.schedule(optimizer, self.total_steps)
-            worker = Worker(
-                model,
-                optimizer,
-                self.comm,
-                loss=task.loss,
-                schedule=schedule,
-                bucket_bytes=job.strategy.bucket_bytes,
-                clip_norm=config.clip_norm or task.clip_norm,
-                accumulate=config.accumulate or task.accumulate,
-                autocast=config.autocast or task.autocast,
-                dynamic_graph=task.dynamic_graph,
-            )
-            if self.comm.rank != 0:
-                torch.manual_seed(derived_seed(config.seed, self.comm.rank))
-            if self.comm.shares_process:
-                worker.rng = torch.get_rng_state()
-                torch.set_rng_state(outer)
-        worker.samples, worker.batch_size = self.order.samples, job.batch_size
-        return worker
-
     def _make_feed(self) -> Feed:
         common = (self.data.train, self.order, self.worker, self.device)
         if self.job.strategy.feed == "cursor":
             return CursorFeed(*common)
         return StepFeed(*common, shares=self.job.config.shares)
-
-    def _rng_state(self) -> Tensor:
-        return self.worker.rng if self.worker.rng is not None else torch.get_rng_state()
-
-    def _set_rng_state(self, state: Tensor) -> None:
-        if self.worker.rng is not None:
-            self.worker.rng = state
-        else:
-            torch.set_rng_state(state)
-
-
-def make_server(job: Job, comm: Communicator, recorder: Recorder) -> Server:
-    """A server with its ranges, before it has met a worker."""
-    with comm.computing():
-        outer = torch.get_rng_state()
-        torch.manual_seed(job.config.seed)
-        model = job.task.model()
-        optimizer = job.task.optimizer(model)
-        flat = Flat(model, optimizer, job.strategy.bucket_bytes)  # laid out as the workers' is
-        torch.set_rng_state(outer)
-    replay = job.config.replay
-    arrivals = None if replay is None else AsRecorded(read_records(Path(replay)), comm.rank)
-    return Server(
-        comm, flat, optimizer, asynchronous=job.strategy.feed == "cursor", recorder=recorder, arrivals=arrivals
-    )
 
 
 def run_server(server: Server) -> None:
@@ -407,26 +330,18 @@ def run_server(server: Server) -> None:
 
 
 @torch.no_grad()
-def predict(model: nn.Module, dataset: Dataset, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def predict(model: nn.Module, dataset: Dataset, batch_size: int, device: torch.device) -> tuple[Any, Any]:
     """The model's outputs and the targets over a whole data set, on the CPU; leaves the model in training mode."""
     model.eval()
     outputs, targets = [], []
     for start in range(0, len(dataset), batch_size):
         x, y = dataset.gather(np.arange(start, min(start + batch_size, len(dataset))))
-        outputs.append(model(to_device(x, device)).float().cpu())
+        outputs.append(map_tensors(_settled, model(to_device(x, device))))
         targets.append(y)
     model.train()
-    return torch.cat(outputs), torch.cat(targets)
+    return join_rows(outputs), join_rows(targets)
 
 
-def device_of(name: str, rank: int) -> torch.device:
-    """The device of a rank; ranks share the visible GPUs in turn."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError("device=cuda: PyTorch sees no GPU here; use device=cpu or device=auto")
-        return torch.device("cuda", rank % torch.cuda.device_count())
-    if name != "cpu":
-        raise ConfigError(f"device must be 'cpu', 'cuda' or 'auto', got {name!r}")
-    return torch.device("cpu")
+def _settled(output: Tensor) -> Tensor:
+    """On the CPU, and not in half precision: metrics add up many of them."""
+    return output.cpu().float() if output.dtype in (torch.float16, torch.bfloat16) else output.cpu()

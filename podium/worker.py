@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from podium.backward import Backward
 from podium.comm.base import Communicator
 from podium.data.order import Slice
-from podium.errors import TrainingError
 from podium.flat import Flat
+from podium.generators import State, generator_state, set_generator_state
+from podium.nests import map_tensors
 from podium.optim import FlatOptimizer
 
 
@@ -44,8 +46,8 @@ class Batch(NamedTuple):
         cuts = [self.samples * i // parts for i in range(parts + 1)]
         return [
             self._replace(
-                inputs=_rows(self.inputs, a, b),
-                targets=_rows(self.targets, a, b),
+                inputs=map_tensors(lambda rows, a=a, b=b: rows[a:b], self.inputs),  # type: ignore[misc]  # bound now
+                targets=map_tensors(lambda rows, a=a, b=b: rows[a:b], self.targets),  # type: ignore[misc]  # bound now
                 samples=b - a,
                 weight=self.weight * ((b - a) / self.samples),
             )
@@ -69,12 +71,10 @@ class Worker:
         clip_norm: float | None = None,
         accumulate: int = 1,
         autocast: str = "off",
-        dynamic_graph: bool = False,
     ) -> None:
         """Moves the model's parameters into flat buffers; cast and move the model before, not after."""
         self.model, self.optimizer, self.comm, self.schedule = model, optimizer, comm, schedule
         self.loss, self.clip_norm, self.accumulate = loss, clip_norm, accumulate
-        self.dynamic_graph = dynamic_graph
         self.flat = Flat(model, optimizer, bucket_bytes)
         self.steps_done = 0
         self.position = 0
@@ -91,14 +91,17 @@ class Worker:
         """The workers agreed to end the run after the step that set this."""
         self.step_loss: float | None = None
         """Mean loss over the whole of the last synchronous step, from all workers."""
-        self.rng: Tensor | None = None
-        """Where ranks share a process: this worker's state of torch's generator."""
+        self.device = self.flat.params[0].device
+        self.rng: State | None = None
+        """Where ranks share a process: this worker's state of torch's generators."""
         self._autocast = autocast
         self._fast = FlatOptimizer(optimizer, self.flat.parameters, self.flat.pieces, self.flat.params, self.flat.grads)
         self._used_anywhere: list[bool] | None = None
-        self._backward = _Backward(self)
+        self._used_then: list[bool] = []  # by this worker, when that was agreed
+        self._samples_since = 0  # since buffers were last made alike
+        self._backward = Backward(self)
         self._buffers = [b for b in model.buffers() if b.is_floating_point()]
-        self._before: tuple[Tensor, list[Tensor]] | None = None
+        self._before: tuple[State, list[Tensor], int] | None = None
 
     # What strategies use.
 
@@ -122,12 +125,13 @@ class Worker:
         `on_ready(b)` is called once per bucket, in index order, as soon as its gradients are there: it may issue an
         exchange and must not wait. A worker without samples contributes zeros.
         """
-        return self._backward.run(batch, on_ready or _ignore)
+        return self._backward.run(batch, on_ready)
 
     def apply(self, batch: Batch) -> None:
         """Move the parameters by the reduced gradients: the one place where a synchronous step becomes true."""
-        used = self._agree_on_used()
-        self._read_tail()
+        stop, self.step_loss, changed = self.flat.tail.tolist()
+        used = self._agree_on_used(changed=changed > 0)
+        self.stop_agreed = self.stop_agreed or stop > 0
         self._move(used, batch)
 
     def train_locally(self, batch: Batch) -> Tensor:
@@ -176,17 +180,13 @@ class Worker:
 
     def remember(self) -> None:
         """Keep what a step changes besides parameters, so that a failed step leaves no trace."""
-        buffers = [b.clone() for b in self.model.buffers()]
-        self._before = (torch.get_rng_state() if self.rng is None else self.rng, buffers)
+        self._before = (self.generators(), [b.clone() for b in self.model.buffers()], self._samples_since)
 
     def forget_step(self) -> None:
         """The step in flight did not happen: generator and buffers go back to where it began."""
         assert self._before is not None
-        rng, buffers = self._before
-        if self.rng is None:
-            torch.set_rng_state(rng)
-        else:
-            self.rng = rng
+        generators, buffers, self._samples_since = self._before
+        self.set_generators(generators)
         for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(kept)
 
@@ -194,17 +194,46 @@ class Worker:
         """What the workers once agreed on for good they must agree on anew: some may have been in mid-agreement."""
         self._used_anywhere = None
 
+    def generators(self) -> State:
+        """The state of this worker's random generators."""
+        return generator_state(self.device) if self.rng is None else self.rng
+
+    def set_generators(self, state: State) -> None:
+        if self.rng is None:
+            set_generator_state(state, self.device)
+        else:
+            self.rng = state
+
+    def share_from_first(self) -> None:
+        """All that a replica is made of, as the first worker has it: parameters, frozen ones too, and buffers.
+
+        Collective. A task may draw them from elsewhere than the seed.
+        """
+        if self.comm.size == 1:
+            return
+        first = self.comm.workers[0]
+        others = [p.data for p in self.model.parameters() if not p.requires_grad] + list(self.model.buffers())
+        joined = torch.cat([torch.empty(0, dtype=torch.uint8), *(_as_bytes(t) for t in others)])
+        self.comm.wait(*(self.comm.broadcast(flat, first) for flat in (*self.params, joined)))
+        for tensor, part in zip(others, joined.split([t.nbytes for t in others]), strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
+
     def mean_buffers(self) -> None:
-        """Average floating-point buffers over the workers. Collective."""
-        if self._buffers and self.comm.size > 1:
-            joined = torch.cat([b.reshape(-1).to(torch.float64) for b in self._buffers]) / self.comm.size
-            self.comm.wait(self.comm.all_reduce(joined))
-            self._scatter_buffers(joined)
+        """Average floating-point buffers over the workers, by the samples each has seen since last time. Collective."""
+        if not self._buffers or self.comm.size == 1:
+            return
+        weight = float(self._samples_since)
+        mine = [b.reshape(-1).to(torch.float64).cpu() * weight for b in self._buffers]
+        joined = torch.cat([*mine, torch.tensor([weight], dtype=torch.float64)])
+        self.comm.wait(self.comm.all_reduce(joined))
+        if joined[-1] > 0:  # otherwise nobody has changed them
+            self._scatter_buffers(joined[:-1] / joined[-1])
+        self._samples_since = 0
 
     def broadcast_buffers(self) -> None:
         """Take the first worker's floating-point buffers. Collective."""
         if self._buffers and self.comm.size > 1:
-            joined = torch.cat([b.reshape(-1).to(torch.float64) for b in self._buffers])
+            joined = torch.cat([b.reshape(-1).to(torch.float64).cpu() for b in self._buffers])
             self.comm.wait(self.comm.broadcast(joined, self.comm.workers[0]))
             self._scatter_buffers(joined)
 
@@ -213,7 +242,7 @@ class Worker:
         digest = hashlib.sha256()
         for name, p in self.model.named_parameters():
             digest.update(name.encode())
-            digest.update(p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(_as_bytes(p).numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def computing(self) -> AbstractContextManager[None]:
@@ -223,7 +252,7 @@ class Worker:
     def autocast(self) -> AbstractContextManager[Any]:
         if self._autocast == "off":
             return nullcontext()
-        return torch.autocast(self.flat.params[0].device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     # State by name.
 
@@ -244,6 +273,12 @@ class Worker:
         """Become what `state` says; the inverse of `state`."""
         if state["optimizer_class"] != type(self.optimizer).__name__:
             raise ValueError(f"state of {state['optimizer_class']} cannot go on in {type(self.optimizer).__name__}")
+        if (state["schedule"] is None) != (self.schedule is None):
+            raise ValueError(
+                f"a schedule was {'not ' if state['schedule'] is None else ''}used, and now is the other way"
+            )
+        if len(state["groups"]) != len(self.optimizer.param_groups):
+            raise ValueError(f"{len(state['groups'])} parameter groups saved, {len(self.optimizer.param_groups)} here")
         self.model.load_state_dict(state["model"])
         self.load_optimizer_state(state["optimizer"])
         for group, kept in zip(self.optimizer.param_groups, state["groups"], strict=True):
@@ -263,114 +298,30 @@ class Worker:
 
     # Inside.
 
-    def _agree_on_used(self) -> Sequence[bool]:
-        """Which parameters any worker used. Collective in the first step, and in each where the graph may change."""
-        if self._used_anywhere is None or self.dynamic_graph:
-            mask = torch.tensor(self._backward.used, dtype=torch.float32)
+    def count_samples(self, samples: int) -> None:
+        """This many samples went through the model in training, and into its buffers."""
+        self._samples_since += samples
+
+    def used_otherwise(self) -> bool:
+        """Whether this worker's last backward reached other parameters than when the used ones were agreed on."""
+        return self._used_anywhere is not None and self._backward.used != self._used_then
+
+    def _agree_on_used(self, changed: bool) -> Sequence[bool]:
+        """Which parameters any worker used: the others are left alone, as plain PyTorch would.
+
+        Collective in the first step, and whenever some worker used others than before, which the tail told all.
+        """
+        if self._used_anywhere is None or changed or self.comm.size == 1:
+            self._used_then = list(self._backward.used)
+            mask = torch.tensor(self._used_then, dtype=torch.float32)
             if self.comm.size > 1:
                 self.comm.wait(self.comm.all_reduce(mask))
             self._used_anywhere = [count > 0 for count in mask.tolist()]
         return self._used_anywhere
 
-    def _read_tail(self) -> None:
-        votes, loss = self.flat.tail.tolist()
-        self.stop_agreed = self.stop_agreed or votes > 0
-        self.step_loss = loss
-
     def _scatter_buffers(self, joined: Tensor) -> None:
         for buffer, part in zip(self._buffers, joined.split([b.numel() for b in self._buffers]), strict=True):
             buffer.copy_(part.view_as(buffer))
-
-
-class _Backward:
-    """One forward and backward pass: gradients land in the buckets, and buckets are announced in order."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        flat = self.flat = worker.flat
-        self.used = [False] * len(flat.pieces)
-        self._fired = [False] * len(flat.pieces)
-        self._missing = [len(b.pieces) for b in flat.buckets]
-        self._next = 0
-        self._on_ready: Callable[[int], None] | None = None
-        total = sum(b.nbytes for b in flat.buckets)
-        done = 0
-        self._fraction: list[float] = []
-        for bucket in flat.buckets:
-            done += bucket.nbytes
-            self._fraction.append(done / total)
-        for i, p in enumerate(flat.parameters):
-            p.register_post_accumulate_grad_hook(self._hook(i))
-
-    def run(self, batch: Batch, on_ready: Callable[[int], None]) -> Tensor:
-        worker = self.worker
-        self.used = [False] * len(self.used)
-        self._missing = [len(b.pieces) for b in self.flat.buckets]
-        self._next = 0
-        for p in self.flat.parameters:
-            p.grad = None
-        loss = torch.zeros(())
-        parts = batch.split(worker.accumulate) if batch.samples else []
-        for part in parts:
-            self._fired = [False] * len(self._fired)
-            self._on_ready = on_ready if part is parts[-1] else None
-            worker.comm.clock.begin_pass(part.samples)
-            mean = self._pass(part)
-            worker.comm.clock.reach(1.0)
-            loss = loss + mean.detach().cpu() * (part.samples / batch.samples)
-        self._flush(on_ready, float(loss) * batch.weight)
-        return loss
-
-    def _pass(self, part: Batch) -> Tensor:
-        worker = self.worker
-        with worker.computing():
-            with worker.autocast():
-                loss = (
-                    part.closure() if part.closure is not None else worker.loss(worker.model(part.inputs), part.targets)
-                )
-            worker.comm.in_backward = True
-            try:
-                loss.backward(torch.full_like(loss, part.weight))
-            finally:
-                worker.comm.in_backward = False
-        return loss
-
-    def _hook(self, i: int) -> Callable[[Tensor], None]:
-        view, bucket = self.flat.views[i], self.flat.bucket_of[i]
-
-        def landed(p: Tensor) -> None:
-            if self._fired[i]:
-                raise TrainingError(
-                    f"parameter {self.flat.pieces[i].name} got its gradient twice in one backward pass "
-                    "(a module used twice under re-entrant checkpointing?): use non-re-entrant checkpointing"
-                )
-            self._fired[i] = True
-            if p.grad is not view:
-                assert p.grad is not None
-                view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
-                p.grad = view
-            self.used[i] = True
-            if self._on_ready is not None:
-                self._missing[bucket] -= 1
-                self._announce(self._on_ready, keep=1)
-
-        return landed
-
-    def _announce(self, on_ready: Callable[[int], None], keep: int) -> None:
-        """Announce complete buckets in index order; the last `keep` wait for the end: the tail travels with them."""
-        while self._next < len(self._missing) - keep and self._missing[self._next] == 0:
-            self.worker.comm.clock.reach(self._fraction[self._next])
-            on_ready(self._next)
-            self._next += 1
-
-    def _flush(self, on_ready: Callable[[int], None], weighted_loss: float) -> None:
-        """What no gradient reached holds zeros; the tail is written; the rest is announced."""
-        for view, used in zip(self.flat.views, self.used, strict=True):
-            if not used:
-                view.zero_()
-        self.flat.tail.copy_(torch.tensor([float(self.worker.stop_requested), weighted_loss]))
-        self._missing = [0] * len(self._missing)
-        self._announce(on_ready, keep=0)
 
 
 class _Computing:
@@ -379,34 +330,23 @@ class _Computing:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._lock = worker.comm.computing()
-        self._outer: Tensor | None = None
+        self._outer: State | None = None
 
     def __enter__(self) -> None:
         self._lock.__enter__()
-        self._outer = torch.get_rng_state()
+        self._outer = generator_state(self.worker.device)
         assert self.worker.rng is not None
-        torch.set_rng_state(self.worker.rng)
+        set_generator_state(self.worker.rng, self.worker.device)
 
     def __exit__(self, *error: Any) -> None:
-        self.worker.rng = torch.get_rng_state()
+        self.worker.rng = generator_state(self.worker.device)
         assert self._outer is not None
-        torch.set_rng_state(self._outer)
+        set_generator_state(self._outer, self.worker.device)
         self._lock.__exit__(*error)
 
 
-def _ignore(_bucket: int) -> None:
-    pass
-
-
-def _rows(value: Any, start: int, stop: int) -> Any:
-    """Rows of every tensor in a nest of tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return value[start:stop]
-    if isinstance(value, dict):
-        return {k: _rows(v, start, stop) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_rows(v, start, stop) for v in value)
-    return value
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:

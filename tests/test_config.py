@@ -11,6 +11,7 @@ import pytest
 
 from podium.config import RunConfig, build, convert, parse_strategy, parse_value, resolve
 from podium.errors import ConfigError, UnknownName
+from podium.strategies import make_strategy
 
 
 class TestConvert:
@@ -193,14 +194,19 @@ class TestParse:
             ("solo", ("solo", {})),
             ("all-reduce:bucket-bytes=1024", ("all-reduce", {"bucket_bytes": "1024"})),
             ("parameter-server: mode = async , servers=2", ("parameter-server", {"mode": "async", "servers": "2"})),
+            ("my.py:Mine", ("my.py:Mine", {})),
+            ("mine:Mine", ("mine:Mine", {})),
+            ("mine:Mine:every=4", ("mine:Mine", {"every": "4"})),
+            ("my.package:Mine:every=4,by=a:b", ("my.package:Mine", {"every": "4", "by": "a:b"})),
         ],
     )
     def test_a_strategy_is_a_name_and_options(self, text: str, expected: tuple[str, dict[str, str]]) -> None:
         assert parse_strategy(text) == expected
 
-    def test_an_option_without_a_value_is_refused(self) -> None:
+    @pytest.mark.parametrize("text", ["solo:fast", "solo:lr=1,fast"])
+    def test_an_option_without_a_value_is_refused(self, text: str) -> None:
         with pytest.raises(ConfigError, match="strategy solo: options are key=value, got 'fast'"):
-            parse_strategy("solo:fast")
+            make_strategy(*parse_strategy(text))
 
     @pytest.mark.parametrize(
         ("text", "value"),

@@ -117,9 +117,14 @@ def test_what_cannot_be_saved_is_refused_by_name(value: object) -> None:
         tree_to_bytes({"optimizer": {"x": value}})
 
 
-def test_a_complex_tensor_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"tensor w: cannot be saved as torch\.complex64"):
-        tree_to_bytes({"w": torch.zeros(2, dtype=torch.complex64)})
+def test_a_tensor_that_the_format_does_not_know_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"tensor w: cannot be saved as torch\.complex128"):
+        tree_to_bytes({"w": torch.zeros(2, dtype=torch.complex128)})
+
+
+def test_complex_buffers_survive() -> None:
+    rotations = torch.polar(torch.ones(3), torch.arange(3.0))
+    assert torch.equal(bytes_to_tree(tree_to_bytes({"w": rotations}))["w"], rotations)
 
 
 def test_a_file_cut_anywhere_is_a_checkpoint_error() -> None:

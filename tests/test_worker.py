@@ -86,7 +86,7 @@ def test_counts_of_batches_are_left_alone() -> None:
 def worker_of(model: nn.Module, **options: Any) -> Worker:
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     worker = Worker(model, optimizer, MemoryWorld(1).ranks[0], loss=cross_entropy, **options)
-    worker.rng = torch.get_rng_state()
+    worker.rng = (torch.get_rng_state(),)
     return worker
 
 

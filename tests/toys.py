@@ -18,14 +18,16 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
+from podium.building import Job, make_server
 from podium.comm.base import Communicator
 from podium.config import RunConfig
 from podium.data.base import ArrayDataset, Data
 from podium.data.order import GlobalOrder
 from podium.measure.records import Record, Recorder
+from podium.recovery import Control
 from podium.strategies.base import Strategy
 from podium.task import Task, accuracy
-from podium.training import Control, Job, Report, Training, make_server, run_server
+from podium.training import Report, Training, run_server
 from tests.worlds import Memory, World
 
 FEATURES, CLASSES = 6, 3
@@ -146,7 +148,53 @@ def channels_last_model() -> nn.Module:
     return nn.Sequential(*conv, nn.Flatten(), nn.Linear(4, CLASSES)).to(memory_format=torch.channels_last)
 
 
+class Sometimes(nn.Module):
+    """A branch that only some training steps use: from one step on, or up to one."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self.main, self.branch = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+        self.first, self.last, self.passes = first, last, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        out: Tensor = self.main(x)
+        return out + self.branch(x) if self.first <= self.passes <= self.last else out
+
+
+class Alike(nn.Module):
+    """Frozen parameters and buffers that every rank draws for itself, without regard to the seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator()
+        draw.seed()
+        self.frozen = nn.Parameter(torch.randn(FEATURES, FEATURES, generator=draw), requires_grad=False)
+        self.register_buffer("shift", torch.randn(FEATURES, generator=draw))
+        self.register_buffer("flags", torch.rand(3, generator=draw) > 0.5)
+        self.register_buffer("turns", torch.polar(torch.ones(2), torch.rand(2, generator=draw)), persistent=False)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x @ self.frozen + self.shift)
+        return out
+
+
+class Half(nn.Module):
+    """Parameters in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = plain_model().to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x.to(torch.bfloat16))
+        return out.float()
+
+
 UNUSUAL: dict[str, Callable[[], nn.Module]] = {
+    "used late": partial(Sometimes, 3, 99),
+    "used early": partial(Sometimes, 0, 3),
     "tied": Tied,
     "frozen": frozen_model,
     "unused": Unused,
@@ -192,14 +240,13 @@ def toy(
     **fields: Any,
 ) -> Task:
     """Two epochs of four steps over 44 samples, unless said otherwise."""
+    given = {"loss": cross_entropy, "metrics": {"accuracy": accuracy}, "batch_size": BATCH, "epochs": 2, **fields}
     return Task(
         name="toy",
         model=model,
         data=partial(toy_data, samples),
-        loss=cross_entropy,
         optimizer=partial(make_optimizer, kind=optimizer) if isinstance(optimizer, str) else optimizer,
-        metrics={"accuracy": accuracy},
-        **{"batch_size": BATCH, "epochs": 2, **fields},
+        **given,
     )
 
 
@@ -246,7 +293,7 @@ def hash_of(model: nn.Module) -> str:
     """What `Worker.param_hash` says of these parameters."""
     digest = hashlib.sha256()
     for name, p in model.named_parameters():
-        digest.update(name.encode() + p.detach().contiguous().numpy().tobytes())
+        digest.update(name.encode() + p.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -15,9 +15,11 @@ def summary(result: RunResult, config: RunConfig) -> str:
     """A few aligned lines: metrics, time, bytes, whether the replicas agree, where it lies, what to do next."""
     lines = [(name, format_number(value)) for name, value in result.metrics.items()]
     lines.append(("loss", format_number(result.loss)))
-    lines.append(("time", f"{format_seconds(result.seconds)}, {result.samples_per_s:,.0f} samples/s"))
-    lines.append(("work", f"{result.steps:,} steps, {round(result.epochs, 2):g} epochs, {result.samples:,} samples"))
-    lines.append(("sent", _sent(result)))
+    only = " (this run)" if config.resume is not None else ""  # steps and epochs count from the beginning
+    lines.append(("time", f"{format_seconds(result.seconds)}, {result.samples_per_s:,.0f} samples/s{only}"))
+    done = f"{result.steps:,} steps, {round(result.epochs, 2):g} epochs"
+    lines.append(("work", f"{done}, {result.samples:,} samples{only}"))
+    lines.append(("sent", _sent(result) + only))
     lines.append(("replicas", agreement(result.param_hash)))
     if result.staleness:
         mean, top = result.staleness["mean"], result.staleness["max"]

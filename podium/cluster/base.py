@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from podium.building import Job
 from podium.config import RunConfig
 from podium.measure.records import Record
 from podium.strategies.base import Strategy
-from podium.training import Job, Report
+from podium.training import Report
 
 Event = dict[str, Any]
 """What is told while a run goes on; `event` says which kind."""

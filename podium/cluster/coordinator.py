@@ -4,10 +4,12 @@ Ranks talk to it over a channel of their own: they join, send heartbeats, report
 tensor. Its rules:
 
 - Nobody begins before all have joined; joining, and making model and data after it, have a deadline.
-- A rank that leaves without a word, or is silent for longer than the heartbeat allows, is lost. A silent one is killed
+- A rank that leaves without a word is lost. So is one that falls silent: after a heartbeat if its process is stopped
+  or gone, after the deadline if it runs, since code that holds the interpreter keeps it from beating. It is killed
   first: a stop becomes a death, and no ghost comes back.
 - After a loss, a strategy that survives it goes on: once every live worker has reported how far it is, all are told
-  the next generation, its members, and whose state to take (the one with most steps).
+  the next generation, its members, and whose state to take (the one with most steps). One that says it is busy is
+  waited for, as long as it beats.
 - A rank that raised would raise again: the run ends, and its own error is what the user sees. If all it says is that
   another rank did not answer, that other one gets a moment to be found out first.
 """
@@ -40,6 +42,8 @@ _GRACE_S = 2.0
 """How long, beyond a heartbeat, a rank that blames another has to wait for the other to be found out."""
 _EXIT_S = 2.0
 """How long a process that hung up may take to end."""
+_BLIND = 5
+"""Heartbeats of silence allowed where nobody can say how the silent process is."""
 _FRUITLESS = 3
 """Regroups of the same members without a step in between before the run is given up."""
 
@@ -65,6 +69,8 @@ class _Member:
     endpoints: list[int]
     address: dict[str, Address]
     seen: float = field(default_factory=time.monotonic)
+    busy: float = 0.0
+    """When it last said that it had something to do which takes as long as it takes."""
     begun: bool = False
     step: int = 0
     finished: bool = False
@@ -88,13 +94,18 @@ class Coordinator:
         on_event: Callable[[Event], None] | None = None,
         kill: Callable[[int], None] | None = None,
         ended: Callable[[int, float], str | None] | None = None,
+        runs: Callable[[int], bool] | None = None,
         clock: WallClock | None = None,
     ) -> None:
-        """`kill(rank)` ends a rank's process for good; `ended(rank, seconds)` says how it ended, None if it has not."""
+        """`kill(rank)` ends a rank's process for good; `ended(rank, seconds)` says how it ended, None if it has not.
+
+        `runs(rank)` says whether its process is there and not stopped.
+        """
         self.rules = rules
         self._recorder, self._on_event = recorder, on_event or (lambda _event: None)
         self._kill = kill or (lambda _rank: None)
         self._ended = ended or (lambda _rank, _seconds: None)
+        self._runs = runs
         self._clock = clock or WallClock()
         self._channel = Channel(COORDINATOR, secret=secret, listen=listen)
         self._members: dict[int, _Member] = {}
@@ -152,14 +163,18 @@ class Coordinator:
                 break
             if message.kind == "join":
                 self._join(message)
-            elif message.source in self._members:  # else these are the last words of one that was given up
-                self._do[message.kind](message)
+            elif message.source in self._members or self._is_from_a_stranger(message):
+                self._do[message.kind](message)  # all others are the last words of one that was given up
         now = time.monotonic()
         if now - self._looked > self.rules.heartbeat_s / 2:
             # It was this process that stood still (suspended, starved): whoever was heard before is not to blame.
             for member in self._members.values():
                 member.seen = now
         self._looked = now
+
+    def _is_from_a_stranger(self, message: Message) -> bool:
+        """Whether it tells of a failure before joining."""
+        return message.kind == "failed" and message.source not in self._joined
 
     def _join(self, message: Message) -> None:
         meta = message.meta
@@ -173,6 +188,8 @@ class Coordinator:
     def _beat(self, message: Message) -> None:
         member = self._members[message.source]
         member.seen = time.monotonic()
+        if message.meta.get("busy"):
+            member.busy = member.seen
         facts = message.meta.get("progress")
         if facts:
             member.step = facts["step"]
@@ -206,13 +223,15 @@ class Coordinator:
     def _failed(self, message: Message) -> None:
         meta = message.meta
         self._note("failed", failed=message.source, **meta)
-        member = self._members[message.source]
-        member.failed = True
         text, place = meta["message"], f"\n  at {meta['place']}" if meta.get("place") else ""
         who = f"rank {message.source}: "
         error = _as_error(meta["error"], f"{'' if text.startswith(who) else who}{text}{place}")
-        if not isinstance(error, CommError):
+        member = self._members.get(message.source)
+        if member is None or not isinstance(error, CommError):
             raise error
+        member.failed = True
+        if isinstance(error, DeadlineExceeded):
+            error = DeadlineExceeded(f"{error}{_advice('deadline_s')}")
         self._blame = self._blame or (time.monotonic(), error)
 
     def _departed(self, message: Message) -> None:
@@ -230,6 +249,7 @@ class Coordinator:
         for rank in missing:  # a process that ends before it joined can send no word
             cause = self._ended(rank, 0.0)
             if cause is not None:
+                self._take_messages()  # unless it could: its own words come first
                 raise RankFailed(f"rank {rank} ended before it joined: {cause}")
         if time.monotonic() - self._began <= limit:
             return
@@ -243,44 +263,62 @@ class Coordinator:
             )
 
     def _watch_silence(self) -> None:
-        """Before the first step the deadline for starting rules; from then on, the heartbeat does."""
         now = time.monotonic()
-        limit = self.rules.heartbeat_s if self._furthest else self.rules.start_deadline_s
         for member in list(self._members.values()):
-            if member.active and now - member.seen > limit:
+            silent_s = now - member.seen
+            if not member.active or silent_s <= min(self.rules.heartbeat_s, self.rules.start_deadline_s):
+                continue
+            limit, setting = self._allowed_silence(member.rank)
+            if silent_s > limit:
                 self._kill(member.rank)
-                self._lose(member, f"silent for {now - member.seen:.1f} s, and killed")
+                cause = f"silent for {silent_s:.1f} s, longer than {setting} allows, and killed"
+                self._lose(member, cause, _advice(setting))
+
+    def _allowed_silence(self, rank: int) -> tuple[float, str]:
+        """How long this rank may be silent, and which setting says so."""
+        rules = self.rules
+        if not self._furthest:  # until the first step, all is part of starting
+            return rules.start_deadline_s, "start_deadline_s"
+        if self._runs is not None and self._runs(rank):
+            return max((rules.deadline_s, "deadline_s"), (rules.heartbeat_s, "heartbeat_s"))
+        return self._patience_s, "heartbeat_s"
+
+    @property
+    def _patience_s(self) -> float:
+        """How soon a rank that died without a trace is found out."""
+        return self.rules.heartbeat_s * (_BLIND if self._runs is None else 1)
 
     def _watch_stragglers(self) -> None:
         """Whoever lives but never reports the loss hangs in the user's code; the others must not hang with it."""
-        limit = self.rules.deadline_s
-        if not self._waiting or time.monotonic() - self._waiting_since <= limit:
-            return
-        for member in [m for m in self._live_workers() if m.rank not in self._waiting]:
-            self._kill(member.rank)
-            self._lose(member, f"hung for {limit:g} s while the others waited for it, and killed")
+        limit, now = self.rules.deadline_s, time.monotonic()
+        missing = [m for m in self._live_workers() if m.rank not in self._waiting] if self._waiting else []
+        for member in missing:
+            if now - max(self._waiting_since, member.busy) > limit:
+                self._kill(member.rank)
+                cause = f"hung for {limit:g} s while the others waited for it, and killed"
+                self._lose(member, cause, _advice("deadline_s"))
 
     def _watch_blame(self) -> None:
         if self._blame is None:
             return
         since, error = self._blame
         nobody_else = not any(m.active for m in self._members.values())
-        if nobody_else or time.monotonic() - since > self.rules.heartbeat_s + _GRACE_S:
+        if nobody_else or time.monotonic() - since > self._patience_s + _GRACE_S:
             raise error
 
     # Losses.
 
-    def _lose(self, member: _Member, cause: str) -> None:
+    def _lose(self, member: _Member, cause: str, advice: str = "") -> None:
         rank = member.rank
-        self._note("lost", lost=rank, cause=cause, generation=self._generation, step=member.step)
-        self._on_event({"event": "lost", "rank": rank, "cause": cause, "step": member.step})
+        self._note("lost", lost=rank, cause=cause + advice, generation=self._generation, step=member.step)
+        self._on_event({"event": "lost", "rank": rank, "cause": cause + advice, "step": member.step})
         del self._members[rank]
         self._waiting.pop(rank, None)
         left = [m for m in self._members.values() if m.rank < self.rules.workers and not m.failed]
         carries_server = any(e >= self.rules.workers for e in member.endpoints)
         if not self.rules.survives_loss or carries_server or not left or self._blame is not None:
             step = member.step or self._furthest  # a server counts no steps of its own
-            raise Lost(f"{self._role(member)} was lost: {cause}; last heard of at step {step}")
+            raise Lost(f"{self._role(member)} was lost: {cause}; last heard of at step {step}{advice}")
         self._settle()
 
     def _role(self, member: _Member) -> str:
@@ -305,7 +343,8 @@ class Coordinator:
         for message in self._waiting.values():
             self._answer(message, plan)
         self._waiting.clear()
-        self._on_event({"event": "regroup", **plan, "step": steps[source]})
+        took_s = time.monotonic() - self._waiting_since
+        self._on_event({"event": "regroup", **plan, "step": steps[source], "took_s": took_s})
 
     def _live_workers(self) -> list[_Member]:
         return [m for m in self._members.values() if m.active and m.rank < self.rules.workers]
@@ -337,10 +376,16 @@ def _ranks(ranks: list[int], what: str = "rank") -> str:
     return f"{what}{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
+def _advice(setting: str) -> str:
+    return f"; if it only needs longer, raise {setting}"
+
+
 def _as_error(name: str, message: str) -> PodiumError:
-    """A rank's error as the class it had, where it is one of ours."""
+    """A rank's error as the class it had, where it is one of ours, or the nearest that is made of a message alone."""
     import podium.errors
 
     cls = getattr(podium.errors, name, None)
-    simple = isinstance(cls, type) and issubclass(cls, PodiumError) and cls.__init__ is Exception.__init__
-    return cls(message) if simple and cls is not None else RankFailed(message)
+    if not isinstance(cls, type) or not issubclass(cls, PodiumError):
+        return RankFailed(message)
+    simple = next(c for c in cls.__mro__ if issubclass(c, PodiumError) and c.__init__ is Exception.__init__)
+    return simple(message)

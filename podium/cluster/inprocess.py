@@ -13,6 +13,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from podium.building import Job, make_server, open_data
 from podium.cluster.base import Event, Launched
 from podium.cluster.description import Cluster, read_cluster, uniform
 from podium.comm.base import Communicator
@@ -21,7 +22,7 @@ from podium.comm.virtual import VirtualWorld, count_flops
 from podium.errors import Lost, PodiumError, RankFailed
 from podium.measure.records import Recorder
 from podium.recovery import Control
-from podium.training import Job, Report, Training, make_server, open_data, run_server
+from podium.training import Report, Training, run_server
 
 
 @final

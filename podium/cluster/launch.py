@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from podium.building import Job
 from podium.cluster.base import Event, Launcher, Plan, Planned
 from podium.cluster.ending import termination_unwinds
 from podium.config import RunConfig, RunResult, build, parse_strategy
@@ -29,7 +30,7 @@ from podium.measure.summary import summarise
 from podium.strategies import STRATEGIES, make_strategy
 from podium.strategies.base import Strategy
 from podium.task import Task, load_task
-from podium.training import Job, Report
+from podium.training import Report
 
 _LAUNCHERS = {
     "local": "podium.cluster.local:run_local",
@@ -54,6 +55,10 @@ def train(
     `options` are the other fields of `RunConfig`. A Task object that cannot be pickled runs in threads and in virtual
     time; for processes, name its function instead.
     """
+    if not isinstance(task, str | Task):
+        raise ConfigError(f"train: task must be a name or a Task, got {_instead(task)}")
+    if not isinstance(strategy, str | Strategy):
+        raise ConfigError(f"train: strategy must be a name or a Strategy, got {_instead(strategy)}")
     if isinstance(strategy, Strategy):
         name, given = name_of(strategy), dataclasses.asdict(strategy)  # type: ignore[call-overload]  # all strategies are dataclasses
     else:
@@ -111,7 +116,7 @@ def conclude(job: Planned, reports: Sequence[Report], launcher: str | None = Non
         run_dir=str(run_dir),
         status="stopped" if any(report.stopped for report in reports) else "finished",
         task=config.task,
-        strategy=label_of(config),
+        strategy=label_of(config.strategy, job.strategy),
         workers=config.workers,
         seed=config.seed,
         launcher=launcher or config.launcher,
@@ -169,24 +174,30 @@ def _merge(run_dir: Path) -> None:
         merge_records(run_dir)
 
 
-def plan_script(config: RunConfig) -> Plan:
-    """Check a run of the user's own script, which `config.task` names, and choose its folder."""
+def plan_script(config: RunConfig, *, chosen: Path | None = None) -> Plan:
+    """Check a run of the user's own script, which `config.task` names, and choose its folder.
+
+    `chosen` is the folder where another rank of the same run has chosen it already.
+    """
     if not Path(config.task).is_file():
         raise ConfigError(f"{config.task}: no such script")
     strategy = check(config)
-    run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
+    run_dir = chosen or choose_run_dir(config)
     return Plan(dataclasses.replace(config, run_dir=str(run_dir)), strategy, run_dir)
 
 
-def prepare(config: RunConfig, task: Task | None = None) -> Job:
-    """Check all that can be checked before anything starts, and choose the run's folder."""
+def prepare(config: RunConfig, task: Task | None = None, *, chosen: Path | None = None) -> Job:
+    """Check all that can be checked before anything starts, and choose the run's folder.
+
+    `chosen` is the folder where another rank of the same run has chosen it already.
+    """
     strategy = check(config)
+    run_dir = chosen or choose_run_dir(config)
     if config.launcher == "shaped" and config.cluster is None:
         raise ConfigError("launcher shaped needs a cluster file: --cluster FILE")
     if config.replay is not None and config.launcher != "virtual":
         raise ConfigError(f"replay runs in virtual time: launcher must be 'virtual', got {config.launcher!r}")
     found = task or load_task(config.task, config.task_options, config.data_dir)
-    run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
     full = resolved(config, found, run_dir)
     if full.replay is not None:
         _check_replay(full, Path(full.replay))
@@ -213,13 +224,31 @@ def resolved(config: RunConfig, task: Task, run_dir: Path) -> RunConfig:
 
 
 def check(config: RunConfig) -> Strategy[Any]:
-    """The strategy, if it can run with this many workers."""
+    """The strategy, if it can run with this many workers and their shares."""
     strategy: Strategy[Any] = make_strategy(config.strategy, config.strategy_options, config.workers)
     if strategy.colocated and strategy.server_count > config.workers:
         raise ConfigError(
             f"{config.strategy}: colocated servers need a worker each ({config.workers}), got {strategy.server_count}"
         )
+    if config.shares is not None and strategy.feed == "cursor":
+        raise ConfigError(
+            f"{label_of(config.strategy, strategy)}: its workers lease samples as they come for them, so shares must "
+            f"not be set, got {config.shares}"
+        )
     return strategy
+
+
+def choose_run_dir(config: RunConfig) -> Path:
+    """The folder that was asked for, unless a run is in it already; a new one where none was."""
+    if not config.run_dir:
+        return new_run_dir(config)
+    run_dir = Path(config.run_dir)
+    if (run_dir / "manifest.json").exists():  # two runs' records in one folder would be summed up as one run
+        raise ConfigError(
+            f"run_dir must be a folder without a run, got {run_dir}, which has a manifest.json: name a fresh one; "
+            f"to go on from the run in {run_dir}, add --resume {run_dir}"
+        )
+    return run_dir
 
 
 def new_run_dir(config: RunConfig) -> Path:
@@ -229,10 +258,14 @@ def new_run_dir(config: RunConfig) -> Path:
     return Path(config.out) / f"{what}-{strategy}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def label_of(config: RunConfig) -> str:
-    """The strategy's name and the options that were given, as `parameter-server(mode=async)`."""
-    options = ", ".join(f"{k}={v}" for k, v in sorted(config.strategy_options.items()))
-    return f"{config.strategy}({options})" if options else config.strategy
+def label_of(name: str, strategy: Strategy[Any]) -> str:
+    """The strategy's name and the options that differ from the default, as `parameter-server(mode=async)`."""
+    options = []
+    for field in dataclasses.fields(strategy):  # type: ignore[arg-type]  # all strategies are dataclasses
+        value, make = getattr(strategy, field.name), field.default_factory
+        if value != (field.default if make is dataclasses.MISSING else make()):
+            options.append(f"{field.name}={value}")
+    return f"{name}({', '.join(options)})" if options else name
 
 
 def name_of(strategy: Strategy[Any]) -> str:
@@ -245,6 +278,13 @@ def name_of(strategy: Strategy[Any]) -> str:
     if module == "__main__":
         module = str(getattr(sys.modules["__main__"], "__file__", "__main__"))
     return f"{module}:{cls.__qualname__}"
+
+
+def _instead(value: object) -> str:
+    """What came in place of a Task or Strategy, and how to make one of it."""
+    if isinstance(value, type):
+        return "a class; make an instance"
+    return "a function; call it" if callable(value) else repr(value)
 
 
 def _find_launcher(name: str) -> Launcher:

@@ -21,6 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from podium.building import Job
 from podium.cluster.base import Event, Launched, Planned
 from podium.cluster.coordinator import Coordinator, Rules
 from podium.cluster.rendezvous import rendezvous_folder
@@ -29,7 +30,6 @@ from podium.errors import ConfigError, PodiumError, RankFailed
 from podium.measure.records import Recorder
 from podium.node import NodeSpec, run_node
 from podium.task import Task
-from podium.training import Job
 
 _UNGUARDED = (
     " (ranks import the script that made the task: what it does must stand under `if __name__ == '__main__':`, "
@@ -77,6 +77,7 @@ class Processes:
             on_event=on_event,
             kill=self._kill,
             ended=self._ended,
+            runs=self._runs,
             clock=WallClock(self._began_ns),
         )
 
@@ -154,6 +155,17 @@ class Processes:
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return f"it ended with exit code {code}{self._last_words(rank)}"
+
+    def _runs(self, rank: int) -> bool:
+        """Whether a process is there and not stopped; asleep will do."""
+        process = self.started[rank]
+        if process.exitcode is not None:  # its number may be another's by now
+            return False
+        try:
+            stat = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in "RSD"
 
     def _last_words(self, rank: int) -> str:
         """The last line of its log: what it said of an error that it could not report."""

@@ -33,7 +33,9 @@ class Membership(Control):
     ) -> None:
         self._channel = Channel(rank, secret=secret, listen=listen, deadline_s=deadline_s)
         self._channel.introduce({COORDINATOR: coordinator})
-        self._beat_s, self._deadline_s = heartbeat_s / _BEATS_PER_LIMIT, deadline_s
+        self._beat_s, self._deadline_s = min(heartbeat_s, deadline_s) / _BEATS_PER_LIMIT, deadline_s
+        self.joined = False
+        self._busy: str | None = None
         self._stop, self._closing = threading.Event(), threading.Event()
         self._latest: Meta | None = None
         self._thread: threading.Thread | None = None
@@ -43,6 +45,7 @@ class Membership(Control):
         """Say which endpoints live here; returns where all others are, once everybody has joined."""
         meta = {"endpoints": endpoints, "addresses": {str(k): v for k, v in addresses.items()}}
         answer = self._ask("join", meta, deadline_s)
+        self.joined = True
         self._thread = threading.Thread(target=self._keep_in_touch, name="membership", daemon=True)
         self._thread.start()
         return {int(k): v for k, v in answer["addresses"].items()}
@@ -59,9 +62,12 @@ class Membership(Control):
             self._channel.send(COORDINATOR, "event", facts)
 
     def regroup(self, generation: int, steps_done: int) -> Regroup:
-        # Twice, since the coordinator gives those who have not reported yet one deadline before it kills them.
-        answer = self._ask("lost", {"generation": generation, "steps_done": steps_done}, 2 * self._deadline_s)
+        # However long it takes: the coordinator sees to it that nobody hangs, and without it this process ends.
+        answer = self._ask("lost", {"generation": generation, "steps_done": steps_done}, threading.TIMEOUT_MAX)
         return Regroup(answer["generation"], tuple(answer["members"]), answer["source"])
+
+    def busy(self, what: str | None) -> None:
+        self._busy = what  # the next beat carries it
 
     def begun(self) -> None:
         """The user's model and data are there: from now on only other ranks are waited for."""
@@ -90,7 +96,7 @@ class Membership(Control):
     def _keep_in_touch(self) -> None:
         while not self._closing.is_set():
             try:
-                self._channel.send(COORDINATOR, "beat", {"progress": self._with_rate()})
+                self._channel.send(COORDINATOR, "beat", {"progress": self._with_rate(), "busy": self._busy})
                 message = self._channel.recv(self._beat_s)
             except DeadlineExceeded:
                 continue

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from podium.building import Job
 from podium.cluster.base import Event, Launched
 from podium.cluster.description import read_cluster
 from podium.cluster.local import Processes, endpoints_of, sendable_task
 from podium.cluster.netns import CpuQuota, ShapedNetwork
 from podium.cluster.rendezvous import note_what_was_made, rendezvous_folder
-from podium.training import Job
 
 
 def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> Launched:

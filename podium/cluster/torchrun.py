@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from podium.cluster.base import Planned
 from podium.cluster.coordinator import Coordinator
@@ -114,7 +115,7 @@ class _Rank:
             publish(self.store, "podium/run_dir", str(job.config.run_dir))
             return job
         run_dir = look_up(self.store, "podium/run_dir", config.start_deadline_s)
-        return plan(dataclasses.replace(config, run_dir=run_dir))
+        return plan(config, chosen=Path(run_dir))
 
     def _start_coordinator(self) -> Coordinator:
         job = self.job

@@ -29,7 +29,7 @@ KINDS: dict[str, str] = {
     "step": "one step of one worker: step, position, samples, loss, step_ns, wait_ns, sent, received (bytes)",
     "eval": "validation: step, epoch, position, loss, metrics, eval_ns",
     "arrival": "a server took up a message: source, what, lease; their order is the run's order",
-    "update": "a server applied gradients: version, staleness, worker, lease",
+    "update": "a server applied gradients: version, staleness, worker, lease, first (of its stretch)",
     "lost": "a rank was lost: lost (rank), cause, generation",
     "regroup": "the survivors agreed: generation, members, source, step, took_ns",
     "checkpoint": "a checkpoint was written: step, position, path, took_ns",

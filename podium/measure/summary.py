@@ -26,36 +26,39 @@ def summarise(records: Iterable[Record]) -> dict[str, Any]:
     seconds = _seconds(steps, evals, began, is_async)
     step_ns = np.array([row["step_ns"] for row in steps] or [0])
     last = evals[-1] if evals else {}
+    updates = by_kind.get("update", [])
     return {
         "metrics": last.get("metrics", {}),
         "loss": last.get("loss", float("nan")),
         "param_hash": {str(row["rank"]): row["param_hash"] for row in ends},
-        "steps": sum(row["steps"] for row in ends) if is_async else max((row["steps"] for row in ends), default=0),
+        "steps": last.get("step", 0),  # a run ends with a validation, so this is where it stands
+        "updates": sum(row["rank"] == updates[0]["rank"] for row in updates),
         "samples": samples,
-        "epochs": history[-1]["epoch"] if history else 0.0,
+        "epochs": last.get("epoch", 0.0),
         "seconds": seconds,
         "samples_per_s": samples / seconds if seconds > 0 else 0.0,
-        "sent_bytes": sum(row["sent"] for row in by_kind.get("end", [])),
+        "sent_bytes": _sent_bytes(steps, by_kind.get("end", [])),
         "step_ms": {"p50": float(np.median(step_ns)) / 1e6, "p90": float(np.quantile(step_ns, 0.9)) / 1e6},
         "wait_share": float(sum(row["wait_ns"] for row in steps)) / max(1.0, float(step_ns.sum())),
-        "staleness": staleness(by_kind.get("update", [])),
+        "staleness": staleness(updates),
         "history": history,
         "lost": sorted({row["lost"] for row in by_kind.get("lost", [])}),
     }
 
 
 def staleness(updates: Sequence[Record]) -> dict[str, float]:
-    """Mean, largest and number over updates, each worker's first push left out (it begins with fresh parameters)."""
-    seen: set[tuple[int, int]] = set()
-    later = []
-    for row in updates:
-        key = (row["rank"], row["worker"])
-        if key in seen:
-            later.append(row["staleness"])
-        seen.add(key)
+    """Mean, largest and number over updates; a worker's first push of a stretch is left out: all began it alike."""
+    later = [row["staleness"] for row in updates if not row["first"]]
     if not later:
         return {}
     return {"mean": float(np.mean(later)), "max": float(max(later)), "count": float(len(later))}
+
+
+def _sent_bytes(steps: Sequence[Record], ends: Sequence[Record]) -> int:
+    """By all ranks together: what each said at its end, or in its steps where it was lost before."""
+    sent: dict[int, int] = {row["rank"]: row["sent"] for row in ends}
+    of_lost: list[int] = [row["sent"] for row in steps if row["rank"] not in sent]
+    return sum(sent.values()) + sum(of_lost)
 
 
 def _seconds(steps: Sequence[Record], evals: Sequence[Record], began: int, is_async: bool) -> float:
@@ -72,18 +75,17 @@ def _seconds(steps: Sequence[Record], evals: Sequence[Record], began: int, is_as
 
 
 def _history(evals: Sequence[Record], began: int, is_async: bool) -> list[Mapping[str, Any]]:
-    history: list[Mapping[str, Any]] = []
+    """One row per position: a validation is done again where the worker that did it was lost over it."""
+    history: dict[int, Mapping[str, Any]] = {}
     validating = 0
     for row in evals:
         validating += 0 if is_async else row["eval_ns"]
-        history.append(
-            {
-                "step": row["step"],
-                "epoch": row["epoch"],
-                "samples": row["position"],
-                "seconds": (row["t_ns"] - began - validating) / 1e9,
-                "loss": row["loss"],
-                **row["metrics"],
-            }
-        )
-    return history
+        history[row["position"]] = {
+            "step": row["step"],
+            "epoch": row["epoch"],
+            "samples": row["position"],
+            "seconds": (row["t_ns"] - began - validating) / 1e9,
+            "loss": row["loss"],
+            **row["metrics"],
+        }
+    return list(history.values())

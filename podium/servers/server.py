@@ -118,6 +118,7 @@ class Server:
         self._parked: list[Message] = []
         self._left: dict[int, Message] = {}
         self._gone: set[int] = set()
+        self._fresh: set[int] = set()  # workers that have not pushed since the last seed
 
     def serve(self) -> None:
         """Until every worker has departed."""
@@ -138,6 +139,7 @@ class Server:
         self._clip_norm = meta["clip_norm"]
         self.version = 0
         self._left.clear()
+        self._fresh = set(self.workers)
         order = GlobalOrder(meta["samples"], seed=0)  # lends positions only, so its permutation does not matter
         self.cursor = Cursor(order, meta["position"], meta["end"], meta["lease"])
         self.comm.reply(message, {})
@@ -241,7 +243,9 @@ class Server:
             worker=worker,
             staleness=staleness,
             lease=lease,
+            first=worker in self._fresh,
         )
+        self._fresh.discard(worker)
 
 
 def options_of(optimizer: Optimizer, lr_scale: float = 1.0) -> list[dict[str, Any]]:

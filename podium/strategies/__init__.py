@@ -20,6 +20,9 @@ def find_strategy(name: str) -> type[Any]:
     """The class of a strategy: a name from the list, or `file.py:Class` / `module:Class` of the user's own."""
     if name not in STRATEGIES and ":" not in name:
         raise UnknownName("strategy", name, STRATEGIES)
+    first, _, second = name.partition(":")
+    if first in STRATEGIES and second:
+        raise ConfigError(f"strategy {first}: options are key=value, got {second!r}")
     cls = load_named(STRATEGIES.get(name, name))
     if not isinstance(cls, type):
         raise ConfigError(f"{name} must be a strategy class, got {type(cls).__name__}")

@@ -121,6 +121,17 @@ def test_a_resumed_run_is_asked_for_as_before_unless_told(tmp_path: Path) -> Non
         assert config["run_dir"] is None
 
 
+def test_the_summary_of_a_resumed_run_says_what_is_of_this_run(tmp_path: Path) -> None:
+    first = train(*THREADS, "--steps", "2", "--set", f"run_dir={tmp_path / 'first'}", "-q")
+    assert "(this run)" not in first.stdout
+    words = ["train", "--resume", str(tmp_path / "first"), "--steps", "5", "--out", str(tmp_path / "rest"), "-q"]
+    lines = CliRunner().invoke(main, words).stdout.splitlines()
+    (work,) = [line for line in lines if line.startswith("  work")]
+    assert work.split(None, 1)[1].startswith("5 steps, ")
+    assert work.endswith(" 192 samples (this run)")
+    assert [line.split()[0] for line in lines if line.endswith("(this run)")] == ["time", "work", "sent"]
+
+
 def test_a_replay_is_of_the_same_run_in_virtual_time(tmp_path: Path) -> None:
     train(*THREADS, "--strategy", "parameter-server:mode=async", "--steps", "2", "--out", str(tmp_path), "-q")
     (folder,) = tmp_path.iterdir()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import podium
+from podium.building import Job
 from podium.cluster.description import Cluster, Node, uniform
 from podium.comm.base import Communicator, nbytes_of
 from podium.comm.virtual import HEADER_BYTES, VirtualWorld
@@ -21,7 +22,6 @@ from podium.flat import TAIL, Flat
 from podium.measure.records import read_records
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.parameter_server import ParameterServer
-from podium.training import Job
 from tests.toys import BATCH, SAMPLES, Trained, toy, train_in, train_rank
 from tests.worlds import Virtual
 
@@ -124,8 +124,10 @@ def test_no_clock_runs_backwards(sharing: Any) -> None:
         assert times[-1] > 0
 
 
-@pytest.mark.parametrize("workers", [2, 8, 64])
-def test_mean_staleness_of_equal_workers_is_one_less_than_their_number(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workers", "checkpoint_every"), [(2, 0), (8, 0), (8, 4), (64, 0)])
+def test_mean_staleness_of_equal_workers_is_one_less_than_their_number(
+    workers: int, checkpoint_every: int, tmp_path: Path
+) -> None:
     result = podium.train(
         "digits-mlp",
         strategy="parameter-server:mode=async",
@@ -134,10 +136,13 @@ def test_mean_staleness_of_equal_workers_is_one_less_than_their_number(workers: 
         batch_size=64,
         steps=12,
         eval_every=0,
+        checkpoint_every=checkpoint_every,
         out=str(tmp_path),
     )
+    stretches = 12 // (checkpoint_every or 12)
+    assert result.updates == 12 * workers
     assert result.staleness["mean"] == workers - 1
-    assert result.staleness["count"] == result.steps - workers
+    assert result.staleness["count"] == result.updates - stretches * workers
 
 
 def test_256_asynchronous_workers_run(tmp_path: Path) -> None:
@@ -151,7 +156,8 @@ def test_256_asynchronous_workers_run(tmp_path: Path) -> None:
         eval_every=0,
         out=str(tmp_path),
     )
-    assert result.steps == result.samples == 3 * 256
+    assert result.steps == 3
+    assert result.updates == result.samples == 3 * 256
     assert len(set(result.param_hash.values())) == 1
     assert len(result.param_hash) == 256
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from podium.data.base import ArrayDataset, Data
+from podium.errors import MissingExtra
 from podium.task import Task
 
 TASK = f"{Path(__file__).resolve()}:small"
@@ -33,7 +34,7 @@ STEPS = EPOCHS * SAMPLES // BATCH
 class Fault(NamedTuple):
     """`what` happens to `rank` at its `step`-th visit to `where`."""
 
-    what: str  # kill, stop, exit, raise, hold (with the GIL), hang, gate
+    what: str  # kill, stop, exit, raise, refuse, hold and grip (the GIL, the latter for a while), hang, dawdle, gate
     rank: int
     where: str  # model, data, loss (of a training step), validation, checkpoint
     step: int
@@ -122,11 +123,20 @@ class Strike:
     def _raise(self) -> None:
         raise ValueError("the user's own mistake")
 
+    def _refuse(self) -> None:
+        raise MissingExtra("nothing", "more", "this task")
+
     def _hold(self) -> None:
         ctypes.PyDLL(None).sleep(120)  # PyDLL keeps the GIL, so that no other thread of the rank runs
 
+    def _grip(self) -> None:
+        ctypes.PyDLL(None).sleep(3)
+
     def _hang(self) -> None:
         time.sleep(120)
+
+    def _dawdle(self) -> None:
+        time.sleep(5)
 
     def _gate(self) -> None:
         self.gate.pass_through()

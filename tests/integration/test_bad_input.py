@@ -172,6 +172,12 @@ def test_the_users_own_error_and_its_place_are_what_is_shown(
     assert (failed["failed"], failed["error"]) == (0, "ValueError")
 
 
+def test_what_is_refused_inside_a_rank_keeps_its_exit_code(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^rank 1: this task needs nothing: pip install 'podium\[more\]'") as caught:
+        train(tmp_path, Faults().and_then("refuse", 1, where="data"), workers=2)
+    assert caught.value.exit_code == 2
+
+
 def test_an_error_after_a_checkpoint_comes_with_the_command_that_goes_on(tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as caught:
         train(tmp_path, Faults().and_then("raise", 1, 15), workers=2, checkpoint_every=10)
@@ -266,6 +272,32 @@ def test_the_command_line_ends_with_the_users_error_and_nothing_of_ours(tmp_path
     run_dir = only_run(tmp_path)
     assert err.splitlines()[-3] == "error: rank 1: ValueError: the user's own mistake"
     assert err.splitlines()[-1] == f"  records and logs: {run_dir}"
+
+
+def run_loop(tmp_path: Path, text: str) -> tuple[int, list[str]]:
+    """Exit code and error lines of a script of one's own on two ranks, with a deadline that no test would wait for."""
+    script = tmp_path / "loop.py"
+    script.write_text(textwrap.dedent(text))
+    code, _, err = finish(
+        cli("run", str(script), "--workers", "2", "--out", str(tmp_path / "runs"), "--set", "start_deadline_s=600")
+    )
+    return code, err.splitlines()
+
+
+def test_a_loop_that_fails_before_it_joins_ends_with_its_own_error_and_place(tmp_path: Path) -> None:
+    code, err = run_loop(tmp_path, "import podium\nraise ValueError('too soon')\n")
+    assert code == 1
+    assert err[-3:-1] in [
+        [f"error: rank {rank}: ValueError: too soon", f"  at {tmp_path}/loop.py:2 in <module>"] for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("text", ["print('no loop')", "raise SystemExit(0)"])
+def test_a_loop_that_never_joins_is_told_so(tmp_path: Path, text: str) -> None:
+    code, err = run_loop(tmp_path, text)
+    assert code == 1
+    assert err[-2].startswith("error: ")
+    assert err[-2].endswith(f"{tmp_path}/loop.py ended without calling podium.join")
 
 
 # Places and ports.

@@ -62,15 +62,34 @@ def test_training_goes_on_without_a_stopped_worker(tmp_path: Path, alone: RunRes
     assert distance(result, alone) < 1e-5
     audit_steps(result.run_dir)
     (lost,) = records_of(result.run_dir, "lost")
-    assert "silent" in lost["cause"]
+    assert "longer than heartbeat_s allows" in lost["cause"]
 
 
 def test_training_goes_on_without_a_worker_that_never_lets_go_of_the_interpreter(
     tmp_path: Path, alone: RunResult
 ) -> None:
-    result = train(tmp_path, Faults().and_then("hold", 1, step=9), workers=3, heartbeat_s=1.0)
+    result = train(tmp_path, Faults().and_then("hold", 1, step=9), workers=3, heartbeat_s=1.0, deadline_s=3.0)
     assert result.lost == [1]
     assert distance(result, alone) < 1e-5
+
+
+def test_a_worker_that_holds_the_interpreter_for_longer_than_a_heartbeat_is_not_lost(tmp_path: Path) -> None:
+    faults = Faults().and_then("grip", 1, step=9).and_then("grip", 0, where="validation", step=2)
+    result = train(tmp_path, faults, workers=2, heartbeat_s=1.0)
+    assert result.lost == []
+    assert not records_of(result.run_dir, "regroup")
+
+
+@pytest.mark.parametrize("where", ["validation", "checkpoint"])
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_first_worker_that_validates_or_saves_for_longer_than_the_deadline_is_not_lost(
+    tmp_path: Path, alone: RunResult, where: str, step: int
+) -> None:
+    faults = Faults().and_then("dawdle", 0, where=where, step=step)
+    result = train(tmp_path, faults, workers=3, checkpoint_every=10, deadline_s=1.5)
+    assert result.lost == []
+    assert distance(result, alone) < 1e-5
+    audit_steps(result.run_dir)
 
 
 def test_training_goes_on_without_a_worker_that_hangs_in_the_users_code(tmp_path: Path, alone: RunResult) -> None:
@@ -79,6 +98,15 @@ def test_training_goes_on_without_a_worker_that_hangs_in_the_users_code(tmp_path
     assert distance(result, alone) < 1e-5
     (lost,) = records_of(result.run_dir, "lost")
     assert "hung" in lost["cause"]
+    assert lost["cause"].endswith("raise deadline_s")
+
+
+def test_the_command_line_tells_of_a_loss_and_goes_on(tmp_path: Path) -> None:
+    faults = Faults().kill(1, step=9)
+    code, _, err = finish(podium("train", TASK, "-n", "3", "--out", str(tmp_path), *settings({"task.faults": faults})))
+    assert code == 0, err
+    assert "rank 1 lost: killed by SIGKILL" in err
+    assert "regrouped in" in err
 
 
 def test_the_last_worker_standing_finishes_alone(tmp_path: Path, alone: RunResult) -> None:

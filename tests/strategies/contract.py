@@ -11,6 +11,7 @@ from podium.strategies.base import Strategy
 from tests.toys import (
     OPTIMIZERS,
     UNUSUAL,
+    Alike,
     Branching,
     assert_close,
     assert_same_bits,
@@ -110,13 +111,19 @@ class SynchronousContract(OneWorkerContract):
         assert_close(trained[0].state, train_plainly(task).state)
 
     def test_a_parameter_that_only_some_ranks_use_moves_as_in_one_process(self, strategy: Strategy[Any]) -> None:
-        task = toy(model=Branching, optimizer="adamw", dynamic_graph=True)
+        task = toy(model=Branching, optimizer="adamw")
         plain = train_plainly(task)
         steps = plain.optimizer.state_dict()["state"]
         assert steps[2]["step"] < steps[0]["step"], "the branch must be unused in some steps, or this shows nothing"
         trained = train(task, strategy, 4)
         assert len(hashes(trained)) == 1
         assert_close(trained[0].state, plain.state)
+
+    def test_replicas_are_alike_in_all_that_they_are_made_of(self, strategy: Strategy[Any]) -> None:
+        trained = train(toy(model=Alike), strategy, 3)
+        assert len(hashes(trained)) == 1
+        for other in trained[1:]:
+            assert_same_bits(other.state, trained[0].state)
 
     def test_the_mean_loss_of_the_workers_is_that_of_the_step(self, strategy: Strategy[Any]) -> None:
         task = toy()

@@ -103,7 +103,7 @@ def _bucket_order(comm: Communicator) -> list[int]:
         torch.manual_seed(0)
         model = plain_model()
         worker = Worker(model, SGD(model.parameters(), lr=0.1), comm, loss=cross_entropy, bucket_bytes=1)
-        worker.rng = torch.get_rng_state()
+        worker.rng = (torch.get_rng_state(),)
     announced: list[int] = []
     samples = 4 if comm.rank == 0 else 0  # a rank without samples announces the same buckets, all at once
     inputs, targets = torch.ones(samples, FEATURES), torch.arange(samples) % CLASSES

@@ -1,0 +1,127 @@
+"""One forward and backward pass: gradients land in the buckets, and full buckets are announced in order.
+
+Autograd makes each gradient afresh; a hook copies it into its place in the flat buffer at once and lets the original
+go. Reducing may begin on a bucket while autograd is still busy with the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from podium.errors import ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    from podium.worker import Batch, Worker
+
+
+class Backward:
+    """One forward and backward pass: gradients land in the buckets, and buckets are announced in order."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        flat = self.flat = worker.flat
+        self.used = [False] * len(flat.pieces)
+        self._fired = [False] * len(flat.pieces)
+        self._missing = [len(b.pieces) for b in flat.buckets]
+        self._next = 0
+        self._on_ready: Callable[[int], None] | None = None
+        total = sum(b.nbytes for b in flat.buckets)
+        done = 0
+        self._fraction: list[float] = []
+        for bucket in flat.buckets:
+            done += bucket.nbytes
+            self._fraction.append(done / total)
+        for i, p in enumerate(flat.parameters):
+            _own_hook(p, self._hook(i))
+
+    def run(self, batch: Batch, on_ready: Callable[[int], None] | None) -> Tensor:
+        worker, on_ready = self.worker, on_ready or _ignore
+        self.used = [False] * len(self.used)
+        self._missing = [len(b.pieces) for b in self.flat.buckets]
+        self._next = 0
+        for p in self.flat.parameters:
+            p.grad = None
+        loss = torch.zeros(())
+        parts = batch.split(worker.accumulate) if batch.samples else []
+        for part in parts:
+            self._fired = [False] * len(self._fired)
+            self._on_ready = on_ready if part is parts[-1] else None
+            worker.comm.clock.begin_pass(part.samples)
+            mean = self._pass(part)
+            worker.comm.clock.reach(1.0)
+            loss = loss + mean.detach().cpu() * (part.samples / batch.samples)
+        self._flush(on_ready, batch.samples, float(loss) * batch.weight)
+        return loss
+
+    def _pass(self, part: Batch) -> Tensor:
+        worker = self.worker
+        with worker.computing():
+            with worker.autocast():
+                loss = (
+                    part.closure() if part.closure is not None else worker.loss(worker.model(part.inputs), part.targets)
+                )
+            if not isinstance(loss, Tensor) or loss.dim() != 0:
+                came = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise ConfigError(f"the loss must be one number per batch, a tensor of shape (), got {came}")
+            worker.comm.in_backward = True
+            try:
+                loss.backward(torch.full_like(loss, part.weight))
+            finally:
+                worker.comm.in_backward = False
+        return loss
+
+    def _hook(self, i: int) -> Callable[[Tensor], None]:
+        view, bucket = self.flat.views[i], self.flat.bucket_of[i]
+
+        def landed(p: Tensor) -> None:
+            if self._fired[i]:
+                raise TrainingError(
+                    f"parameter {self.flat.pieces[i].name} got its gradient twice in one backward pass "
+                    "(a module used twice under re-entrant checkpointing?): use non-re-entrant checkpointing"
+                )
+            self._fired[i] = True
+            if p.grad is not view:
+                assert p.grad is not None
+                view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+                p.grad = view
+            self.used[i] = True
+            if self._on_ready is not None:
+                self._missing[bucket] -= 1
+                self._announce(self._on_ready, keep=1)
+
+        return landed
+
+    def _announce(self, on_ready: Callable[[int], None], keep: int) -> None:
+        """Announce complete buckets in index order; the last `keep` wait for the end: the tail travels with them."""
+        while self._next < len(self._missing) - keep and self._missing[self._next] == 0:
+            self.worker.comm.clock.reach(self._fraction[self._next])
+            on_ready(self._next)
+            self._next += 1
+
+    def _flush(self, on_ready: Callable[[int], None], samples: int, weighted_loss: float) -> None:
+        """What no gradient reached holds zeros; the tail is written; the rest is announced."""
+        for view, used in zip(self.flat.views, self.used, strict=True):
+            if not used:
+                view.zero_()
+        worker = self.worker
+        worker.count_samples(samples)
+        tail = [float(worker.stop_requested), weighted_loss, float(worker.used_otherwise())]
+        self.flat.tail.copy_(torch.tensor(tail))
+        self._missing = [0] * len(self._missing)
+        self._announce(on_ready, keep=0)
+
+
+def _own_hook(p: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Be the one who lands this parameter's gradient; a worker that held the model before no longer is."""
+    before = getattr(p, "_podium_hook", None)
+    if before is not None:
+        before.remove()
+    p._podium_hook = p.register_post_accumulate_grad_hook(hook)  # type: ignore[attr-defined]  # ours
+
+
+def _ignore(_bucket: int) -> None:
+    pass

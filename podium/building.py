@@ -1,0 +1,142 @@
+"""What a rank is to do, and the parts it is built from: data, replica, server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from podium.comm.base import Communicator
+from podium.config import RunConfig
+from podium.data.base import Data
+from podium.data.order import GlobalOrder
+from podium.errors import ConfigError, DataError
+from podium.flat import Flat
+from podium.generators import generator_state, set_generator_state
+from podium.measure.records import Recorder, read_records
+from podium.servers.replay import AsRecorded
+from podium.servers.server import Server
+from podium.strategies.base import Strategy
+from podium.task import BufferPolicy, Task
+from podium.worker import Worker
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is to do."""
+
+    config: RunConfig
+    task: Task
+    strategy: Strategy[Any]
+    run_dir: Path | None = None
+    """Where checkpoints and the model go; None keeps nothing."""
+    task_is_named: bool = True
+    """Whether `config.task` names the task, so that another process can make it for itself."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.config.batch_size or self.task.batch_size
+
+    @property
+    def buffers(self) -> BufferPolicy:
+        return self.config.buffers or self.task.buffers
+
+    def total_steps(self, order: GlobalOrder) -> int:
+        by_epochs = order.steps(self.batch_size, self.config.epochs or self.task.epochs)
+        return min(by_epochs, self.config.steps or by_epochs)
+
+
+def open_data(task: Task, workers: int, batch_size: int) -> Data:
+    """The task's data, checked to be enough."""
+    data = task.data()
+    if len(data.train) == 0 or len(data.test) == 0:
+        raise DataError(
+            f"task {task.name}: training and test data must not be empty, got {len(data.train)} and {len(data.test)}"
+        )
+    if len(data.train) < workers:
+        raise ConfigError(f"task {task.name}: {workers} workers need at least {workers} samples, got {len(data.train)}")
+    if batch_size < workers:
+        raise ConfigError(f"batch_size must be at least one sample per worker ({workers}), got {batch_size}")
+    return data
+
+
+def build_worker(job: Job, comm: Communicator, total_steps: int, device: torch.device) -> Worker:
+    """The replica, made from the seed; rank 0 goes on with the same random stream, as plain PyTorch would."""
+    task, config = job.task, job.config
+    with comm.computing():
+        outer = generator_state(device)
+        torch.manual_seed(config.seed)
+        model = task.model().to(device)
+        optimizer = task.optimizer(model)
+        schedule = None if task.schedule is None else task.schedule(optimizer, total_steps)
+        check_parts(task.name, model, optimizer, schedule)
+        worker = Worker(
+            model,
+            optimizer,
+            comm,
+            loss=task.loss,
+            schedule=schedule,
+            bucket_bytes=job.strategy.bucket_bytes,
+            clip_norm=config.clip_norm or task.clip_norm,
+            accumulate=config.accumulate or task.accumulate,
+            autocast=config.autocast or task.autocast,
+        )
+        if comm.rank != 0:
+            torch.manual_seed(derived_seed(config.seed, comm.rank))
+        if comm.shares_process:
+            worker.rng = generator_state(device)
+            set_generator_state(outer, device)
+    return worker
+
+
+def check_parts(who: str, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None) -> None:
+    """Refuse, before the first step, what cannot be trained."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"{who}: optimizer must make a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(f"{who}: LBFGS evaluates the loss several times a step, which no strategy here does")
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ConfigError(f"{who}: ReduceLROnPlateau needs a metric at every step; use a schedule of steps")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{who}: model must make a torch.nn.Module, got {type(model).__name__}")
+
+
+def make_server(job: Job, comm: Communicator, recorder: Recorder) -> Server:
+    """A server with its ranges, before it has met a worker."""
+    with comm.computing():
+        outer = torch.get_rng_state()
+        torch.manual_seed(job.config.seed)
+        model = job.task.model()
+        optimizer = job.task.optimizer(model)
+        check_parts(job.task.name, model, optimizer, None)
+        flat = Flat(model, optimizer, job.strategy.bucket_bytes)  # laid out as the workers' is
+        torch.set_rng_state(outer)
+    replay = job.config.replay
+    arrivals = None if replay is None else AsRecorded(read_records(Path(replay)), comm.rank)
+    return Server(
+        comm, flat, optimizer, asynchronous=job.strategy.feed == "cursor", recorder=recorder, arrivals=arrivals
+    )
+
+
+def derived_seed(seed: int, *salts: int) -> int:
+    """A seed of its own for each rank or purpose."""
+    return int(np.random.SeedSequence([seed, *salts]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def device_of(name: str, rank: int) -> torch.device:
+    """The device of a rank; ranks share the visible GPUs in turn."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("device=cuda: PyTorch sees no GPU here; use device=cpu or device=auto")
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    if name != "cpu":
+        raise ConfigError(f"device must be 'cpu', 'cuda' or 'auto', got {name!r}")
+    return torch.device("cpu")
