@@ -325,7 +325,7 @@ def run_server(server: Server) -> None:
     )
     server.serve()
     recorder.write(
-        "end", comm.clock.now_ns(), updates=server.version, sent=comm.traffic.sent, received=comm.traffic.received
+        "end", comm.clock.now_ns(), updates=server.updates, sent=comm.traffic.sent, received=comm.traffic.received
     )
 
 

@@ -213,8 +213,9 @@ class Worker:
             return
         first = self.comm.workers[0]
         others = [p.data for p in self.model.parameters() if not p.requires_grad] + list(self.model.buffers())
-        joined = torch.cat([torch.empty(0, dtype=torch.uint8), *(_as_bytes(t) for t in others)])
-        self.comm.wait(*(self.comm.broadcast(flat, first) for flat in (*self.params, joined)))
+        joined = torch.cat([_as_bytes(t) for t in others]) if others else torch.empty(0, dtype=torch.uint8)
+        exchanged = [*self.params, joined] if others else self.params
+        self.comm.wait(*(self.comm.broadcast(tensor, first) for tensor in exchanged))
         for tensor, part in zip(others, joined.split([t.nbytes for t in others]), strict=True):
             tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
 

@@ -200,15 +200,16 @@ def prepare(config: RunConfig, task: Task | None = None, *, chosen: Path | None 
     found = task or load_task(config.task, config.task_options, config.data_dir)
     full = resolved(config, found, run_dir)
     if full.replay is not None:
-        _check_replay(full, Path(full.replay))
+        _check_replay(full, strategy, Path(full.replay))
     return Job(full, found, strategy, run_dir, task_is_named=task is None)
 
 
-def _check_replay(config: RunConfig, recorded_dir: Path) -> None:
+def _check_replay(config: RunConfig, strategy: Strategy[Any], recorded_dir: Path) -> None:
     """A recorded order can only be followed by the run that was recorded."""
-    recorded = read_manifest(recorded_dir)["config"]
-    now = json.loads(to_json(config.to_dict()))
-    decisive = ("task", "task_options", "strategy", "strategy_options", "workers", "seed", "epochs", "steps")
+    manifest = read_manifest(recorded_dir)
+    recorded = {**manifest["config"], "strategy": manifest["strategy"]}
+    now = {**json.loads(to_json(config.to_dict())), "strategy": repr(strategy)}
+    decisive = ("task", "task_options", "strategy", "workers", "seed", "epochs", "steps")
     for name in (*decisive, "batch_size", "accumulate", "clip_norm", "autocast", "checkpoint_every", "resume"):
         if recorded[name] != now[name]:
             raise ConfigError(

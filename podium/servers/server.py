@@ -110,6 +110,9 @@ class Server:
         sizes = [p.element_size() for p in flat.params]
         self.shard = Shard(flat, optimizer, divide_ranges(flat.pieces, sizes, len(comm.servers))[index])
         self.version = 0
+        """Updates since the present stretch began: what a push names as its origin."""
+        self.updates = 0
+        """Updates in all."""
         self.workers: tuple[int, ...] = comm.workers
         self.cursor: Cursor | None = None
         self._arrivals = arrivals or AsTheyCome()
@@ -205,6 +208,7 @@ class Server:
         self.shard.step(messages[0].meta["options"], unused, self._clip_norm)
         self.comm.clock.touch(self.shard.nbytes)
         self.version += 1
+        self.updates += 1
 
     # Ends.
 

@@ -136,7 +136,7 @@ class Strike:
         time.sleep(120)
 
     def _dawdle(self) -> None:
-        time.sleep(5)
+        time.sleep(4)
 
     def _gate(self) -> None:
         self.gate.pass_through()

@@ -11,7 +11,8 @@ import pytest
 from podium.checkpoint import find_checkpoint
 from podium.config import RunResult
 from podium.errors import Lost
-from tests.integration.faults import NOISY, STEPS, Faults
+from tests.integration.faults import NOISY, STEPS, TASK, Faults
+from tests.integration.processes import finish, podium, settings
 from tests.integration.runs import audit_steps, distance, records_of, signal_at_gate, train
 
 
@@ -88,6 +89,9 @@ def test_a_first_worker_that_validates_or_saves_for_longer_than_the_deadline_is_
     faults = Faults().and_then("dawdle", 0, where=where, step=step)
     result = train(tmp_path, faults, workers=3, checkpoint_every=10, deadline_s=1.5)
     assert result.lost == []
+    for kind in ("eval", "checkpoint"):  # none was done again: it would take as long again, and so for ever
+        steps = [row["step"] for row in records_of(result.run_dir, kind)]
+        assert steps == sorted(set(steps))
     assert distance(result, alone) < 1e-5
     audit_steps(result.run_dir)
 
