@@ -69,9 +69,9 @@ class RunConfig:
     replay: str | None = None
     """A run's folder whose recorded order of arrivals is repeated, in virtual time."""
     deadline_s: float = 300.0
-    """How long any rank waits for another before it gives up; validation on the first worker must fit in it."""
+    """How long any rank waits for another before it gives up, and how long a running one may be silent."""
     heartbeat_s: float = 2.0
-    """A rank that is silent for longer is taken for lost and killed."""
+    """A rank whose process is stopped or gone is lost after this long; one that runs gets `deadline_s`."""
     start_deadline_s: float = 60.0
     """How long all ranks together may take to start."""
 

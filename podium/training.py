@@ -69,6 +69,7 @@ class Training:
         self.feed = self._make_feed()
         self.evaluated_at = -1  # the position of the last validation
         self.saved_at = -1
+        self._began_at = 0
         self.loss: float | None = None
         self.metrics: dict[str, float] = {}
         self._in_step = False
@@ -99,6 +100,9 @@ class Training:
     def _stretch(self) -> None:
         worker, strategy = self.worker, self.job.strategy
         worker.flat.check()
+        if self._checkpoint_was_missed():
+            self._settle_buffers()
+            self._checkpoint()
         if not self._is_through():
             worker.horizon = self._next_horizon()
             state = strategy.init(worker)
@@ -108,7 +112,7 @@ class Training:
                 self._validate_when_due()
             strategy.finish(worker, state)
         self._settle_buffers()
-        if self._is_through():
+        if self._is_through() and (self.evaluated_at != worker.position or self.loss is None):
             self._validate()
         self._checkpoint()
 
@@ -190,6 +194,12 @@ class Training:
         done = epoch * per_epoch + offset // self.job.batch_size
         return min(self.end, position_after(self.order, (done // every + 1) * every, self.job.batch_size))
 
+    def _checkpoint_was_missed(self) -> bool:
+        """Whether one was due here and a loss came in between."""
+        every, here = self.job.config.checkpoint_every, self.worker.position
+        due = every > 0 and self._global_step() % every == 0 and here != self._began_at
+        return due and self.saved_at != here and not self._is_through()
+
     def _checkpoint(self) -> None:
         """All workers write what is their own; then the first writes what is shared and makes it whole."""
         worker, run_dir, began = self.worker, self.job.run_dir, self.comm.clock.now_ns()
@@ -212,6 +222,7 @@ class Training:
             save_tensors(run_dir / "model.safetensors", worker.model.state_dict())
         shared = {**worker.state(), **self._must_match()}
         path = checkpoint.save_shared(run_dir, step, shared, self.comm.workers, self.job.config.keep_checkpoints)
+        self.saved_at = worker.position  # at once: should others give up waiting, it is not written again
         now = self.comm.clock.now_ns()
         self.recorder.write("checkpoint", now, step=step, position=worker.position, path=path.name, took_ns=now - began)
 
@@ -276,6 +287,7 @@ class Training:
             self._resume(Path(self.job.config.resume))
         else:
             self.worker.share_from_first()
+        self._began_at = self.worker.position
 
     def _record_begin(self) -> None:
         worker = self.worker

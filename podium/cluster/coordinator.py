@@ -35,6 +35,8 @@ from podium.training import Report
 COORDINATOR = 0xFFFF
 """The coordinator's own number among the endpoints."""
 
+BUSY_DEADLINES = 12
+"""How many deadlines the others wait for a worker that says it is busy (with validation, say) and goes on beating."""
 _POLL_S = 0.05
 _AT_ONCE = 1000
 """Messages taken up before the clock is looked at again."""
@@ -293,7 +295,8 @@ class Coordinator:
         limit, now = self.rules.deadline_s, time.monotonic()
         missing = [m for m in self._live_workers() if m.rank not in self._waiting] if self._waiting else []
         for member in missing:
-            if now - max(self._waiting_since, member.busy) > limit:
+            patience = min(member.busy, self._waiting_since + (BUSY_DEADLINES - 1) * limit)
+            if now - max(self._waiting_since, patience) > limit:
                 self._kill(member.rank)
                 cause = f"hung for {limit:g} s while the others waited for it, and killed"
                 self._lose(member, cause, _advice("deadline_s"))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, final
 
-from podium.cluster.coordinator import COORDINATOR
+from podium.cluster.coordinator import BUSY_DEADLINES, COORDINATOR
 from podium.comm.base import DEPARTED, Meta
 from podium.comm.channel import Channel
 from podium.comm.sockets import Address
@@ -62,8 +62,9 @@ class Membership(Control):
             self._channel.send(COORDINATOR, "event", facts)
 
     def regroup(self, generation: int, steps_done: int) -> Regroup:
-        # However long it takes: the coordinator sees to it that nobody hangs, and without it this process ends.
-        answer = self._ask("lost", {"generation": generation, "steps_done": steps_done}, threading.TIMEOUT_MAX)
+        # Longer than the coordinator's own patience: it sees to it that nobody hangs, and knows whom to name.
+        patience_s = (BUSY_DEADLINES + 2) * self._deadline_s
+        answer = self._ask("lost", {"generation": generation, "steps_done": steps_done}, patience_s)
         return Regroup(answer["generation"], tuple(answer["members"]), answer["source"])
 
     def busy(self, what: str | None) -> None:
