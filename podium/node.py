@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from podium.allocator import keep_freed_memory
 from podium.building import Job, device_of, make_server
 from podium.cluster.membership import Membership
 from podium.comm.channel import Channel
@@ -211,6 +212,7 @@ def settle_in(spec: NodeSpec) -> None:
         os.close(file)
     threads = spec.config.get("threads") or max(1, len(os.sched_getaffinity(0)) // (spec.workers + spec.servers))
     torch.set_num_threads(threads)
+    keep_freed_memory()
 
 
 def _open_store(spec: NodeSpec) -> Any:

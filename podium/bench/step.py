@@ -1,20 +1,26 @@
-"""`podium bench step`: one training step of all-reduce against DistributedDataParallel, on the same ranks.
+"""`podium bench step`: one training step of all-reduce against DistributedDataParallel.
 
-Both train the same model from the same start on the same batches, in the same processes, over gloo. Rounds of a few
-steps alternate between them; a round's time is the slowest rank's. At the end their parameters must agree, or the
-comparison would not be of the same work.
+All train the same model from the same start on the same batches, over gloo. Each contender has ranks of its own, set up
+as its users have them: Podium's as its launchers start them, DDP's as a plain script is. Rounds of a few steps go
+round the contenders; whoever is not measured sleeps. A round's time is the slowest rank's. At the end all parameters
+must agree, or the comparison would not be of the same work.
+
+Podium's ranks keep freed memory (`podium.allocator`); so that this is not mistaken for better communication, DDP is
+also measured with the same switch.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from podium.allocator import keep_freed_memory
 from podium.bench.rounds import interleave, ratio, spread_ms
 from podium.cluster.local import fork_server, nullified_main
 from podium.cluster.rendezvous import rendezvous_folder
@@ -22,15 +28,28 @@ from podium.comm.memory import WallClock
 from podium.comm.real import RealCommunicator
 from podium.comm.torch_dist import Group, file_store
 from podium.errors import ConfigError, DataError, RankFailed, UnknownName
+from podium.files import load_tensors, save_tensors
 from podium.strategies import make_strategy
 from podium.task import Task, load_task
 from podium.worker import Batch, Worker
 
 PEERS = ("ddp",)
 TASKS = ("wide-mlp", "cifar10-resnet20")
+_CONTENDERS = ("podium", "ddp", "ddp_bucket_views", "ddp_keeping_memory", "ddp_bucket_views_keeping_memory")
 _SHAPES = {"cifar10-resnet20": (3, 32, 32), "mnist-lenet5": (1, 28, 28)}
 _CLASSES = 10
-_DEADLINE_S = 900.0
+_DEADLINE_S = 300.0
+_BATCHES = 4
+
+
+class Setting(NamedTuple):
+    """What is measured."""
+
+    task: str
+    data_dir: str
+    ranks: int
+    steps: int
+    strategy: dict[str, Any]
 
 
 def bench_step(
@@ -44,96 +63,165 @@ def bench_step(
     bucket_bytes: int | None = None,
     overlap: bool = True,
 ) -> dict[str, Any]:
-    """Rows with `task`, `ratio` (Podium's time / DDP's, median over rounds), its interval, and each one's times."""
+    """Rows with `task`, `ratio` (Podium's time / the faster DDP's, median over rounds), its interval, and all times."""
     for peer in peers:
         if peer not in PEERS:
             raise UnknownName("peer of bench step", peer, PEERS)
     if steps < 1 or ranks < 1:
         raise ConfigError(f"bench step: steps and ranks must be at least 1, got {steps} and {ranks}")
     options = {"overlap": overlap, **({} if bucket_bytes is None else {"bucket_bytes": bucket_bytes})}
-    rows = [
-        _row(_run_ranks(name, data_dir, ranks, rounds or 15, steps, options), name, ranks, bool(peers))
-        for name in tasks.split(",")
-    ]
+    names = _CONTENDERS if peers else _CONTENDERS[:1]
+    rows = [_row(Setting(task, data_dir, ranks, steps, options), names, rounds or 15) for task in tasks.split(",")]
     return {"bench": "step", "peers": list(peers), "ranks": ranks, "steps_per_round": steps, "rows": rows}
 
 
-def _row(times: dict[str, Any], name: str, ranks: int, with_peer: bool) -> dict[str, Any]:
-    podium, ddp, views = times["podium"], times["ddp"], times["ddp_bucket_views"]
-    best = min((ddp, views), key=lambda t: sorted(t)[len(t) // 2])
-    row = {"task": name, "ranks": ranks, "step_ms": {k: spread_ms(v) for k, v in times.items() if isinstance(v, list)}}
-    if with_peer:
-        row |= ratio(podium, best)
-        row |= {"ratio_to_default_ddp": ratio(podium, ddp)["ratio"], "difference": times["difference"]}
+def _row(setting: Setting, names: Sequence[str], rounds: int) -> dict[str, Any]:
+    with rendezvous_folder() as folder:
+        teams = {name: _Team(name, setting, folder) for name in names}
+        try:
+            times = interleave({name: team.measure for name, team in teams.items()}, rounds, warmup=2)
+            finals = {name: team.parameters() for name, team in teams.items()}
+        finally:
+            for team in teams.values():
+                team.end()
+    spread = {name: spread_ms(measured) for name, measured in times.items()}
+    row: dict[str, Any] = {"task": setting.task, "ranks": setting.ranks, "step_ms": spread}
+    if len(names) > 1:
+        as_started = min(names[1:3], key=lambda name: spread[name]["median"])
+        tuned = min(names[1:], key=lambda name: spread[name]["median"])
+        row |= {**ratio(times["podium"], times[as_started]), "against": as_started}
+        row["ratio_to_fastest_ddp"] = {**ratio(times["podium"], times[tuned]), "against": tuned}
+        row["difference"] = max(_difference(finals["podium"], finals[name]) for name in names[1:])
     return row
 
 
-def _run_ranks(
-    name: str, data_dir: str, ranks: int, rounds: int, steps: int, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Start the ranks, let each measure, and return the first one's times (they agree on the slowest)."""
-    context = fork_server()
-    with rendezvous_folder() as folder, nullified_main():
-        results = context.Queue()
-        arguments = [(r, ranks, str(folder), (name, data_dir), rounds, steps, options, results) for r in range(ranks)]
-        processes = [context.Process(target=_rank, args=a, daemon=True) for a in arguments]
-        for process in processes:
-            process.start()
+def _difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Largest difference between two contenders' parameters, which DDP names with a prefix."""
+    return max(float((x - y).abs().max()) for x, y in zip(a.values(), b.values(), strict=True))
+
+
+class _Team:
+    """The ranks of one contender, seen from the process that measures."""
+
+    def __init__(self, name: str, setting: Setting, folder: Path) -> None:
+        self.name, self._folder = name, folder
+        context = fork_server()
+        self._pipes, self._processes = [], []
+        for rank in range(setting.ranks):
+            mine, theirs = context.Pipe()
+            arguments = (rank, name, setting, str(folder), theirs)
+            process = context.Process(target=_rank, args=arguments, daemon=True)
+            with nullified_main():
+                process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def measure(self) -> float:
+        """One round: seconds per step of the slowest rank."""
+        return max(float(answer) for answer in self._ask("round"))
+
+    def parameters(self) -> dict[str, Tensor]:
+        self._ask("save")
+        return load_tensors(self._folder / f"{self.name}.safetensors")
+
+    def end(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=5.0)
+            process.kill()
+
+    def _ask(self, what: str) -> list[Any]:
         try:
+            for pipe in self._pipes:
+                pipe.send(what)
             deadline = time.monotonic() + _DEADLINE_S
-            while results.empty():
-                if any(p.exitcode not in (None, 0) for p in processes) or time.monotonic() > deadline:
-                    raise RankFailed(f"bench step: a rank failed on {name}; its error is above")
-                time.sleep(0.05)
-            times: dict[str, Any] = results.get()
-        finally:
-            for process in processes:
-                process.join(timeout=5.0)
-                process.kill()
-    return times
+            for pipe in self._pipes:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise RankFailed(f"bench step: {self.name} gave no answer in {_DEADLINE_S:g} s")
+            return [pipe.recv() for pipe in self._pipes]
+        except (EOFError, BrokenPipeError) as error:
+            raise RankFailed(f"bench step: a rank of {self.name} failed; its error is above") from error
 
 
-def _rank(
-    rank: int,
-    ranks: int,
-    folder: str,
-    named: tuple[str, str],
-    rounds: int,
-    steps: int,
-    options: dict[str, Any],
-    results: Any,
-) -> None:
+def _rank(rank: int, name: str, setting: Setting, folder: str, pipe: Connection) -> None:
+    """One rank of a contender: does what it is asked until the pipe closes."""
     torch.set_num_threads(1)
-    task = load_task(named[0], data_dir=named[1])
-    group = Group(file_store(Path(folder) / "podium"), host="127.0.0.1", deadline_s=120.0)
-    comm = RealCommunicator(rank, range(ranks), (), WallClock(), group=group, channel=None, deadline_s=120.0)
-    batches = _batches(task, rank, ranks)
-    ours = _Podium(task, comm, make_strategy("all-reduce", options, ranks), batches)
-    theirs = _ddp_contenders(task, rank, ranks, folder, batches)
-
-    def timed(step: Callable[[], None]) -> Callable[[], float]:
-        def run() -> float:
-            comm.barrier()
+    task = load_task(setting.task, data_dir=setting.data_dir)
+    batches = _batches(task, rank, setting.ranks)
+    make = _podium if name == "podium" else _ddp
+    step, barrier, model = make(name, task, rank, setting, folder, batches)
+    try:
+        while True:
+            if pipe.recv() == "save":
+                if rank == 0:
+                    save_tensors(Path(folder) / f"{name}.safetensors", dict(model.named_parameters()))
+                pipe.send(None)
+                continue
+            barrier()
             began = time.perf_counter()
-            for _ in range(steps):
+            for _ in range(setting.steps):
                 step()
-            seconds = torch.tensor([0.0] * ranks, dtype=torch.float64)
-            seconds[rank] = (time.perf_counter() - began) / steps
-            comm.wait(comm.all_reduce(seconds))
-            return float(seconds.max())
+            pipe.send((time.perf_counter() - began) / setting.steps)
+    except EOFError:
+        return
 
-        return run
 
-    contenders = {"podium": timed(ours.step), **{k: timed(peer.step) for k, peer in theirs.items()}}
-    times: dict[str, Any] = dict(interleave(contenders, rounds, warmup=2))
-    peer = theirs["ddp"].model
-    differences = [
-        float((a - b).detach().abs().max()) for a, b in zip(ours.model.parameters(), peer.parameters(), strict=True)
-    ]
-    times["difference"] = max(differences)
-    if rank == 0:
-        results.put(times)
-    comm.barrier()
+Contender = tuple[Callable[[], object], Callable[[], object], torch.nn.Module]
+"""Its step, its barrier, its model."""
+
+
+def _podium(
+    name: str, task: Task, rank: int, setting: Setting, folder: str, batches: list[tuple[Tensor, Tensor]]
+) -> Contender:
+    """Podium's worker and strategy, as `podium train` uses them."""
+    keep_freed_memory()
+    group = Group(file_store(Path(folder) / name), host="127.0.0.1", deadline_s=_DEADLINE_S)
+    ranks = range(setting.ranks)
+    comm = RealCommunicator(rank, ranks, (), WallClock(), group=group, channel=None, deadline_s=_DEADLINE_S)
+    strategy = make_strategy("all-reduce", setting.strategy, setting.ranks)
+    torch.manual_seed(0)
+    model = task.model()
+    worker = Worker(model, task.optimizer(model), comm, loss=task.loss, bucket_bytes=strategy.bucket_bytes)
+    state = strategy.init(worker)
+    turns = _in_turn([Batch(x, y, len(y), 1 / setting.ranks) for x, y in batches])
+    return lambda: strategy.step(worker, state, turns()), comm.barrier, model
+
+
+def _ddp(
+    name: str, task: Task, rank: int, setting: Setting, folder: str, batches: list[tuple[Tensor, Tensor]]
+) -> Contender:
+    """DDP in the loop of its documentation."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+    from torch.nn.parallel import DistributedDataParallel
+
+    if "keeping_memory" in name:
+        keep_freed_memory()
+    store = FileStore(str(Path(folder) / name), setting.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=setting.ranks)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(task.model(), gradient_as_bucket_view="bucket_views" in name)
+    optimizer, turns = task.optimizer(model), _in_turn(batches)
+
+    def step() -> None:
+        x, y = turns()
+        optimizer.zero_grad()
+        task.loss(model(x), y).backward()
+        optimizer.step()
+
+    return step, dist.barrier, model
+
+
+def _in_turn(items: list[Any]) -> Callable[[], Any]:
+    at = [0]
+
+    def take() -> Any:
+        at[0] += 1
+        return items[(at[0] - 1) % len(items)]
+
+    return take
 
 
 def _batches(task: Task, rank: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
@@ -143,61 +231,12 @@ def _batches(task: Task, rank: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
         data = task.data().train
         from numpy import arange
 
-        wanted = [arange((k * ranks + rank) * share, (k * ranks + rank + 1) * share) % len(data) for k in range(4)]
-        return [data.gather(indices) for indices in wanted]
+        firsts = [(k * ranks + rank) * share for k in range(_BATCHES)]
+        return [data.gather(arange(first, first + share) % len(data)) for first in firsts]
     except DataError:
         draw = torch.Generator().manual_seed(rank)
         shape = (share, *_SHAPES[task.name])
         return [
-            (torch.randn(shape, generator=draw), torch.randint(_CLASSES, (share,), generator=draw)) for _ in range(4)
+            (torch.randn(shape, generator=draw), torch.randint(_CLASSES, (share,), generator=draw))
+            for _ in range(_BATCHES)
         ]
-
-
-class _Podium:
-    """Podium's side: the worker and the strategy, as `podium train` uses them."""
-
-    def __init__(self, task: Task, comm: RealCommunicator, strategy: Any, batches: list[tuple[Tensor, Tensor]]) -> None:
-        torch.manual_seed(0)
-        self.model = task.model()
-        self.strategy, self._turn = strategy, 0
-        optimizer = task.optimizer(self.model)
-        self.worker = Worker(self.model, optimizer, comm, loss=task.loss, bucket_bytes=strategy.bucket_bytes)
-        self._batches = [Batch(x, y, len(y), 1 / comm.size) for x, y in batches]
-        self._state = strategy.init(self.worker)
-
-    def step(self) -> None:
-        batch = self._batches[self._turn % len(self._batches)]
-        self._turn += 1
-        self.strategy.step(self.worker, self._state, batch)
-
-
-class _Peer:
-    """DDP's side: the loop of its documentation."""
-
-    def __init__(self, task: Task, model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
-        self.model, self.loss = model, task.loss
-        self.optimizer = task.optimizer(model)
-        self._batches, self._turn = batches, 0
-
-    def step(self) -> None:
-        x, y = self._batches[self._turn % len(self._batches)]
-        self._turn += 1
-        self.optimizer.zero_grad()
-        self.loss(self.model(x), y).backward()
-        self.optimizer.step()
-
-
-def _ddp_contenders(
-    task: Task, rank: int, ranks: int, folder: str, batches: list[tuple[Tensor, Tensor]]
-) -> dict[str, _Peer]:
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist.init_process_group("gloo", store=FileStore(f"{folder}/ddp", ranks), rank=rank, world_size=ranks)
-    peers = {}
-    for name, views in (("ddp", False), ("ddp_bucket_views", True)):
-        torch.manual_seed(0)
-        model = DistributedDataParallel(task.model(), gradient_as_bucket_view=views)
-        peers[name] = _Peer(task, model, batches)
-    return peers
