@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from podium.errors import CommError
@@ -182,6 +183,4 @@ class Communicator(ABC):
 
     def barrier(self) -> None:
         """Return once every worker has come here."""
-        from torch import zeros
-
-        self.wait(self.all_reduce(zeros(1)))
+        self.wait(self.all_reduce(torch.zeros(1)))
