@@ -9,7 +9,7 @@ tensor. Its rules:
   first: a stop becomes a death, and no ghost comes back.
 - After a loss, a strategy that survives it goes on: once every live worker has reported how far it is, all are told
   the next generation, its members, and whose state to take (the one with most steps). One that says it is busy is
-  waited for, as long as it beats.
+  waited for as long as it beats, up to a dozen deadlines.
 - A rank that raised would raise again: the run ends, and its own error is what the user sees. If all it says is that
   another rank did not answer, that other one gets a moment to be found out first.
 """
