@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
 FORMING_S = 5.0
-"""A group forms within this time or not at all: a member that died meanwhile must not cost the whole deadline."""
+"""A try to form a group takes at most this long: a member that died meanwhile must not cost the whole deadline."""
 
 
 def file_store(path: Path) -> Any:
@@ -67,6 +67,8 @@ class Group:
         if backend not in ("gloo", "nccl"):
             raise ConfigError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
         self._store, self._host, self._backend, self._deadline_s = store, host, backend, deadline_s
+        # gloo tries five times to reach a member behind a cut link; be done before others take this rank for hung.
+        self._forming_s = min(FORMING_S, deadline_s / 10)
         self._group: Any = None
         self._works: dict[int, Any] = {}
         self._issued = 0
@@ -82,7 +84,9 @@ class Group:
         try:
             self._group = self._make(store, index, size)
         except (dist.DistError, RuntimeError) as error:
-            raise Lost(f"generation {generation} did not form within {FORMING_S:g} s: {_first_line(error)}") from error
+            raise Lost(
+                f"generation {generation} did not form within {self._forming_s:g} s: {_first_line(error)}"
+            ) from error
 
     def drop(self) -> None:
         """Let go of every exchange and of the group; blocks until what is in flight has ended."""
@@ -129,7 +133,7 @@ class Group:
         return self._issued
 
     def _make(self, store: Any, index: int, size: int) -> Any:
-        forming, running = timedelta(seconds=FORMING_S), timedelta(seconds=self._deadline_s)
+        forming, running = timedelta(seconds=self._forming_s), timedelta(seconds=self._deadline_s)
         if self._backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = running
