@@ -109,7 +109,8 @@ class Backward:
                 view.zero_()
         worker = self.worker
         worker.count_samples(samples)
-        tail = [float(worker.stop_requested), weighted_loss, float(worker.used_otherwise())]
+        votes = float(worker.stop_requested), float(worker.pause_requested)
+        tail = [votes[0], weighted_loss, float(worker.used_otherwise()), votes[1]]
         self.flat.tail.copy_(torch.tensor(tail))
         self._missing = [0] * len(self._missing)
         self._announce(on_ready, keep=0)

@@ -20,6 +20,7 @@ from podium.errors import ConfigError, DataError
 from podium.flat import Flat
 from podium.generators import generator_state, set_generator_state
 from podium.measure.records import Recorder, read_records
+from podium.servers.copies import Copies
 from podium.servers.replay import AsRecorded
 from podium.servers.server import Server
 from podium.strategies.base import Strategy
@@ -107,8 +108,8 @@ def check_parts(who: str, model: nn.Module, optimizer: Optimizer, schedule: LRSc
         raise ConfigError(f"{who}: model must make a torch.nn.Module, got {type(model).__name__}")
 
 
-def make_server(job: Job, comm: Communicator, recorder: Recorder) -> Server:
-    """A server with its ranges, before it has met a worker."""
+def make_server(job: Job, comm: Communicator, recorder: Recorder, *, replaces: bool = False) -> Server:
+    """A server with its ranges, before it has met a worker; or one that takes the place of a lost one."""
     with comm.computing():
         outer = torch.get_rng_state()
         torch.manual_seed(job.config.seed)
@@ -119,9 +120,28 @@ def make_server(job: Job, comm: Communicator, recorder: Recorder) -> Server:
         torch.set_rng_state(outer)
     replay = job.config.replay
     arrivals = None if replay is None else AsRecorded(read_records(Path(replay)), comm.rank)
-    return Server(
-        comm, flat, optimizer, asynchronous=job.strategy.feed == "cursor", recorder=recorder, arrivals=arrivals
+    server = Server(
+        comm,
+        flat,
+        optimizer,
+        unit_bytes=job.strategy.bucket_bytes,
+        recorder=recorder,
+        arrivals=arrivals,
+        copies=_copies(job, comm),
     )
+    if replaces:
+        where = server.copies.restore()
+        recorder.write("restored", comm.clock.now_ns(), source=where, updates=server.updates)
+    return server
+
+
+def _copies(job: Job, comm: Communicator) -> Copies:
+    """Where ranks are processes, servers are copied; where they share one, they are lost together."""
+    strategy = job.strategy
+    if job.run_dir is None or comm.shares_process:
+        return Copies(replicas=strategy.replicas)
+    path = job.run_dir / "servers" / f"rank-{comm.rank}.safetensors"
+    return Copies(replicas=strategy.replicas, snapshot=path, every=strategy.snapshot_every)
 
 
 def derived_seed(seed: int, *salts: int) -> int:

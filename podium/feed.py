@@ -8,9 +8,11 @@ from typing import Any, final
 
 import torch
 
+from podium.comm.base import Meta
 from podium.data.base import Dataset
 from podium.data.order import GlobalOrder, Slice, share_of
 from podium.nests import map_tensors
+from podium.servers.server import PATIENCE
 from podium.worker import Batch, Worker
 
 
@@ -54,26 +56,30 @@ class StepFeed(Feed):
 
 @final
 class CursorFeed(Feed):
-    """Leases from the cursor on the first server."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._last = -1
+    """Leases from the cursor on the first server: one comes with the answer to a push, where there is one left."""
 
     def next(self) -> Batch | None:
         worker = self.worker
-        asked = {"done": self._last, "stop": worker.stop_requested}
-        (answer,) = worker.comm.wait(worker.comm.call(worker.comm.servers[0], "draw", asked))
-        assert answer is not None
-        if "lease" not in answer.meta:
-            worker.position = answer.meta["position"]
-            worker.stop_agreed = worker.position < worker.horizon
-            self._last = -1
+        lease, worker.next_lease = worker.next_lease, None
+        if lease is None:
+            lease = self._draw()
+        if "lease" not in lease:
+            worker.position = lease["position"]
+            worker.stop_agreed, worker.pause_agreed = lease["stop"], worker.pause_agreed or lease["pause"]
             return None
-        self._last = answer.meta["lease"]
-        piece = Slice(*answer.meta["piece"])
+        piece = Slice(*lease["piece"])
         self._follow_schedule(piece)
-        return self._batch(piece, 1.0, piece.position + piece.count, self._last)
+        return self._batch(piece, piece.count / lease["of"], piece.position + piece.count, lease["lease"])
+
+    def _draw(self) -> Meta:
+        """Ask for a lease; the answer may have to wait until all others are through with theirs."""
+        worker, comm = self.worker, self.worker.comm
+        asked = {"done": worker.lease_done, "stop": worker.stop_requested, "pause": worker.pause_requested}
+        worker.lease_done = -1
+        call = comm.call(comm.servers[0], "draw", asked)
+        (answer,) = comm.wait(call, deadline_s=PATIENCE * comm.deadline_s)
+        assert answer is not None
+        return answer.meta
 
     def _follow_schedule(self, piece: Slice) -> None:
         """The learning rate is that of the global step in which the lease lies."""

@@ -11,6 +11,7 @@ buffer, which `check` notices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,15 +20,19 @@ from torch.optim import Optimizer
 
 from podium.errors import ConfigError, TrainingError
 
-TAIL = 3
-"""Extra numbers behind the last bucket: how many workers want to stop, the sum of their weighted losses, and how many
-used other parameters in this step than when they last agreed on the used ones."""
+TAIL = 4
+"""Extra numbers behind the last bucket: how many workers want to stop, the sum of their weighted losses, how many used
+other parameters in this step than when they last agreed on the used ones, and how many want to pause."""
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is smaller, so that the first exchange starts early."""
 ALIGNMENT = 16
 """A bucket starts at a multiple of this many elements (a cache line of floats): gloo's all-reduce of 26 MB took 16 ms
 aligned and 19 ms at an odd place."""
+
+
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+"""Makes a buffer of zeros."""
 
 
 class Piece(NamedTuple):
@@ -60,9 +65,15 @@ class Flat:
     """Parameters and gradients of one replica, flat."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, bucket_bytes: int, first_bucket_bytes: int = FIRST_BUCKET_BYTES
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        bucket_bytes: int,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        allocate: Allocate | None = None,
     ) -> None:
-        self._model = model
+        """`allocate` gives the buffers their memory; `Communicator.allocate` is one such."""
+        self._model, self._allocate = model, allocate or _zeros
         named = {id(p): name for name, p in model.named_parameters()}
         groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         trainable = [p for p in model.parameters() if p.requires_grad]
@@ -138,12 +149,16 @@ class Flat:
             self.buckets.append(Bucket(buffer, start, end, tuple(members), (end - start) * first.element_size()))
         self.pieces = [pieces[i] for i in range(len(self.parameters))]
         for (dtype, device), buffer in buffers.items():
-            self.params.append(torch.zeros(ends[buffer], dtype=dtype, device=device))
-            self.grads.append(torch.zeros(ends[buffer] + TAIL, dtype=dtype, device=device))
+            self.params.append(self._allocate(ends[buffer], dtype, device))
+            self.grads.append(self._allocate(ends[buffer] + TAIL, dtype, device))
         for p, piece in zip(self.parameters, self.pieces, strict=True):
             home = piece.view(self.params[piece.buffer])
             home.copy_(p.data)
             p.data = home
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _piece(p: nn.Parameter, named: dict[int, str], groups: dict[int, int], buffer: int, start: int) -> Piece:

@@ -35,6 +35,7 @@ class _Stretch(NamedTuple):
     members: tuple[int, ...]
     start: int
     cuts: tuple[nn.Parameter, ...]
+    buffer: int
 
 
 class FlatOptimizer:
@@ -71,6 +72,16 @@ class FlatOptimizer:
         for count, counts in self._counts:
             counts.copy_(count)
 
+    def point_at(self, grads: Sequence[Tensor]) -> None:
+        """Take the gradients from these buffers from now on."""
+        for p, piece in zip(self.parameters, self.pieces, strict=True):
+            p.grad = piece.view(grads[piece.buffer])
+        for stretch in self._stretches:
+            flat, start = grads[stretch.buffer], stretch.start
+            for cut in stretch.cuts:
+                cut.grad = flat[start : start + cut.numel()]
+                start += cut.numel()
+
     def reload(self) -> None:
         """Somebody replaced the optimizer's state; take it up before the next step."""
         self._linked = False
@@ -89,7 +100,7 @@ class FlatOptimizer:
                 place = slice(start, min(start + CUT_ELEMENTS, stop))
                 cuts.append(nn.Parameter(params[first.buffer][place]))
                 cuts[-1].grad = grads[first.buffer][place]
-            self._stretches.append(_Stretch(members, first.start, tuple(cuts)))
+            self._stretches.append(_Stretch(members, first.start, tuple(cuts), first.buffer))
             fast.param_groups[first.group]["params"].extend(cuts)
         return fast
 

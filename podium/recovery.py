@@ -17,11 +17,13 @@ from podium.worker import Worker
 
 
 class Regroup(NamedTuple):
-    """What the survivors of a loss agree on."""
+    """Who goes on together: after a loss, or because somebody joins or leaves."""
 
     generation: int
     members: tuple[int, ...]
     source: int  # whose state all take
+    servers: tuple[int, ...] | None = None  # None: as before
+    addresses: dict[int, str] = {}  # where those who are new listen
 
 
 class Control(ABC):
@@ -34,6 +36,10 @@ class Control(ABC):
     def progress(self, facts: dict[str, Any]) -> None:
         """Called after every step; must be cheap."""
 
+    def change_requested(self) -> bool:
+        """Whether somebody wants to join or leave: the stretch is to end at a step all agree on, then regroup."""
+        return False
+
     def busy(self, what: str | None) -> None:
         """Say what this rank does that may take longer than the others wait (`validation`), and None once it is done.
 
@@ -41,25 +47,34 @@ class Control(ABC):
         """
 
     def regroup(self, generation: int, steps_done: int) -> Regroup:
-        """A peer is lost: say how far this rank is, and hear who is left. Raises where nobody can say."""
+        """Say how far this rank is, and hear who goes on; a newcomer says -1 and -1. Raises where nobody can say."""
         raise Lost("a peer is lost, and nobody here can regroup")
 
 
-def recover(worker: Worker, control: Control, *, in_step: bool, carried: dict[str, int]) -> Regroup:
-    """Bring this worker to where the survivors agree to be. `carried` goes with the state and is updated from it."""
+def recover(
+    worker: Worker, control: Control, *, in_step: bool, carried: dict[str, int], late: bool = False
+) -> Regroup:
+    """Bring this worker to where those who go on agree to be. `carried` goes with the state and is updated from it.
+
+    A worker that is not among them is left as it is.
+    """
     comm = worker.comm
-    comm.abandon()  # at once: those who do not know of the loss yet learn of it by this
+    if not late:
+        comm.abandon()  # at once: those who do not know of the loss yet learn of it by this
     if in_step:
         worker.forget_step()
     worker.forget_agreements()
     while True:
-        plan = control.regroup(comm.generation, worker.steps_done)
+        plan = control.regroup(-1 if late else comm.generation, -1 if late else worker.steps_done)
+        if comm.rank not in plan.members:
+            return plan
         try:
-            comm.regroup(plan.generation, plan.members)
+            comm.regroup(plan.generation, plan.members, plan.servers, plan.addresses)
             _take_state(worker, plan.source, carried)
             return plan
         except Lost:  # another one went while we were forming: report again
             comm.abandon()
+            late = False
 
 
 def _take_state(worker: Worker, source: int, carried: dict[str, int]) -> None:

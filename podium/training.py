@@ -4,6 +4,8 @@
     horizon   where the next checkpoint is due, or the end of the run
     Lost      under a strategy that survives it: undo the step in flight, hear from the launcher who is left, take the
               state of whoever is furthest, and go on from there
+    pause     somebody wants to join or leave: the stretch ends at a step that all agree on, and who is to go on
+              together begins the next
 
 Validation happens inside the run, on the first worker.
 """
@@ -11,8 +13,8 @@ Validation happens inside the run, on the first worker.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +59,11 @@ def position_after(order: GlobalOrder, steps: int, batch_size: int) -> int:
 class Training:
     """One worker's run."""
 
-    def __init__(self, job: Job, comm: Communicator, recorder: Recorder, control: Control) -> None:
+    def __init__(
+        self, job: Job, comm: Communicator, recorder: Recorder, control: Control, *, late: bool = False
+    ) -> None:
+        """`late`: this worker joins a run that is under way."""
+        self._late, self._retired = late, False
         self.job, self.comm, self.recorder, self.control = job, comm, recorder, control
         self.device = device_of(job.config.device, comm.rank)
         self.data = open_data(job.task, comm.size, job.batch_size)
@@ -82,7 +88,7 @@ class Training:
         except Lost as error:
             self._recover(error)
         self._record_begin()
-        while not self._is_over():
+        while not self._is_over() and not self._retired:
             try:
                 self._stretch()
             except Lost as error:
@@ -106,23 +112,46 @@ class Training:
         if not self._is_through():
             worker.horizon = self._next_horizon()
             state = strategy.init(worker)
-            self._validate_when_due()  # again, where the one who did it was lost over it
-            while not worker.stop_agreed and (batch := self._next_batch()) is not None:
-                self._step(state, batch)
-                self._validate_when_due()
+            try:
+                self._train(state)
+            except Lost:
+                self._rescue(state)
+                raise
             strategy.finish(worker, state)
+        if worker.pause_agreed:
+            self._regroup("somebody joins or leaves, or is gone")
+            if self._retired:
+                return
         self._settle_buffers()
         if self._is_through() and (self.evaluated_at != worker.position or self.loss is None):
             self._validate()
         self._checkpoint()
 
+    def _train(self, state: Any) -> None:
+        worker = self.worker
+        self._validate_when_due()  # again, where the one who did it was lost over it
+        while not worker.stop_agreed and not worker.pause_agreed and (batch := self._next_batch()) is not None:
+            self._step(state, batch)
+            self._validate_when_due()
+
+    def _rescue(self, state: Any) -> None:
+        """A step did not happen. Where the truth lives on servers, bring it home before the survivors regroup."""
+        if not self.job.strategy.survives_loss:
+            return
+        if self._in_step:
+            self.worker.forget_step()
+            self._in_step = False
+        if self.comm.servers:
+            self.job.strategy.finish(self.worker, state)
+
     def _next_batch(self) -> Batch | None:
         self.worker.stop_requested = self.control.stop_requested()
+        self.worker.pause_requested = self.control.change_requested()
         return self.feed.next()
 
     def _step(self, state: Any, batch: Batch) -> None:
         worker, meter = self.worker, StepMeter(self.worker)
-        if self.job.strategy.survives_loss and self.comm.size > 1:
+        if self.job.strategy.survives_loss and self.job.strategy.feed == "step" and self.comm.size > 1:
             worker.remember()
             self._in_step = True
         if self.job.buffers == "broadcast":
@@ -266,24 +295,51 @@ class Training:
     def _recover(self, error: Lost) -> None:
         if not self.job.strategy.survives_loss:
             raise error
+        self._regroup(str(error))
+
+    def _regroup(self, cause: str) -> None:
+        """Hear who goes on together, and become as they are."""
         began = self.comm.clock.now_ns()
-        first = self.comm.workers[0]
+        first, own_steps = self.comm.workers[0], self.worker.steps_done
         carried = {"evaluated_at": self.evaluated_at, "saved_at": self.saved_at}
-        plan = recover(self.worker, self.control, in_step=self._in_step, carried=carried)
-        self._in_step = False
+        servers = self.comm.servers
+        plan = recover(self.worker, self.control, in_step=self._in_step, carried=carried, late=self._late)
+        self._in_step, self.worker.pause_agreed = False, False
+        if self.comm.rank not in plan.members:
+            self._retired = True
         self.evaluated_at, self.saved_at = carried["evaluated_at"], carried["saved_at"]
+        if not self._late and self.job.strategy.feed == "cursor":
+            self.worker.steps_done = own_steps  # each counts its own
         if first not in plan.members and self.evaluated_at == self.worker.position:
             self.evaluated_at = -1  # no step was done since, so nobody knows whether it was through with validating
+        self._dismiss(sorted(set(servers) - set(self.comm.servers)))
         now = self.comm.clock.now_ns()
+        facts = {"generation": plan.generation, "members": plan.members, "source": plan.source}
         self.recorder.write(
-            "regroup", now, **plan._asdict(), step=self.worker.steps_done, took_ns=now - began, cause=str(error)
+            "regroup",
+            now,
+            **facts,
+            servers=self.comm.servers,
+            step=self.worker.steps_done,
+            took_ns=now - began,
+            cause=cause,
         )
+
+    def _dismiss(self, servers: Sequence[int]) -> None:
+        """Let servers that are no longer needed go."""
+        if not self._retired and self.comm.rank == self.comm.workers[0]:
+            calls = [self.comm.call(server, "retire", {}) for server in servers]
+            with suppress(Lost):  # it is gone already
+                self.comm.wait(*calls)
 
     # Beginning and end.
 
     def _begin_alike(self) -> None:
-        """All from the checkpoint, or all as the first worker is."""
-        if self.job.config.resume is not None:
+        """All from the checkpoint, or all as the first worker is; a late one as those who are at it."""
+        if self._late:
+            self._regroup("joins late")
+            self._late = False
+        elif self.job.config.resume is not None:
             self._resume(Path(self.job.config.resume))
         else:
             self.worker.share_from_first()

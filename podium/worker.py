@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from podium.backward import Backward
-from podium.comm.base import Communicator
+from podium.comm.base import Communicator, Meta
 from podium.data.order import Slice
 from podium.flat import Flat
 from podium.generators import State, generator_state, set_generator_state
@@ -75,7 +75,7 @@ class Worker:
         """Moves the model's parameters into flat buffers; cast and move the model before, not after."""
         self.model, self.optimizer, self.comm, self.schedule = model, optimizer, comm, schedule
         self.loss, self.clip_norm, self.accumulate = loss, clip_norm, accumulate
-        self.flat = Flat(model, optimizer, bucket_bytes)
+        self.flat = Flat(model, optimizer, bucket_bytes, allocate=comm.allocate)
         self.steps_done = 0
         self.position = 0
         """Samples of the global order that the parameters have seen."""
@@ -89,6 +89,14 @@ class Worker:
         """This worker wants the run to end; it says so with its next exchange."""
         self.stop_agreed = False
         """The workers agreed to end the run after the step that set this."""
+        self.pause_requested = False
+        """This worker was told that somebody wants to join or leave; it says so with its next exchange."""
+        self.pause_agreed = False
+        """The workers agreed to end the stretch here, to regroup and go on."""
+        self.next_lease: Meta | None = None
+        """What to train on next, where a server has said so already."""
+        self.lease_done = -1
+        """The last lease that all servers have applied."""
         self.step_loss: float | None = None
         """Mean loss over the whole of the last synchronous step, from all workers."""
         self.device = self.flat.params[0].device
@@ -129,9 +137,9 @@ class Worker:
 
     def apply(self, batch: Batch) -> None:
         """Move the parameters by the reduced gradients: the one place where a synchronous step becomes true."""
-        stop, self.step_loss, changed = self.flat.tail.tolist()
+        stop, self.step_loss, changed, pause = self.flat.tail.tolist()
         used = self._agree_on_used(changed=changed > 0)
-        self.stop_agreed = self.stop_agreed or stop > 0
+        self.stop_agreed, self.pause_agreed = self.stop_agreed or stop > 0, self.pause_agreed or pause > 0
         self._move(used, batch)
 
     def train_locally(self, batch: Batch) -> Tensor:
@@ -141,10 +149,10 @@ class Worker:
         return loss
 
     def agree_to_stop(self) -> None:
-        """Put the workers' wishes to stop together, where no reduced gradient carries them. Collective."""
-        votes = torch.tensor([float(self.stop_requested)])
+        """Put the workers' wishes to stop or pause together, where no reduced gradient carries them. Collective."""
+        votes = torch.tensor([float(self.stop_requested), float(self.pause_requested)])
         self.comm.wait(self.comm.all_reduce(votes))
-        self.stop_agreed = bool(votes > 0)
+        self.stop_agreed, self.pause_agreed = bool(votes[0] > 0), self.pause_agreed or bool(votes[1] > 0)
 
     def _move(self, used: Sequence[bool], batch: Batch) -> None:
         for p, view, is_used in zip(self.flat.parameters, self.flat.views, used, strict=True):
@@ -172,9 +180,10 @@ class Worker:
         assert self.clip_norm is not None
         nn.utils.clip_grad_norm_(self.flat.parameters[::-1], self.clip_norm)
 
-    def unused(self) -> list[int]:
-        """Pieces that the last backward of this worker did not reach."""
-        return [i for i, fired in enumerate(self._backward.used) if not fired]
+    def unused_among(self, pieces: Iterable[int]) -> list[int]:
+        """Those of these pieces that this worker's backward has not reached."""
+        used = self._backward.used
+        return [i for i in pieces if not used[i]]
 
     # What the training loop uses.
 

@@ -6,7 +6,8 @@ workers that are members of the present generation; messages run between any two
 Rules that hold in every world:
 
 - The buffer given to an exchange belongs to it until its handle is done.
-- `send` and `reply` have taken the body when they return; a `call` has taken it when its reply is there.
+- `send` and `reply` have taken the body when they return; a `call` has taken it when its reply is there, and until
+  then the receiver may be looking at the caller's own memory.
 - Collectives are issued in the same order by all members.
 - No wait is without a deadline, and none is allowed inside a backward pass: a callback issues, it never waits.
 - A collective that fails raises `Lost`; the group is then dead and only `regroup` helps.
@@ -15,7 +16,7 @@ Rules that hold in every world:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ class Message(NamedTuple):
     meta: Meta
     body: tuple[Tensor, ...] = ()
     call: int = 0  # names the call that waits for a reply; 0 when nobody does
+    landing: tuple[Tensor, ...] | None = None  # the caller's own `into`, where its memory is shared with us
 
 
 class Handle(ABC):
@@ -112,6 +114,10 @@ class Communicator(ABC):
     shares_process = False
     """Whether other ranks compute in this process, so that torch's global generator has to be swapped."""
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros, in memory from which exchanges of this rank are cheap."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     @property
     def size(self) -> int:
         return len(self.workers)
@@ -145,7 +151,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
-        """Answer a call; has taken the body when it returns."""
+        """Answer a call; has taken the body when it returns.
+
+        What the caller gave as `into` may be here as `to.landing`, to be written to before; a body that lies there is
+        not copied.
+        """
 
     @abstractmethod
     def recv(self, deadline_s: float | None = None) -> Message:
@@ -170,8 +180,17 @@ class Communicator(ABC):
         """Let go of every exchange and of the group, so that members who do not know of the loss yet learn of it."""
 
     @abstractmethod
-    def regroup(self, generation: int, members: Sequence[int]) -> None:
-        """Drop every handle and the old group; form a new one of these workers."""
+    def regroup(
+        self,
+        generation: int,
+        members: Sequence[int],
+        servers: Sequence[int] | None = None,
+        addresses: Mapping[int, str] | None = None,
+    ) -> None:
+        """Drop every handle and the old group; form a new one of these workers.
+
+        `servers`, where they change too; `addresses` of endpoints that are new.
+        """
 
     def close(self) -> None:
         """Leave for good."""

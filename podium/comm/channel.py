@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,12 @@ from typing import final
 from torch import Tensor
 
 from podium.comm import frames
+from podium.comm.arena import Arena
 from podium.comm.base import DEPARTED, Message, Meta, Traffic
-from podium.comm.frames import Limits, Sink
+from podium.comm.frames import Limits, Refused, Sink
 from podium.comm.link import CLOSE_S, ChannelHandle, Inbox, Link
-from podium.comm.sockets import Address, address_of, listen_at, resolve, shut, tune
+from podium.comm.sockets import Address, Stream, address_of, listen_at, resolve, shut, tune
+from podium.comm.tls import Guard, Tls, TlsStream
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
 _HANDSHAKE_S = 5.0
@@ -49,15 +52,22 @@ class Channel:
         limits: Limits | None = None,
         deadline_s: float = 60.0,
         sink: Sink | None = None,
+        arena: Arena | None = None,
+        tls: Tls | None = None,
     ) -> None:
-        """Listens at once. `sink` runs on a receiving thread and must not block; replies never ask it."""
+        """Listens at once. `sink` runs on a receiving thread and must not block; replies never ask it.
+
+        Bodies of calls that lie in `arena`, and what is written to there, are not copied on the way to peers that
+        share this host's memory. With `tls`, all TCP connections are encrypted and both sides show a certificate.
+        """
         if not deadline_s > 0:
             raise ConfigError(f"channel of rank {rank}: deadline_s must be above 0, got {deadline_s}")
-        self.rank, self.deadline_s, self.sink = rank, deadline_s, sink
+        self.rank, self.deadline_s, self.sink, self.arena = rank, deadline_s, sink, arena
         self.limits = limits or Limits()
         self.inbox = Inbox(self.limits)
         self.traffic, self.wire = Traffic(), Traffic()  # bytes of tensors; bytes at the sockets, handshakes left out
         self._secret = secret
+        self._guard = None if tls is None else Guard(tls, deadline_s)
         self._tally = threading.Lock()
         self._settled = threading.Condition(threading.Lock())
         self._changed = threading.Condition(threading.Lock())  # guards all that follows
@@ -66,7 +76,7 @@ class Channel:
         self._alive: set[Link] = set()
         self._dialling: set[int] = set()
         self._accepting: set[int] = set()
-        self._strangers: dict[threading.Thread, socket.socket | None] = {}  # None once they have proved themselves
+        self._strangers: dict[threading.Thread, Stream | None] = {}  # None once they have proved themselves
         self._asked: dict[int, tuple[Link, int]] = {}
         self._tokens = itertools.count(1)
         self._closed = False
@@ -81,6 +91,11 @@ class Channel:
         """Learn where others listen. Nothing is dialled until it is needed."""
         with self._changed:
             self._addresses.update({rank: address for rank, address in addresses.items() if rank != self.rank})
+
+    @property
+    def address_book(self) -> Mapping[int, Address]:
+        """Where the others listen, as far as is known."""
+        return dict(self._addresses)
 
     def connect_all(self, addresses: Mapping[int, Address], deadline_s: float | None = None) -> None:
         """Connect to all of them now, waiting for those that do not listen yet. All ranks may do so at once."""
@@ -107,7 +122,8 @@ class Channel:
             frames.byte_view(tensor)  # refuse here, in the caller's face, what cannot be received into
         link, handle = self._reach(to), ChannelHandle(to, kind, into)
         number = next(link.numbers)
-        buffers = frames.encode_frame(kind, self.rank, number, meta, body, self.limits)
+        locate = self.arena.locate if self.arena is not None and link.shares else None
+        buffers = frames.encode_frame(kind, self.rank, number, meta, body, self.limits, locate, into)
         link.expect(number, handle)
         link.transmit(buffers, later=True)
         return handle
@@ -117,7 +133,11 @@ class Channel:
         asked = self._asked.get(to.call)
         if asked is not None:
             link, number = asked
-            buffers = frames.encode_frame(to.kind, self.rank, -number, meta, body, self.limits)
+            if to.landing is None or not body:
+                buffers = frames.encode_frame(to.kind, self.rank, -number, meta, body, self.limits)
+            else:
+                _land(body, to.landing)
+                buffers = frames.encode_frame(to.kind, self.rank, -number, meta, (), self.limits, landing=())
             if self._asked.pop(to.call, None) is not None:
                 return link.transmit(buffers)
         if to.call == 0:
@@ -235,19 +255,36 @@ class Channel:
             if time.monotonic() >= until:
                 raise DeadlineExceeded(f"rank {self.rank}: no connection to rank {to} in time: {trouble}")
 
-    def _knock(self, to: int, until: float) -> socket.socket | None:
+    def _knock(self, to: int, until: float) -> Stream | None:
         """A connection on which both sides have proved themselves; None if the peer has, or is making, another."""
         family, place = resolve(self._addresses[to])
         with ExitStack() as undo:
-            sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            sock.settimeout(max(until - time.monotonic(), 0.001))
-            sock.connect(place)
-            if frames.prove(sock, self.rank, to, self._secret, until) == frames.ACCEPTED:
+            plain = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            plain.settimeout(max(until - time.monotonic(), 0.001))
+            plain.connect(place)
+            sock = self._guarded(plain, listens=False)
+            undo.callback(sock.close)
+            if self._prove(sock, to, until) == frames.ACCEPTED:
                 undo.pop_all()
                 return sock
         return None
 
-    def _publish(self, peer: int, sock: socket.socket) -> Link:
+    def _guarded(self, sock: socket.socket, *, listens: bool) -> Stream:
+        """TLS around a TCP connection where it is asked for; nothing is sent yet."""
+        if self._guard is None or sock.family == socket.AF_UNIX:
+            return sock
+        return self._guard.wrap(sock, listens=listens)
+
+    def _prove(self, sock: Stream, to: int, until: float) -> int:
+        try:
+            if isinstance(sock, TlsStream):
+                sock.shake_hands(until)
+            return frames.prove(sock, self.rank, to, self._secret, until)
+        except ssl.SSLError as error:
+            why = error.reason or error.strerror
+            raise Refused(f"rank {self.rank}: no TLS with rank {to}: {why}; have both the same tls_ca?") from None
+
+    def _publish(self, peer: int, sock: Stream) -> Link:
         tune(sock, self.deadline_s)
         link = Link(self, peer, sock)
         with self._changed:
@@ -258,15 +295,21 @@ class Channel:
             self._alive.add(link)
             link.receiver.start()
             self._changed.notify_all()
+        link.offer_sharing()
         return link
 
     def _accept(self) -> None:
         while not self._closed:
             try:
-                sock, _ = self._listener.accept()
+                plain, _ = self._listener.accept()
             except OSError:
                 if not self._closed:
                     time.sleep(_RETRY_S)  # out of file descriptors, most likely, which may pass
+                continue
+            try:
+                sock = self._guarded(plain, listens=True)
+            except OSError:  # it has hung up already
+                plain.close()
                 continue
             with self._changed:
                 if self._closed:
@@ -284,7 +327,7 @@ class Channel:
             shut(self._strangers[silent[0]])
             self._strangers[silent[0]] = None
 
-    def _admit(self, sock: socket.socket) -> None:
+    def _admit(self, sock: Stream) -> None:
         """Shake hands with whoever dialled; one who fails is dropped, and nothing else happens."""
         try:
             self._greet(sock)
@@ -294,8 +337,10 @@ class Channel:
             with self._changed:
                 del self._strangers[threading.current_thread()]
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _greet(self, sock: Stream) -> None:
         until = time.monotonic() + _HANDSHAKE_S
+        if isinstance(sock, TlsStream):
+            sock.shake_hands(until)
         peer, transcript = frames.challenge(sock, self.rank, self._secret, until)
         with self._changed:
             self._strangers[threading.current_thread()] = None
@@ -335,3 +380,10 @@ class Channel:
         self._listener.close()
         if self.address.startswith("unix:"):
             Path(self.address.removeprefix("unix:")).unlink(missing_ok=True)
+
+
+def _land(body: Sequence[Tensor], landing: Sequence[Tensor]) -> None:
+    """Write a reply into the caller's own memory, where it does not lie there already."""
+    for tensor, place in zip(body, landing, strict=True):
+        if tensor.data_ptr() != place.data_ptr():
+            place.copy_(tensor)

@@ -1,14 +1,17 @@
 """The wire format: frames of JSON and raw tensor bytes, and the handshake that comes before the first of them.
 
     prologue   22 bytes, big-endian: magic, version, header length, body length, CRC-32 of the header
-    header     JSON in UTF-8: kind, source, call, meta, tensors as [[dtype, shape], …]
+    header     JSON in UTF-8: kind, source, call, meta, tensors as [[dtype, shape], …], landing
     body       the tensors' bytes back to back, little-endian, as they lie in memory
+
+Where both ends share memory, a tensor is [dtype, shape, [file, inode, offset]] and has no bytes in the body. The
+landing of a call is where its reply shall be written, described alike; that of a reply says that it was.
 
 Nothing is unpickled, and nothing is allocated for a frame before its whole description has been checked.
 
 The handshake proves both sides hold the same secret without sending it: the listener sends a nonce, the dialler its
 own with an HMAC-SHA256 over both nonces and both ranks, the listener answers with another. The dialler proves itself
-first, so a stranger learns nothing. What follows is neither encrypted nor signed: that is TLS's work, not done here.
+first, so a stranger learns nothing. What follows is neither encrypted nor signed here: that is TLS's work (`tls`).
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from podium.comm.arena import Place
 from podium.comm.base import Meta
+from podium.comm.sockets import Stream
 from podium.errors import CommError
 
 MAGIC, VERSION = b"PODM", 1
@@ -44,6 +49,7 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _JSON = json.JSONEncoder(separators=(",", ":"))
 _FIELDS = {"kind", "source", "call", "meta", "tensors"}
+_ALL_FIELDS = _FIELDS | {"landing"}
 _MAX_DIMS = 32
 _MAX_BUFFERS = 1024  # of one sendmsg: Linux's IOV_MAX
 
@@ -74,6 +80,7 @@ class TensorSpec(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    place: Place | None = None  # in the sender's memory; None: in the body
 
     @property
     def nbytes(self) -> int:
@@ -89,16 +96,22 @@ class Header(NamedTuple):
     meta: Meta
     tensors: tuple[TensorSpec, ...]
     body_bytes: int
+    landing: tuple[TensorSpec, ...] | None = None
 
 
 class Frame(NamedTuple):
     header: Header
     body: tuple[Tensor, ...]
     wire_bytes: int  # all of it: prologue, header and body
+    landing: tuple[Tensor, ...] | None = None
 
 
 Sink = Callable[[Header], "Sequence[Tensor] | None"]
 """Offers the tensors that a body is received into; None has fresh ones allocated."""
+Attach = Callable[[Place, torch.dtype, "tuple[int, ...]"], Tensor]
+"""Finds a tensor in the sender's memory; raises OSError or ValueError."""
+Locate = Callable[[Tensor], "Place | None"]
+"""Says where in our own memory others find a tensor."""
 
 
 def byte_view(tensor: Tensor) -> memoryview:
@@ -117,21 +130,35 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def encode_frame(
-    kind: str, source: int, call: int, meta: Meta, tensors: Sequence[Tensor] = (), limits: Limits | None = None
+    kind: str,
+    source: int,
+    call: int,
+    meta: Meta,
+    tensors: Sequence[Tensor] = (),
+    limits: Limits | None = None,
+    locate: Locate | None = None,
+    landing: Sequence[Tensor] | None = None,
 ) -> list[memoryview]:
     """The frame as buffers to be sent in order; those after the first are the tensors' own memory.
 
-    A tensor that is not contiguous is copied. What the receiver's limits would refuse is refused here already.
+    A tensor that is not contiguous is copied. What the receiver's limits would refuse is refused here already. With
+    `locate`, tensors in shared memory go as their place; so does `landing`, if all of it lies there.
     """
     limits = limits or Limits()
     dense = [t if t.layout is not torch.strided or t.is_contiguous() else t.contiguous() for t in tensors]
-    described = [[_dtype_name(t.dtype), list(t.shape)] for t in dense]
+    places = [locate(t) if locate is not None else None for t in dense]
+    described = [_describe(t, place) for t, place in zip(dense, places, strict=True)]
     fields = {"kind": kind, "source": source, "call": call, "meta": meta, "tensors": described}
+    if landing is not None:
+        landings = [locate(t) if locate is not None else None for t in landing]
+        if all(place is not None for place in landings):
+            fields["landing"] = [_describe(t, place) for t, place in zip(landing, landings, strict=True)]
     try:
         header = _JSON.encode(fields).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise FrameError(f"the meta of {kind!r} must hold JSON types only: {error}") from None
-    body = [view for view in map(byte_view, dense) if view.nbytes]
+    inline = [t for t, place in zip(dense, places, strict=True) if place is None]
+    body = [view for view in map(byte_view, inline) if view.nbytes]
     body_bytes = sum(view.nbytes for view in body)
     _check_at_most("header bytes", len(header), limits.header_bytes)
     _check_at_most("tensors", len(dense), limits.tensors)
@@ -140,7 +167,11 @@ def encode_frame(
     return [memoryview(prologue + header), *body]
 
 
-def send_buffers(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
+def _describe(tensor: Tensor, place: Place | None) -> list[Any]:
+    return [_dtype_name(tensor.dtype), list(tensor.shape), *([] if place is None else [list(place)])]
+
+
+def send_buffers(sock: Stream, buffers: Sequence[memoryview]) -> int:
     """Send all of it, gathered, and return how many bytes that was. Blocks; raises what the socket raises."""
     rest, first, total = list(buffers), 0, 0
     while first < len(rest):
@@ -155,7 +186,7 @@ def send_buffers(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
 
 
 def write_frame(
-    sock: socket.socket,
+    sock: Stream,
     kind: str,
     source: int,
     call: int,
@@ -167,11 +198,14 @@ def write_frame(
     return send_buffers(sock, encode_frame(kind, source, call, meta, tensors, limits))
 
 
-def read_frame(sock: socket.socket, limits: Limits | None = None, sink: Sink | None = None) -> Frame | None:
+def read_frame(
+    sock: Stream, limits: Limits | None = None, sink: Sink | None = None, attach: Attach | None = None
+) -> Frame | None:
     """Receive one frame; None when the other side closed between two frames.
 
     `sink` is asked once the header has been found good, before the body is read. What it offers must match in dtype
-    and number of elements, may differ in shape, and is what the frame then holds.
+    and number of elements, may differ in shape, and is what the frame then holds. Tensors that lie in the sender's
+    memory are found by `attach`.
     """
     limits = limits or Limits()
     prologue = _receive(sock, PROLOGUE.size, "prologue", may_end=True)
@@ -182,11 +216,19 @@ def read_frame(sock: socket.socket, limits: Limits | None = None, sink: Sink | N
     if zlib.crc32(raw) != crc:
         raise FrameError("the header's CRC-32 does not match: the frame was damaged on the way")
     header = parse_header(raw, body_bytes, limits)
+    # Before the sink is asked: a place where nothing lies makes the whole description a lie.
+    placed = [None if spec.place is None else _attached(spec, attach) for spec in header.tensors]
+    landing = None if header.landing is None else tuple(_attached(spec, attach) for spec in header.landing)
     offered = sink(header) if sink is not None else None
-    body = _fresh(header) if offered is None else tuple(offered)
-    for view in _destinations(header, body):
+    inline = [spec for spec in header.tensors if spec.place is None]
+    received = _fresh(inline, body_bytes) if offered is None else list(offered)
+    for view in _destinations(header.kind, inline, received):
         _fill(sock, view, "body")
-    return Frame(header, body, PROLOGUE.size + header_bytes + body_bytes)
+    for tensor in received:
+        _check_bools(tensor)
+    at = iter(received)
+    body = tuple(next(at) if tensor is None else tensor for tensor in placed)
+    return Frame(header, body, PROLOGUE.size + header_bytes + body_bytes, landing)
 
 
 def parse_prologue(raw: bytes, limits: Limits) -> tuple[int, int, int]:
@@ -207,30 +249,47 @@ def parse_header(raw: bytes, body_bytes: int, limits: Limits) -> Header:
         fields = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
         raise FrameError(f"the header is not JSON in UTF-8: {error}") from None
-    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
-        raise FrameError("the header must be an object of kind, source, call, meta and tensors")
+    if not isinstance(fields, dict) or fields.keys() not in (_FIELDS, _ALL_FIELDS):
+        raise FrameError("the header must be an object of kind, source, call, meta, tensors and perhaps landing")
     kind, source, call = _field(fields, "kind", str), _field(fields, "source", int), _field(fields, "call", int)
     meta, described = _field(fields, "meta", dict), _field(fields, "tensors", list)
     if not 0 <= source < 2**32 or not -(2**63) < call < 2**63:
         raise FrameError("the header's source must fit 32 bits and its call 64")
     _check_at_most("tensors", len(described), limits.tensors)
     tensors = tuple(_parse_spec(entry, limits) for entry in described)
-    if (announced := sum(spec.nbytes for spec in tensors)) != body_bytes:
+    if (announced := sum(spec.nbytes for spec in tensors if spec.place is None)) != body_bytes:
         raise FrameError(f"the tensors must add up to the body's {body_bytes} bytes, got {announced}")
-    return Header(kind, source, call, meta, tensors, body_bytes)
+    return Header(kind, source, call, meta, tensors, body_bytes, _parse_landing(fields, limits))
+
+
+def _parse_landing(fields: dict[str, Any], limits: Limits) -> tuple[TensorSpec, ...] | None:
+    if "landing" not in fields:
+        return None
+    described = _field(fields, "landing", list)
+    _check_at_most("tensors to land", len(described), limits.tensors)
+    landing = tuple(_parse_spec(entry, limits) for entry in described)
+    if any(spec.place is None for spec in landing):
+        raise FrameError("a landing must lie in shared memory")
+    return landing
 
 
 def _parse_spec(entry: Any, limits: Limits) -> TensorSpec:
-    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], list):
-        raise FrameError("a tensor must be described as [dtype, shape]")
-    name, shape = entry
+    if not isinstance(entry, list) or len(entry) not in (2, 3) or not isinstance(entry[1], list):
+        raise FrameError("a tensor must be described as [dtype, shape] or [dtype, shape, place]")
+    name, shape = entry[:2]
     if not isinstance(name, str) or name not in DTYPES:
         raise FrameError(f"a tensor's dtype must be one of {', '.join(DTYPES)}, got {str(name)[:40]!r}")
     if len(shape) > _MAX_DIMS or any(type(dim) is not int or dim < 0 for dim in shape):
         raise FrameError(f"a shape must be at most {_MAX_DIMS} whole numbers of 0 or more")
     # Empty dimensions count as 1: torch multiplies the others too, and must not overflow.
     _check_at_most("bytes of one tensor", math.prod(dim or 1 for dim in shape), limits.body_bytes)
-    return TensorSpec(DTYPES[name], tuple(shape))
+    return TensorSpec(DTYPES[name], tuple(shape), _parse_place(entry[2]) if len(entry) == 3 else None)
+
+
+def _parse_place(place: Any) -> Place:
+    if not isinstance(place, list) or len(place) != 3 or any(type(n) is not int or not 0 <= n < 2**63 for n in place):
+        raise FrameError("a place must be [file, inode, offset], whole numbers of 0 or more")
+    return Place(*place)
 
 
 def _field(fields: dict[str, Any], name: str, kind: type) -> Any:
@@ -252,24 +311,44 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def _fresh(header: Header) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in header.tensors)
+def _attached(spec: TensorSpec, attach: Attach | None) -> Tensor:
+    """A tensor that lies in the sender's memory."""
+    assert spec.place is not None
+    if attach is None:
+        raise FrameError("a tensor came as a place in memory that is not shared with us")
+    try:
+        return attach(spec.place, spec.dtype, spec.shape)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise FrameError(f"a tensor is not where the sender says it is: {error}") from None
 
 
-def _destinations(header: Header, body: Sequence[Tensor]) -> list[memoryview]:
-    """The body's memory, checked against the header."""
-    if len(body) != len(header.tensors):
-        raise FrameError(f"{header.kind!r} brings {len(header.tensors)} tensors, but {len(body)} were offered for them")
-    for spec, tensor in zip(header.tensors, body, strict=True):
+def _fresh(specs: Sequence[TensorSpec], body_bytes: int) -> list[Tensor]:
+    try:
+        return [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+    except (RuntimeError, MemoryError):  # the first is torch's
+        raise FrameError(f"there is no memory for a body of {body_bytes} bytes") from None
+
+
+def _check_bools(tensor: Tensor) -> None:
+    """Torch's kernels count on a bool being 0 or 1; what they do with another byte is anyone's guess."""
+    if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+        raise FrameError("a bool must be the byte 0 or 1")
+
+
+def _destinations(kind: str, specs: Sequence[TensorSpec], offered: Sequence[Tensor]) -> list[memoryview]:
+    """The memory that was offered for a body, checked against the header."""
+    if len(offered) != len(specs):
+        raise FrameError(f"{kind!r} brings {len(specs)} tensors, but {len(offered)} were offered for them")
+    for spec, tensor in zip(specs, offered, strict=True):
         if spec.dtype != tensor.dtype or math.prod(spec.shape) != tensor.numel():
             raise FrameError(
-                f"{header.kind!r} brings {spec.dtype} of shape {spec.shape}, but {tensor.dtype} of shape "
+                f"{kind!r} brings {spec.dtype} of shape {spec.shape}, but {tensor.dtype} of shape "
                 f"{tuple(tensor.shape)} was offered for it"
             )
-    return [byte_view(tensor) for tensor in body]
+    return [byte_view(tensor) for tensor in offered]
 
 
-def _receive(sock: socket.socket, nbytes: int, what: str, *, may_end: bool = False) -> bytes:
+def _receive(sock: Stream, nbytes: int, what: str, *, may_end: bool = False) -> bytes:
     """Exactly so many bytes; none at all if the stream ended before the first and that is allowed."""
     received = sock.recv(nbytes, socket.MSG_WAITALL)
     if len(received) == nbytes or (may_end and not received):
@@ -279,7 +358,7 @@ def _receive(sock: socket.socket, nbytes: int, what: str, *, may_end: bool = Fal
     return received + rest
 
 
-def _fill(sock: socket.socket, view: memoryview, what: str) -> None:
+def _fill(sock: Stream, view: memoryview, what: str) -> None:
     """Receive until the view is full."""
     total = view.nbytes
     while view.nbytes:
@@ -297,7 +376,7 @@ ACCEPTED, BUSY, REFUSED = 1, 2, 3
 _HELLO, _CLAIM, _VERDICT = struct.Struct("!4sH32s"), struct.Struct("!II32s32s"), struct.Struct("!B32s")
 
 
-def challenge(sock: socket.socket, rank: int, secret: bytes, until: float) -> tuple[int, bytes]:
+def challenge(sock: Stream, rank: int, secret: bytes, until: float) -> tuple[int, bytes]:
     """The listener's side, until the dialler has proved itself: its rank, and what `give_verdict` signs.
 
     `until` is on the monotonic clock. Raises `Refused`, or OSError when the dialler is silent, slow or gone.
@@ -314,12 +393,12 @@ def challenge(sock: socket.socket, rank: int, secret: bytes, until: float) -> tu
     return peer, transcript
 
 
-def give_verdict(sock: socket.socket, secret: bytes, transcript: bytes, verdict: int) -> None:
+def give_verdict(sock: Stream, secret: bytes, transcript: bytes, verdict: int) -> None:
     """The listener's last word; proves that it holds the secret too."""
     sock.sendall(_VERDICT.pack(verdict, _sign(secret, b"listener%d" % verdict, transcript)))
 
 
-def prove(sock: socket.socket, rank: int, peer: int, secret: bytes, until: float) -> int:
+def prove(sock: Stream, rank: int, peer: int, secret: bytes, until: float) -> int:
     """The dialler's side: ACCEPTED or BUSY. Raises `Refused`, or OSError when the listener is silent or gone."""
     magic, version, theirs = _HELLO.unpack(_receive_by(sock, _HELLO.size, until))
     if (magic, version) != (MAGIC, VERSION):
@@ -339,7 +418,7 @@ def _sign(secret: bytes, role: bytes, transcript: bytes) -> bytes:
     return hmac.digest(secret, role + b"\0" + transcript, "sha256")
 
 
-def _receive_by(sock: socket.socket, nbytes: int, until: float) -> bytes:
+def _receive_by(sock: Stream, nbytes: int, until: float) -> bytes:
     """Exactly so many bytes by then, however slowly they drip."""
     received = b""
     while len(received) < nbytes:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, final
 from torch import Tensor
 
 from podium.comm import frames
+from podium.comm.arena import neighbour_of
 from podium.comm.base import DEPARTED, Handle, Message
 from podium.comm.frames import Frame, FrameError, Header, Limits
-from podium.comm.sockets import shut
+from podium.comm.sockets import Stream, shut
 from podium.errors import CommError, DeadlineExceeded, Lost
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 CLOSE_S = 2.0
 """How long `close` lets peers read what was sent to them."""
+SHARING = ".sharing"
+"""Kind of the frame by which one end of a link tells the other that it can reach its memory."""
 _INLINE_BYTES = 64 << 10  # a call of up to this size is sent by its caller: the socket's buffer takes it at once
 
 
@@ -98,10 +101,13 @@ class Inbox:
 class Link:
     """One connection to one peer. Frames leave in the order in which they were given."""
 
-    def __init__(self, channel: Channel, peer: int, sock: socket.socket) -> None:
+    def __init__(self, channel: Channel, peer: int, sock: Stream) -> None:
         self.channel, self.peer, self.sock = channel, peer, sock
         self.numbers = itertools.count(1)
         self.fault: str | None = None
+        self.shares = False
+        """Whether the peer has told us that it can reach our memory."""
+        self._neighbour = neighbour_of(sock) if isinstance(sock, socket.socket) else None
         self._turn = threading.Condition(threading.Lock())  # guards all that follows
         self._tickets, self._serving, self._sending, self._broken = 0, 0, False, False
         self._pending: dict[int, ChannelHandle] = {}
@@ -167,6 +173,11 @@ class Link:
     def why(self) -> str:
         return f" ({self.fault})" if self.fault else ""
 
+    def offer_sharing(self) -> None:
+        """Tell the peer, if it is so, that its memory can be reached from here."""
+        if self._neighbour is not None:
+            self.transmit(frames.encode_frame(SHARING, self.channel.rank, 0, {}), later=True)
+
     # Receiving.
 
     def _receive(self) -> None:
@@ -179,7 +190,8 @@ class Link:
     def _receive_frames(self) -> str | None:
         """Receive until the end; says what was wrong, if anything was."""
         try:
-            while (frame := frames.read_frame(self.sock, self.channel.limits, self._place)) is not None:
+            attach = None if self._neighbour is None else self._neighbour.attach
+            while (frame := frames.read_frame(self.sock, self.channel.limits, self._place, attach)) is not None:
                 self._deliver(frame)
         except (FrameError, OSError) as error:
             return str(error)
@@ -189,6 +201,8 @@ class Link:
         """Where the body goes; blocks while the inbox is full."""
         if header.source != self.peer or header.kind == DEPARTED:
             raise FrameError(f"rank {self.peer} sent {header.kind[:40]!r} in the name of rank {header.source}")
+        if header.kind == SHARING:
+            return None
         if header.call < 0:
             handle = self._pending.get(-header.call)
             if handle is None:
@@ -201,10 +215,15 @@ class Link:
     def _deliver(self, frame: Frame) -> None:
         header = frame.header
         self.channel.count(received=(header.body_bytes, frame.wire_bytes))
-        message = Message(header.source, header.kind, header.meta, frame.body)
+        if header.kind == SHARING:
+            self.shares = self.channel.arena is not None
+            return
+        message = Message(header.source, header.kind, header.meta, frame.body, landing=frame.landing)
         if header.call < 0:
             with self._turn:
                 handle = self._pending.pop(-header.call)
+            if header.landing is not None:  # it was written where we asked for it
+                message = message._replace(body=tuple(handle.into or ()), landing=None)
             self.channel.settle(handle, message)
             return
         if header.call:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -196,8 +196,15 @@ class MemoryCommunicator(Communicator):
                 self.traffic.received += nbytes_of(handle.result.body)
         return [h.result for h in pending]
 
-    def regroup(self, generation: int, members: Sequence[int]) -> None:
+    def regroup(
+        self,
+        generation: int,
+        members: Sequence[int],
+        servers: Sequence[int] | None = None,
+        addresses: Mapping[int, str] | None = None,
+    ) -> None:
         self.generation, self.workers, self._issued = generation, tuple(members), 0
+        self.servers = self.servers if servers is None else tuple(servers)
 
     @contextmanager
     def computing(self) -> Iterator[None]:

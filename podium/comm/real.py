@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -12,8 +12,24 @@ from torch import Tensor
 from podium.comm.base import Clock, Communicator, Handle, Message, Meta, nbytes_of
 from podium.comm.channel import Channel
 from podium.comm.link import ChannelHandle
+from podium.comm.sockets import Address
 from podium.comm.torch_dist import Group
 from podium.errors import CommError, Lost
+
+
+Relocate = Callable[[int, Address], Address]
+"""Where a server is now that was lost at this address; blocks until it is there, raises `Lost` if it never will be."""
+
+
+class _Call(NamedTuple):
+    """What was asked, for as long as it may have to be asked again."""
+
+    to: int
+    kind: str
+    meta: Meta
+    body: Sequence[Tensor]
+    into: Sequence[Tensor] | None
+    landing: Sequence[Tensor] | None
 
 
 @final
@@ -42,10 +58,12 @@ class RealCommunicator(Communicator):
         group: Group | None,
         channel: Channel | None,
         deadline_s: float,
+        relocate: Relocate | None = None,
     ) -> None:
+        """`relocate`: where a lost server is to be found again; calls to it are then repeated there."""
         super().__init__(rank, tuple(workers), tuple(servers), clock, deadline_s=deadline_s)
-        self._group, self._channel = group, channel
-        self._staged: dict[ChannelHandle, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        self._group, self._channel, self._relocate = group, channel, relocate
+        self._calls: dict[ChannelHandle, _Call] = {}
         if group is not None:
             # Who was lost since all joined is missed in the first exchange, where it can be dealt with.
             with contextlib.suppress(Lost):
@@ -61,6 +79,12 @@ class RealCommunicator(Communicator):
         self.traffic.count_broadcast(nbytes_of([tensor]), self.rank == source, self.size)
         return CollectiveHandle(group, group.broadcast(tensor, self.workers.index(source)))
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        arena = None if self._channel is None else self._channel.arena
+        if arena is None or device.type != "cpu":
+            return super().allocate(numel, dtype, device)
+        return arena.allocate(numel, dtype)
+
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
         self.traffic.sent += nbytes_of(body)
         self._need_channel().send(to, kind, meta, _on_cpu(body))
@@ -72,10 +96,21 @@ class RealCommunicator(Communicator):
         landing = (
             None if into is None else [t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for t in into]
         )
-        handle = self._need_channel().call(to, kind, meta, _on_cpu(body), landing)
-        if into is not None and landing is not None and any(a is not b for a, b in zip(into, landing, strict=True)):
-            self._staged[handle] = (into, landing)
+        asked = _Call(to, kind, meta, _on_cpu(body), into, landing)
+        handle = self._issue(asked)
+        self._calls[handle] = asked
         return handle
+
+    def _issue(self, asked: _Call) -> ChannelHandle:
+        channel = self._need_channel()
+        try:
+            return channel.call(asked.to, asked.kind, asked.meta, asked.body, asked.landing)
+        except Lost as error:
+            if self._relocate is None or asked.to not in self.servers:
+                raise
+            handle = ChannelHandle(asked.to, asked.kind, asked.landing)
+            handle.error = error  # to be dealt with when it is waited for: an issue never waits
+            return handle
 
     def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
         self.traffic.sent += nbytes_of(body)
@@ -93,19 +128,53 @@ class RealCommunicator(Communicator):
                 self._need_group().wait(handle.key)
         if not calls:
             return [None] * len(handles)
-        answers = dict(zip(calls, self._need_channel().wait(calls, deadline_s), strict=True))
+        answers = self._answers(calls, deadline_s)
         for call, message in answers.items():
             self.traffic.received += nbytes_of(message.body)
-            into, landing = self._staged.pop(call, ((), ()))
-            for mine, landed in zip(into, landing, strict=True):
-                mine.copy_(landed)
+            asked = self._calls.pop(call)
+            for mine, landed in zip(asked.into or (), asked.landing or (), strict=True):
+                if mine is not landed:
+                    mine.copy_(landed)
         return [answers.get(h) if isinstance(h, ChannelHandle) else None for h in handles]
+
+    def _answers(self, calls: Sequence[ChannelHandle], deadline_s: float) -> dict[ChannelHandle, Message]:
+        """One reply per call; calls to a server that was lost are made again where it was restored."""
+        channel = self._need_channel()
+        current = {call: call for call in calls}
+        while True:
+            try:
+                return dict(zip(calls, channel.wait(list(current.values()), deadline_s), strict=True))
+            except Lost:
+                failed = [call for call in calls if current[call].error is not None]
+                if self._relocate is None or any(self._calls[call].to not in self.servers for call in failed):
+                    for call in calls:
+                        self._calls.pop(call, None)
+                    raise
+                for server in sorted({self._calls[call].to for call in failed}):
+                    self.find(server)
+                for call in failed:
+                    current[call] = self._issue(self._calls[call])
+
+    def find(self, server: int) -> None:
+        """Learn where a lost server is now; blocks until it is there."""
+        assert self._relocate is not None
+        channel = self._need_channel()
+        channel.introduce({server: self._relocate(server, channel.address_book.get(server, ""))})
 
     def abandon(self) -> None:
         self._need_group().drop()
 
-    def regroup(self, generation: int, members: Sequence[int]) -> None:
+    def regroup(
+        self,
+        generation: int,
+        members: Sequence[int],
+        servers: Sequence[int] | None = None,
+        addresses: Mapping[int, str] | None = None,
+    ) -> None:
         self.generation, self.workers = generation, tuple(members)
+        self.servers = self.servers if servers is None else tuple(servers)
+        if addresses and self._channel is not None:
+            self._channel.introduce(addresses)
         self._need_group().form(generation, self.index, self.size)
 
     def close(self) -> None:

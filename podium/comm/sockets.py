@@ -6,13 +6,30 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from podium.errors import ConfigError
 
 Address = str
 """`unix:/path` or `tcp:host:port`; port 0 takes a free one."""
+
+
+class Stream(Protocol):
+    """What frames need of a connection: a socket has it, and so has TLS around one."""
+
+    @property
+    def family(self) -> int: ...
+    def recv(self, nbytes: int, flags: int = 0, /) -> bytes: ...
+    def recv_into(self, view: memoryview, nbytes: int = 0, flags: int = 0, /) -> int: ...
+    def sendmsg(self, buffers: Sequence[memoryview], /) -> int: ...
+    def sendall(self, data: bytes, /) -> None: ...
+    def settimeout(self, seconds: float | None, /) -> None: ...
+    def setsockopt(self, level: int, option: int, value: int | bytes, /) -> None: ...
+    def shutdown(self, how: int, /) -> None: ...
+    def close(self) -> None: ...
+
 
 _MAX_PATH = 107  # of a Unix socket, on Linux
 _SOCKET_BUFFER = 4 << 20  # the kernel lowers it to what it allows
@@ -62,7 +79,7 @@ def address_of(listener: socket.socket) -> Address:
     return f"tcp:[{name[0]}]:{name[1]}" if listener.family == socket.AF_INET6 else f"tcp:{name[0]}:{name[1]}"
 
 
-def tune(sock: socket.socket, deadline_s: float) -> None:
+def tune(sock: Stream, deadline_s: float) -> None:
     """Blocking calls, sends that give up after the deadline, small messages at once, dead hosts noticed."""
     sock.settimeout(None)
     # A timeout of Python's would make every call two, and cut large ones into pieces.
@@ -78,7 +95,7 @@ def tune(sock: socket.socket, deadline_s: float) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def shut(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
+def shut(sock: Stream | None, how: int = socket.SHUT_RDWR) -> None:
     """Shut down, whatever state it is in."""
     if sock is not None:
         with suppress(OSError):  # it is closed already, or the other side was faster

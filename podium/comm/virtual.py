@@ -19,7 +19,7 @@ import heapq
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, final
@@ -401,8 +401,15 @@ class VirtualCommunicator(Communicator):
                 self.traffic.received += nbytes_of(handle.result.body)
         return [h.result for h in pending]
 
-    def regroup(self, generation: int, members: Sequence[int]) -> None:
+    def regroup(
+        self,
+        generation: int,
+        members: Sequence[int],
+        servers: Sequence[int] | None = None,
+        addresses: Mapping[int, str] | None = None,
+    ) -> None:
         self.generation, self.workers, self._issued = generation, tuple(members), 0
+        self.servers = self.servers if servers is None else tuple(servers)
 
 
 def count_flops(model: torch.nn.Module, loss: Callable[..., Tensor], inputs: object, targets: object) -> float:

@@ -32,7 +32,7 @@ def summarise(records: Iterable[Record]) -> dict[str, Any]:
         "loss": last.get("loss", float("nan")),
         "param_hash": {str(row["rank"]): row["param_hash"] for row in ends},
         "steps": last.get("step", 0),  # a run ends with a validation, so this is where it stands
-        "updates": sum(row["rank"] == updates[0]["rank"] for row in updates),
+        "updates": _updates(updates),
         "samples": samples,
         "epochs": last.get("epoch", 0.0),
         "seconds": seconds,
@@ -44,6 +44,12 @@ def summarise(records: Iterable[Record]) -> dict[str, Any]:
         "history": history,
         "lost": sorted({row["lost"] for row in by_kind.get("lost", [])}),
     }
+
+
+def _updates(rows: Sequence[Record]) -> int:
+    """Updates of the first server's first range; one that several pushes made has a record for each of them."""
+    first = [row for row in rows if row["rank"] == rows[0]["rank"] and row.get("range", 0) == 0]
+    return round(sum(1 / row.get("pushes", 1) for row in first))
 
 
 def staleness(updates: Sequence[Record]) -> dict[str, float]:

@@ -1,63 +1,144 @@
 """The cursor: asynchronous workers lease slices of the global order from it, and each slice is used once.
 
-A lease is open until its worker, coming for the next one, says that it was applied. When nothing is left, draws are
-parked until every open lease is closed: were they answered at once, a worker that dies late would take its slice with
-it and nobody would be left to train on it.
+A global step is cut into `parts` slices, as synchronous training would divide it among that many workers; a slice is
+named by its position in the order, so it has the same name whenever it is lent again. A lease is open until its worker
+says that all servers have applied it. When nothing is left, draws wait until every open lease is closed: were they
+answered at once, a worker that dies late would take its slice with it and nobody would be left to train on it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
-from podium.data.order import GlobalOrder, Slice
+from podium.data.order import GlobalOrder, Slice, share_of
 
 
 class Lease(NamedTuple):
     """A slice of the order, lent to one worker."""
 
-    number: int
     piece: Slice
+    step: int  # samples of the global step that it is cut from
+    share: int = 0  # its place among that step's slices
+
+    @property
+    def number(self) -> int:
+        """Its name: where it begins. One without samples begins where the next does, and has a name below -1."""
+        return self.piece.position if self.piece.count else -2 - (self.piece.position << 16) - self.share
 
 
 class Cursor:
-    """Hands out the samples from `position` to `end` in slices of at most `count`."""
+    """Hands out the samples from `position` to `end`, every global step in `parts` slices."""
 
-    def __init__(self, order: GlobalOrder, position: int, end: int, count: int) -> None:
-        self.order, self.position, self.end, self.count = order, position, end, count
+    def __init__(
+        self, order: GlobalOrder, position: int, end: int, batch_size: int, parts: int = 1, empty: bool = False
+    ) -> None:
+        """`empty`: lend slices without samples too, where a step has fewer samples than parts."""
+        self.order, self.position, self.end = order, position, end
+        self.batch_size, self.parts, self._empty = batch_size, parts, empty
         self.open: dict[int, tuple[int, Lease]] = {}  # lease -> who has it
         self.returned: deque[Lease] = deque()
-        self._made = 0
+        self._cut: deque[Lease] = deque()  # the rest of the step that is being lent
+        self._done: set[int] = set()
+        """Slices that were done although this cursor never lent them: known after a restart only."""
+        self._strangers: set[int] = set()
+        """After a restart: workers whose open leases may be out of date."""
 
     def draw(self, worker: int) -> Lease | None:
         """The next slice, returned ones first; None when there is nothing left to lend."""
-        if self.returned:
-            lease = self.returned.popleft()
-        elif self.position < self.end:
-            piece = self.order.slice_at(self.position, min(self.count, self.end - self.position))
-            self.position += piece.count
-            lease = Lease(self._made, piece)
-            self._made += 1
-        else:
-            return None
-        self.open[lease.number] = (worker, lease)
+        lease = self._next()
+        if lease is not None:
+            self.open[lease.number] = (worker, lease)
         return lease
 
+    def _next(self) -> Lease | None:
+        while self.returned or self._cut or self.position < self.end:
+            if self.returned:
+                return self.returned.popleft()
+            if not self._cut:
+                self._cut_step()
+            lease = self._cut.popleft()
+            self.position = lease.piece.position + lease.piece.count
+            if lease.number not in self._done:
+                return lease
+        return None
+
+    def _cut_step(self) -> None:
+        step = self.order.slice_at(self.position, min(self.batch_size, self.end - self.position))
+        shares = [1.0] * self.parts
+        leases = [Lease(share_of(step, shares, i), step.count, i) for i in range(self.parts)]
+        self._cut.extend(lease for lease in leases if lease.piece.count or self._empty)
+
     def applied(self, number: int) -> None:
-        """This lease's gradients are in the parameters."""
+        """This lease's gradients are in the parameters, on all servers."""
         self.open.pop(number, None)
+
+    def give_back(self, number: int) -> None:
+        """This lease's gradient was not used: lend it again."""
+        lent = self.open.pop(number, None)
+        if lent is not None:
+            self.returned.append(lent[1])
 
     def lost(self, worker: int) -> None:
         """A worker is gone: what it had goes back."""
-        for number in [n for n, (who, _) in self.open.items() if who == worker]:
-            self.returned.append(self.open.pop(number)[1])
+        for number in self.held_by(worker):
+            self.give_back(number)
+
+    def held_by(self, worker: int) -> list[int]:
+        return [n for n, (who, _) in self.open.items() if who == worker]
 
     def close(self) -> None:
-        """Lend nothing more."""
+        """Lend nothing that was not lent before; what comes back still has to be done."""
         self.end = self.position
-        self.returned.clear()
+        self._cut.clear()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether there is nothing to lend just now."""
+        return self.position >= self.end and not self._cut and not self.returned
 
     @property
     def drained(self) -> bool:
         """Whether everything that was lent has been applied, and nothing is left."""
-        return self.position >= self.end and not self.open and not self.returned
+        return self.exhausted and not self.open
+
+    # A restart from a copy that may be out of date.
+
+    def state(self) -> dict[str, Any]:
+        """All that a copy must hold; plain values."""
+        return {
+            "position": self.position,
+            "end": self.end,
+            "open": [[who, *_plain(lease)] for who, lease in self.open.values()],
+            "returned": [_plain(lease) for lease in self.returned],
+            "cut": [_plain(lease) for lease in self._cut],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Become what `state` says; its leases count as open until their workers are heard of."""
+        self.position, self.end = state["position"], state["end"]
+        leases = [(who, _lease(*plain)) for who, *plain in state["open"]]
+        self.open = {lease.number: (who, lease) for who, lease in leases}
+        self.returned = deque(_lease(*plain) for plain in state["returned"])
+        self._cut = deque(_lease(*plain) for plain in state["cut"])
+        self._strangers = {who for who, _ in self.open.values()}
+
+    def heard_of(self, worker: int, holds: Collection[int]) -> None:
+        """After a restart, a worker says what it really has: this is done by it, and what the copy says goes back."""
+        for number in holds:
+            if number >= 0 and number not in self.open:
+                self._done.add(number)
+        if worker in self._strangers:
+            self._strangers.discard(worker)
+            for number in self.held_by(worker):
+                if number not in holds:
+                    self.give_back(number)
+
+
+def _plain(lease: Lease) -> list[Any]:
+    return [list(lease.piece), lease.step, lease.share]
+
+
+def _lease(piece: list[int], step: int, share: int) -> Lease:
+    return Lease(Slice(*piece), step, share)

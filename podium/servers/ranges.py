@@ -3,16 +3,22 @@
 Servers hold stretches of the flat buffers, balanced by bytes to the element and cut wherever the balance says, not at
 layers: one huge layer is simply shared. A stretch never mixes two parameter groups, so one set of hyper-parameters
 rules it.
+
+What travels in one message is a unit: those ranges of one server that lie in one bucket, at most `unit_bytes` of them.
+So gradients can leave while backward still runs, and parameters come back while others are still on their way out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from podium.flat import Piece
+from podium.flat import Flat, Piece
+
+
+T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -36,6 +42,70 @@ class Range(NamedTuple):
     def of(self, flats: Sequence[Tensor]) -> Tensor:
         """This range of the flat buffers."""
         return flats[self.buffer][self.start : self.stop]
+
+
+class Unit(NamedTuple):
+    """Ranges that travel together: numbers `first` to `stop` of their server, all of one bucket."""
+
+    bucket: int
+    first: int
+    stop: int
+
+    def of(self, each: Sequence[T]) -> Sequence[T]:
+        """This unit's among one thing per range."""
+        return each[self.first : self.stop]
+
+
+class Layout(NamedTuple):
+    """What one server holds."""
+
+    ranges: list[Range]
+    units: list[Unit]
+
+
+def lay_out(flat: Flat, servers: int, unit_bytes: int) -> list[Layout]:
+    """The ranges and units of every server: the same wherever it is worked out for the same model."""
+    sizes = [p.element_size() for p in flat.params]
+    buckets = [[(b.start, b.stop) for b in flat.buckets if b.buffer == n] for n in range(len(flat.params))]
+    numbers = {(b.buffer, b.start): n for n, b in enumerate(flat.buckets)}
+    layouts = []
+    for ranges in divide_ranges(flat.pieces, sizes, servers):
+        cut: list[tuple[int, Range]] = []
+        for r in ranges:
+            longest = max(1, unit_bytes // sizes[r.buffer])
+            for start, stop in buckets[r.buffer]:
+                for a in range(max(start, r.start), min(stop, r.stop), longest):
+                    b = min(a + longest, stop, r.stop)
+                    cut.append((numbers[r.buffer, start], _clip(flat.pieces, r, a, b)))
+        cut.sort(key=lambda item: (item[0], item[1].buffer, item[1].start))
+        layouts.append(Layout([r for _, r in cut], _group(cut, sizes, unit_bytes)))
+    return layouts
+
+
+def _clip(pieces: Sequence[Piece], r: Range, start: int, stop: int) -> Range:
+    """The part of a range that lies between two places of its buffer."""
+    parts = []
+    for part in r.parts:
+        place = r.start + part.offset  # where the part begins in the buffer
+        a, b = max(start, place), min(stop, place + part.stop - part.start)
+        if a < b:
+            parts.append(Part(part.piece, part.start + a - place, part.start + b - place, a - start))
+    return Range(r.buffer, start, stop, r.group, tuple(parts))
+
+
+def _group(cut: Sequence[tuple[int, Range]], sizes: Sequence[int], unit_bytes: int) -> list[Unit]:
+    """Neighbours of one bucket share a unit while they fit; a server without ranges has one unit, which is empty."""
+    units: list[Unit] = []
+    room = 0
+    for n, (bucket, r) in enumerate(cut):
+        size = (r.stop - r.start) * sizes[r.buffer]
+        if units and units[-1].bucket == bucket and size <= room:
+            units[-1] = units[-1]._replace(stop=n + 1)
+        else:
+            units.append(Unit(bucket, n, n + 1))
+            room = unit_bytes
+        room -= size
+    return units or [Unit(0, 0, 0)]
 
 
 def divide_ranges(pieces: Sequence[Piece], element_bytes: Sequence[int], servers: int) -> list[list[Range]]:

@@ -15,7 +15,7 @@ from podium.comm.base import DEPARTED, Communicator, Message
 from podium.errors import RecordError
 from podium.measure.records import Record
 
-ORDERED = ("draw", "push")
+ORDERED = ("draw", "push", "have")
 
 
 class Arrivals(ABC):
@@ -39,7 +39,9 @@ class AsRecorded(Arrivals):
 
     def __init__(self, records: Iterable[Record], rank: int) -> None:
         self._script = deque(
-            (r["source"], r["what"], r["lease"]) for r in records if r["kind"] == "arrival" and r["rank"] == rank
+            (r["source"], r["what"], r["lease"], r["range"])
+            for r in records
+            if r["kind"] == "arrival" and r["rank"] == rank
         )
         self._held: list[Message] = []
 
@@ -52,7 +54,7 @@ class AsRecorded(Arrivals):
             if message.kind in ORDERED:
                 self._held.append(message)
             elif message.kind == DEPARTED and self._script:  # a worker leaves when all is done, never before
-                source, what, lease = self._script[0]
+                source, what, lease, _ = self._script[0]
                 raise RecordError(
                     f"replay: the record goes on with {what} of rank {source} (lease {lease}), this run does not"
                 )
@@ -64,10 +66,11 @@ class AsRecorded(Arrivals):
             return None
         if not self._script:
             raise RecordError(f"replay: the record ends before {self._held[0].kind} of rank {self._held[0].source}")
-        source, what, lease = self._script[0]
+        source, what, lease, part = self._script[0]
         for message in self._held:
-            if (message.source, message.kind) == (source, what):
-                got = message.meta.get("lease", message.meta.get("done"))
+            meta = message.meta
+            if (message.source, message.kind, meta.get("unit", 0)) == (source, what, part):
+                got = meta.get("lease", meta.get("done"))
                 if got != lease:
                     raise RecordError(f"replay: expected lease {lease} of rank {source}, got {got}")
                 self._held.remove(message)

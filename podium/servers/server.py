@@ -1,95 +1,46 @@
 """A parameter server: it holds ranges of the parameters, and only it changes them.
 
-One loop, one message at a time, so updates cannot race. What it understands:
+One loop, one message at a time, so updates cannot race. What workers ask of it:
 
-    seed    rank 0 brings parameters, optimizer state and the work to be done; a new stretch of training begins
-    draw    a worker wants the next lease (first server only)
-    push    a worker's gradients; the answer is the parameters afterwards
+    seed    the first worker brings parameters, optimizer state and the work to be done; a stretch of training begins
+    draw    a worker wants a lease (first server only); otherwise its next one comes with the answer to its push
+    push    one unit of a worker's gradients; the answer is that unit's parameters, now or when the gate opens
     leave   a worker is through; once all are, each gets parameters and optimizer state to take home
+    retire  this server is no longer needed
 
-Synchronous training waits until every worker has pushed, adds up in rank order (so a run has the same bits however
-messages race) and answers all. Asynchronous training applies each push as it comes and answers at once; its staleness
-is the number of updates between the parameters it was computed from and now.
+How pushes become updates is the intake's part (`intake.py`), who may go on the gate's (`gate.py`), leases the
+cursor's, copies for the day this server is lost `copies.py`'s.
+
+A lost worker does not end anything. Fed by leases, its open ones are lent to others and training goes on. Fed by shares
+of global steps, the step that it belonged to is answered with `lost`: the survivors take everything home, divide the
+work anew, and seed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from podium.comm.base import DEPARTED, Communicator, Message, Meta
 from podium.data.order import GlobalOrder
-from podium.errors import CommError, ConfigError, Lost
-from podium.flat import Flat, Piece
+from podium.errors import CommError, DeadlineExceeded, Lost
+from podium.flat import Flat
 from podium.measure.records import Recorder
-from podium.optim import FlatOptimizer, is_elementwise
+from podium.servers.copies import Copies
 from podium.servers.cursor import Cursor
-from podium.servers.moments import pack, unpack
-from podium.servers.ranges import Range, divide_ranges
+from podium.servers.gate import Rules
+from podium.servers.intake import Gathers, Intake, Streams
+from podium.servers.mitigation import make_mitigation
+from podium.servers.ranges import Layout, Unit, lay_out
 from podium.servers.replay import Arrivals, AsTheyCome
+from podium.servers.shard import Shard
 
-
-class Shard:
-    """The parameters, gradients and optimizer of a server's ranges."""
-
-    def __init__(self, flat: Flat, optimizer: Optimizer, ranges: Sequence[Range]) -> None:
-        """Takes over `optimizer`: from now on it moves this shard's parts and nothing else."""
-        if not is_elementwise(optimizer):
-            raise ConfigError(
-                f"parameter-server: {type(optimizer).__name__} cannot run on ranges of the parameters: it looks at "
-                "whole tensors (or is fused); use SGD, Adam, AdamW, Adagrad or RMSprop"
-            )
-        self.ranges = ranges
-        self.params = [r.of(flat.params).detach().clone() for r in ranges]
-        self.grads = [torch.zeros_like(p) for p in self.params]
-        self.parts: list[nn.Parameter] = []
-        self.pieces: list[Piece] = []
-        for n, range_ in enumerate(ranges):
-            for part in range_.parts:
-                stop = part.offset + part.stop - part.start
-                self.parts.append(nn.Parameter(self.params[n][part.offset : stop]))
-                self.parts[-1].grad = self.grads[n][part.offset : stop]
-                self.pieces.append(Piece("", n, part.offset, stop, range_.group, (stop - part.offset,), (1,)))
-        self.owners = [part.piece for r in ranges for part in r.parts]
-        self._views = [p.grad for p in self.parts]
-        self.optimizer = optimizer
-        optimizer.state.clear()
-        for g, group in enumerate(optimizer.param_groups):
-            group["params"] = [p for p, piece in zip(self.parts, self.pieces, strict=True) if piece.group == g]
-        self._fast = FlatOptimizer(optimizer, self.parts, self.pieces, self.params, self.grads)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.params)
-
-    def load(self, params: Sequence[Tensor], meta: Meta, state: Sequence[Tensor]) -> None:
-        for mine, theirs in zip(self.params, params, strict=True):
-            mine.copy_(theirs)
-        self.optimizer.state.clear()
-        for part, kept in zip(self.parts, unpack(self.ranges, meta, state), strict=True):
-            if kept:
-                self.optimizer.state[part] = {k: v.clone() for k, v in kept.items()}
-        self._fast.reload()
-
-    def dump(self) -> tuple[Meta, list[Tensor]]:
-        """Optimizer state to take home."""
-        states = [self.optimizer.state.get(p, {}) for p in self.parts]
-        dtypes = {r.buffer: p.dtype for r, p in zip(self.ranges, self.params, strict=True)}
-        return pack(self.ranges, states, [dtypes.get(b, torch.float32) for b in range(max(dtypes, default=0) + 1)])
-
-    def step(self, options: Sequence[Meta], unused: set[int], clip_norm: float | None) -> None:
-        """One optimizer step on the gradients in `grads`; pieces in `unused` are left alone."""
-        for group, given in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(given)
-        for p, view, piece in zip(self.parts, self._views, self.owners, strict=True):
-            p.grad = None if piece in unused else view
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.parts[::-1], clip_norm)
-        self._fast.step(all_used=not unused)
+PATIENCE = 12
+"""How many deadlines of silence a server, or a worker at its gate, puts up with: somebody may be validating."""
 
 
 class Server:
@@ -101,155 +52,300 @@ class Server:
         flat: Flat,
         optimizer: Optimizer,
         *,
-        asynchronous: bool,
+        unit_bytes: int,
         recorder: Recorder,
         arrivals: Arrivals | None = None,
+        copies: Copies | None = None,
     ) -> None:
-        self.comm, self.asynchronous, self.recorder = comm, asynchronous, recorder
-        index = comm.servers.index(comm.rank)
-        sizes = [p.element_size() for p in flat.params]
-        self.shard = Shard(flat, optimizer, divide_ranges(flat.pieces, sizes, len(comm.servers))[index])
-        self.version = 0
-        """Updates since the present stretch began: what a push names as its origin."""
-        self.updates = 0
-        """Updates in all."""
-        self.workers: tuple[int, ...] = comm.workers
-        self.cursor: Cursor | None = None
+        self.comm, self.recorder = comm, recorder
+        self.copies = copies or Copies()
+        self.copies.server = self
+        self._flat, self._optimizer, self._unit_bytes = flat, optimizer, unit_bytes
         self._arrivals = arrivals or AsTheyCome()
-        self._clip_norm: float | None = None
-        self._pushed: dict[int, Message] = {}
-        self._parked: list[Message] = []
+        self.servers = comm.servers
+        self.shard = self.make_shard(comm.rank, comm.servers)
+        self.seed_meta: Meta = {}
+        self.rules = Rules()
+        self.mitigation = make_mitigation("none")
+        self.workers: tuple[int, ...] = comm.workers
+        self.versions = [0] * len(self.shard.units)
+        """Updates of each unit since the present stretch began: what a push names as its origin."""
+        self.updates = 0
+        """Updates of the first unit in all."""
+        self.cursor: Cursor | None = None
+        self.gone: set[int] = set()
+        self.stopping = self.pausing = False
+        self._parked: dict[int, Message] = {}
         self._left: dict[int, Message] = {}
-        self._gone: set[int] = set()
-        self._fresh: set[int] = set()  # workers that have not pushed since the last seed
+        self._through: set[int] = set()
+        self._fresh: set[tuple[int, int]] = set()  # (worker, unit) without a push since the last seed
+        self._retired = False
+        self._ahead: dict[int, int] = {}  # by unit: how far beyond its copy a restored server was, as workers know
+        self.intake: Intake = Streams(self)
+
+    # The loop.
 
     def serve(self) -> None:
-        """Until every worker has departed."""
-        do = {"seed": self._seed, "draw": self._draw, "push": self._push, "leave": self._leave}
-        while len(self._gone) < len(self.workers):
-            message = self._arrivals.next(self.comm)
+        """Until every worker has departed, or this server is retired."""
+        do: dict[str, Callable[[Message], None]] = {
+            "seed": self._seed,
+            "draw": self._draw,
+            "push": self._push,
+            "leave": self._leave,
+            "retire": self._retire,
+            **self.copies.does,
+            "have": lambda m: self.intake.hear(m),
+            "norm": lambda m: self.intake.hear(m),
+            "decision": lambda m: self.intake.hear(m),
+            "hello": self._hello,
+        }
+        while not self._retired and not self.gone >= set(self.workers):
+            message = self._next()
             if message.kind == DEPARTED:
                 self._departed(message)
             elif message.kind in do:
                 do[message.kind](message)
             else:
                 raise CommError(f"server {self.comm.rank}: rank {message.source} sent an unknown {message.kind!r}")
+        self.copies.close()
+
+    def _next(self) -> Message:
+        for n in range(PATIENCE):
+            try:
+                return self._arrivals.next(self.comm)
+            except DeadlineExceeded:
+                if n == PATIENCE - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    @property
+    def live(self) -> list[int]:
+        """Workers of this stretch that are still there."""
+        return [w for w in self.workers if w not in self.gone]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this server holds the cursor and decides for all."""
+        return self.comm.rank == self.servers[0]
+
+    def tell(self, server: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+        """One way, to another server; one that is being replaced hears it no more, and asks when it is back."""
+        with contextlib.suppress(Lost):
+            self.comm.send(server, kind, meta, body)
+
+    def answer(self, message: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+        """Reply, to one that may be gone by now."""
+        with contextlib.suppress(Lost):
+            self.comm.reply(message, meta, body)
+
+    # A stretch begins.
 
     def _seed(self, message: Message) -> None:
-        meta, ranges = message.meta, len(self.shard.ranges)
-        self.shard.load(message.body[:ranges], meta, message.body[ranges:])
-        self.workers = tuple(meta["workers"])
-        self._clip_norm = meta["clip_norm"]
-        self.version = 0
-        self._left.clear()
-        self._fresh = set(self.workers)
-        order = GlobalOrder(meta["samples"], seed=0)  # lends positions only, so its permutation does not matter
-        self.cursor = Cursor(order, meta["position"], meta["end"], meta["lease"])
-        self.comm.reply(message, {})
+        self.begin(message.meta)
+        ranges = len(self.shard.ranges)
+        self.shard.load(message.body[:ranges], message.meta, message.body[ranges:])
+        self.copies.begin()
+        self.answer(message, {})
+        self._departures_before()
 
-    # Asynchronous: leases.
+    def begin(self, meta: Meta) -> None:
+        """Make ready for what a seed says; parameters and optimizer state come separately."""
+        self.seed_meta = {k: v for k, v in meta.items() if k != "state"}
+        if tuple(meta["servers"]) != self.servers:
+            self.servers = tuple(meta["servers"])
+            self.shard = self.make_shard(self.comm.rank, self.servers)
+        self.rules = Rules.from_dict(meta["rules"])
+        self.mitigation = make_mitigation(meta["mitigation"], meta["strength"])
+        self.workers = tuple(meta["workers"])
+        self.versions = [0] * len(self.shard.units)
+        self._left.clear()
+        self._through.clear()
+        self._parked.clear()
+        self._fresh = {(w, u) for w in self.workers for u in range(len(self.shard.units))}
+        self.stopping = self.pausing = False
+        self.cursor = None
+        if meta["leases"] and self.is_first:
+            order = GlobalOrder(meta["samples"], seed=0)  # lends positions only: its permutation does not matter
+            position, end, batch_size = meta["position"], meta["end"], meta["batch_size"]
+            self.cursor = Cursor(order, position, end, batch_size, meta["parts"], empty=self.rules.all_workers)
+        self.intake = Streams(self) if self.rules.streams else Gathers(self, fed_by_steps=not meta["leases"])
+
+    def _departures_before(self) -> None:
+        """Whoever the seed counts on and is gone already is lost to this stretch too."""
+        for worker in sorted(self.gone.intersection(self.workers)):
+            self._lose(worker)
+
+    def make_shard(self, rank: int, servers: Sequence[int]) -> Shard:
+        """The shard of one of these servers; of one that is not among them yet, an empty one."""
+        layouts = lay_out(self._flat, len(servers), self._unit_bytes)
+        layout = layouts[servers.index(rank)] if rank in servers else Layout([], [Unit(0, 0, 0)])
+        return Shard(self._flat, self._optimizer, layout)
+
+    # Leases.
 
     def _draw(self, message: Message) -> None:
+        self.note(message)
+        self._heard(message, ())
         assert self.cursor is not None
-        self._note(message)
         self.cursor.applied(message.meta["done"])
-        if message.meta["stop"]:
+        self.wishes(message.meta)
+        self._parked[message.source] = message
+        self.serve_parked()
+
+    def wishes(self, meta: Meta) -> None:
+        """Note a worker's wish to stop, or to pause for others to join or leave."""
+        self.stopping, self.pausing = self.stopping or meta["stop"], self.pausing or meta["pause"]
+        if self.cursor is not None and (self.stopping or self.pausing):
             self.cursor.close()
-        self._lend(message)
-        if self.cursor.drained:
-            for parked in self._parked:
-                self.comm.reply(parked, {"position": self.cursor.position})
+
+    def serve_parked(self) -> None:
+        """Give workers that wait for a lease one, or let them go when all is done."""
+        cursor = self.cursor
+        if cursor is None or (self.rules.wait and not self._may_lend()):
+            return
+        for source in sorted(self._parked):
+            lease = self.lend(source)
+            if lease:
+                self.answer(self._parked.pop(source), lease)
+        if self._parked and cursor.exhausted:
+            self.intake.rest(set(self._parked))
+        if cursor.drained and set(self._parked) >= set(self.live):
+            for message in self._parked.values():
+                meta = {"position": cursor.position, "stop": self.stopping, "pause": self.pausing}
+                self.answer(message, meta)
             self._parked.clear()
 
-    def _lend(self, message: Message) -> None:
+    def _may_lend(self) -> bool:
+        """Where workers go in step, the first leases are lent in order of rank, once all have come for them."""
+        begun = any(self.versions) or bool(self.cursor and self.cursor.open)
+        return begun or set(self._parked) >= set(self.live)
+
+    def lend(self, worker: int) -> Meta:
+        """The facts of a new lease; none when there is nothing to lend."""
         assert self.cursor is not None
-        lease = self.cursor.draw(message.source)
+        lease = self.cursor.draw(worker)
         if lease is None:
-            self._parked.append(message)
-        else:
-            self.comm.reply(message, {"lease": lease.number, "piece": list(lease.piece)})
+            return {}
+        return {"lease": lease.number, "piece": list(lease.piece), "of": lease.step}
 
     # Gradients.
 
     def _push(self, message: Message) -> None:
-        if self.asynchronous:
-            self._apply_one(message)
-        else:
-            self._pushed[message.source] = message
-            if len(self._pushed) == len(self.workers):
-                self._apply_all([self._pushed[w] for w in self.workers])
-                self._pushed.clear()
+        if self.seed_meta["leases"]:
+            self.note(message)
+            self._heard(message, (message.meta["lease"],))
+        self._notice_loss(message)
+        self.intake.push(message)
 
-    def _apply_one(self, message: Message) -> None:
-        self._note(message)
-        for grad, pushed in zip(self.shard.grads, message.body, strict=True):
-            grad.copy_(pushed)
-        staleness = self.version - message.meta["version"]
-        self._step([message])
-        self._record(message.source, staleness, message.meta["lease"])
-        self.comm.reply(message, {"version": self.version}, self.shard.params)
+    def _heard(self, message: Message, holds: tuple[int, ...]) -> None:
+        if self.cursor is not None and self.copies.restored:
+            self.cursor.heard_of(message.source, holds)
 
-    def _apply_all(self, messages: list[Message]) -> None:
-        for n, grad in enumerate(self.shard.grads):
-            grad.copy_(messages[0].body[n])
-            for message in messages[1:]:
-                grad += message.body[n]
-        self._step(messages)
-        meta = {
-            "version": self.version,
-            "stop": any(m.meta["stop"] for m in messages),
-            "loss": sum(m.meta["loss"] for m in messages),
-        }
-        for message in messages:
-            self.comm.reply(message, meta, self.shard.params)
+    def _notice_loss(self, message: Message) -> None:
+        """A restored server hears from the workers how much of its own work is gone."""
+        unit = message.meta["unit"]
+        ahead = message.meta["version"] - self.versions[unit]
+        if self.copies.restored and ahead > self._ahead.get(unit, 0):
+            self._ahead[unit] = ahead
+            self.recorder.write("lost_updates", self.comm.clock.now_ns(), range=unit, updates=ahead)
 
-    def _step(self, messages: list[Message]) -> None:
-        unused = set.intersection(*(set(m.meta["unused"]) for m in messages))
-        self.shard.step(messages[0].meta["options"], unused, self._clip_norm)
-        self.comm.clock.touch(self.shard.nbytes)
-        self.version += 1
-        self.updates += 1
+    def apply(
+        self, unit: int, grads: Sequence[Tensor], options: Sequence[Meta], unused: Sequence[int], slices: Sequence[int]
+    ) -> None:
+        """Move one unit by gradients over these slices."""
+        self.shard.step(unit, grads, options, unused)
+        self.comm.clock.touch(sum(p.nbytes for p in self.shard.of(unit)))
+        self.versions[unit] += 1
+        self.updates += unit == 0
+        self.copies.moved(unit, grads, options, unused, slices)
+
+    def give(self, message: Message, meta: Meta) -> None:
+        """Answer a push with its unit's parameters."""
+        unit = message.meta["unit"]
+        params = self.shard.of(unit)
+        self.mitigation.gave(message.source, unit, params)
+        self.answer(message, {"version": self.versions[unit], **meta}, params)
 
     # Ends.
 
     def _leave(self, message: Message) -> None:
         self._left[message.source] = message
-        if len(self._left) == len(self.workers):
-            meta, state = self.shard.dump()
-            for waiting in self._left.values():
-                self.comm.reply(waiting, meta, [*self.shard.params, *state])
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Once every worker is through, let them take everything home."""
+        if not self._left or not set(self._left) >= set(self.live):
+            return
+        self.intake.settle()
+        if not self.intake.settled:
+            return
+        meta, state = self.shard.dump()
+        for waiting in self._left.values():
+            if not self.seed_meta:
+                self.answer(waiting, {"empty": True})
+            else:
+                self.answer(waiting, {**meta, "workers": self.live}, [*self.shard.params, *state])
+        self._through |= set(self._left)
+        self._left.clear()
 
     def _departed(self, message: Message) -> None:
         rank = message.source
-        if rank not in self.workers:
+        if rank in self.servers:
+            return self.copies.departed(rank)
+        if rank in self.gone:
             return
-        self._gone.add(rank)
-        if rank not in self._left:
-            raise Lost(f"server {self.comm.rank}: worker {rank} was lost before it was through")
+        self.gone.add(rank)
+        if rank in self.workers and rank not in self._left and rank not in self._through:
+            self._lose(rank)
+        self._left.pop(rank, None)
+        self.let_go()
+
+    def _lose(self, worker: int) -> None:
+        now = self.comm.clock.now_ns()
+        held = [] if self.cursor is None else self.cursor.held_by(worker)
+        self.recorder.write("worker_lost", now, worker=worker, leases=held)
+        self._parked.pop(worker, None)
+        self.mitigation.forget(worker)
+        self.intake.lose(worker)
+        self.serve_parked()
+
+    def _hello(self, message: Message) -> None:
+        """Another server was restored, and knows nothing of what it missed."""
+        self.copies.renew(message.source)
+        self.intake.hear(message)
+
+    def _retire(self, message: Message) -> None:
+        self._retired = True
+        self.answer(message, {})
 
     # Records.
 
-    def _note(self, message: Message) -> None:
+    def note(self, message: Message) -> None:
         """The order of arrivals is the run's order: with it the run can be replayed."""
+        meta = message.meta
         self.recorder.write(
             "arrival",
             self.comm.clock.now_ns(),
             source=message.source,
             what=message.kind,
-            lease=message.meta.get("lease", message.meta.get("done")),
+            lease=meta.get("lease", meta.get("done")),
+            range=meta.get("unit", 0),
         )
 
-    def _record(self, worker: int, staleness: int, lease: int) -> None:
+    def record_update(self, worker: int, unit: int, staleness: int, lease: int, **more: Any) -> None:
+        """One record per update, worker and range."""
         self.recorder.write(
             "update",
             self.comm.clock.now_ns(),
-            version=self.version,
+            version=self.versions[unit],
             worker=worker,
+            range=unit,
             staleness=staleness,
             lease=lease,
-            first=worker in self._fresh,
+            first=(worker, unit) in self._fresh,
+            **more,
         )
-        self._fresh.discard(worker)
+        self._fresh.discard((worker, unit))
 
 
 def options_of(optimizer: Optimizer, lr_scale: float = 1.0) -> list[dict[str, Any]]:
@@ -261,6 +357,11 @@ def options_of(optimizer: Optimizer, lr_scale: float = 1.0) -> list[dict[str, An
         several = {k: v for k, v in group.items() if isinstance(v, tuple) and all(map(_is_number, v))}  # Adam's betas
         options.append({**numbers, **several, "lr": float(numbers["lr"]) * lr_scale})
     return options
+
+
+def scaled(options: Sequence[Meta], factor: float) -> list[Meta]:
+    """These hyper-parameters with the learning rate multiplied."""
+    return [{**group, "lr": group["lr"] * factor} for group in options] if factor != 1.0 else list(options)
 
 
 def _is_number(value: Any) -> bool:

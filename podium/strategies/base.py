@@ -27,9 +27,15 @@ class Strategy(ABC, Generic[S]):
     name: ClassVar[str]
     max_workers: ClassVar[int | None] = None
     survives_loss: ClassVar[bool] = False
-    """Whether `step` may be tried again among the survivors after it raised `Lost`."""
+    """Whether training goes on among the survivors after `step` raised `Lost`, and workers may join and leave."""
+    replaces_servers: ClassVar[bool] = False
+    """Whether a lost server can be restored from a copy."""
     bucket_bytes: int = 8 << 20
     """Gradients travel in buckets of about this size; a bucket is never smaller than a tensor."""
+    replicas: int = 1
+    """How many servers hold each range."""
+    snapshot_every: int = 0
+    """Updates between two snapshots of a server; 0: none."""
 
     @property
     def server_count(self) -> int:

@@ -1,36 +1,48 @@
 """Parameter server: workers push gradients to servers, which hold the parameters and move them.
 
-Synchronous: a server answers once it has the gradients of all workers; the result is all-reduce's. Asynchronous: it
-applies each push as it comes and answers at once; nobody waits for anybody, at the price of stale gradients.
+How far workers may drift apart is the `mode`; `podium/servers/gate.py` has the table and the papers. In short: `sync`
+is all-reduce by other means; `async` applies each push as it comes; `ssp` and `dssp` bound how far a worker may run
+ahead; `softsync`, `backup` and `gba` gather pushes into larger updates.
 
 Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014.
 Dean et al., Large Scale Distributed Deep Networks, NIPS 2012 (asynchronous SGD).
 
-A push is weighted by its samples, as everywhere. An asynchronous push is a step of its own over one lease, so its
-learning rate is scaled by lease / global batch unless `lr_scale` says otherwise (the linear rule).
+Scaling, once for all modes. An update is made from U samples: the global batch B under `sync`, `ssp` with staleness 0,
+`backup` and `gba`; one lease under `async`, `ssp` and `dssp`; a group's leases under `softsync`. Its gradient is the
+mean over those samples, and its learning rate the task's own times U / B (the linear rule), unless `lr_scale` says
+otherwise. With `mitigation=staleness-lr` the rate is divided by the staleness in place of that.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, final
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, Lost
+from podium.servers.gate import Rules
 from podium.servers.moments import pack, parts_of, unpack
-from podium.servers.ranges import Range, divide_ranges
-from podium.servers.server import options_of
+from podium.servers.ranges import Layout, Range, lay_out
+from podium.servers.server import PATIENCE, options_of
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
+    from podium.comm.base import Handle, Message, Meta
     from podium.worker import Batch, Worker
 
+Mode = Literal["sync", "async", "ssp", "dssp", "softsync", "backup", "gba"]
 
-class PSState(NamedTuple):
-    ranges: list[list[Range]]  # by server
-    versions: list[int]  # of the parameters this worker holds, by server
+
+@dataclass
+class PSState:
+    layouts: list[Layout]  # by server
+    versions: list[list[int]]  # of the parameters this worker holds, by server and unit
+    outbox: list[Tensor] = field(default_factory=list)  # prefetch: gradients on their way, …
+    inbox: list[Tensor] = field(default_factory=list)  # … and the parameters that come back
+    pending: _Pushes | None = None
 
 
 @final
@@ -39,24 +51,74 @@ class ParameterServer(Strategy[PSState]):
     """Gradients to servers, parameters back."""
 
     name: ClassVar[str] = "parameter-server"
+    survives_loss: ClassVar[bool] = True
+    replaces_servers: ClassVar[bool] = True
 
-    mode: Literal["sync", "async"] = "sync"
-    """Whether a server waits for all workers before it moves the parameters."""
+    mode: Mode = "sync"
+    """How far workers may drift apart, and what makes an update."""
+    staleness: int = 3
+    """`ssp`, `dssp`: how many steps a worker may be ahead of the slowest."""
+    staleness_high: int = 8
+    """`dssp`: how far the bound may be raised, where that shortens the wait."""
+    groups: int = 1
+    """`softsync`: updates in the time in which every worker pushes once (the paper's n)."""
+    backups: int = 1
+    """`backup`: how many of the workers need not be waited for."""
+    drop_beyond: int | None = None
+    """Pushes staler than this are dropped, and their samples lent again."""
+    mitigation: Literal["none", "staleness-lr", "dc-asgd", "dc-asgd-adaptive"] = "none"
+    """What servers do about stale gradients."""
+    strength: float | None = None
+    """DC-ASGD's lambda; 0.04, or 2 where it adapts, when not given."""
     servers: int = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
     """Whether servers have processes of their own or live in the workers'."""
     lease: int | None = None
-    """Samples per asynchronous push; the global batch divided by the workers when not given."""
+    """Samples per push, where workers lease them; the global batch divided by the workers when not given."""
     lr_scale: float | None = None
-    """What the learning rate of an asynchronous push is multiplied by; lease / global batch when not given."""
+    """What the learning rate of an update is multiplied by; its samples / global batch when not given."""
+    overlap: bool = True
+    """Whether gradients go out while backward still runs."""
+    prefetch: bool = False
+    """Compute on while a push is under way, on parameters that lack it: hides the network, adds 1 to staleness."""
+    replicas: int = 1
+    """How many servers hold each range; with 2 or more, a lost server loses nothing."""
+    snapshot_every: int = 100
+    """Updates between two snapshots of a server, from which it is restored when nobody has a copy; 0: none."""
+    bucket_bytes: int = 8 << 20
+    """Gradients travel in units of at most this size."""
 
     def __post_init__(self) -> None:
-        if self.servers < 1:
-            raise ConfigError(f"parameter-server: servers must be at least 1, got {self.servers}")
+        for name in ("servers", "groups", "replicas", "bucket_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"parameter-server: {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("staleness", "backups", "snapshot_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"parameter-server: {name} must be at least 0, got {getattr(self, name)}")
+        if self.mode == "dssp" and self.staleness_high < self.staleness:
+            raise ConfigError(
+                f"parameter-server: staleness_high must be at least staleness ({self.staleness}), "
+                f"got {self.staleness_high}"
+            )
         if self.lease is not None and self.lease < 1:
             raise ConfigError(f"parameter-server: lease must be at least 1 sample, got {self.lease}")
         if self.lr_scale is not None and not self.lr_scale > 0:
             raise ConfigError(f"parameter-server: lr_scale must be above 0, got {self.lr_scale}")
+        if self.strength is not None and not self.strength > 0:
+            raise ConfigError(f"parameter-server: strength must be above 0, got {self.strength}")
+        if self.drop_beyond is not None and self.drop_beyond < 0:
+            raise ConfigError(f"parameter-server: drop_beyond must be at least 0, got {self.drop_beyond}")
+        if self.drop_beyond is not None and self.mode not in ("async", "softsync", "gba"):
+            raise ConfigError(f"parameter-server: drop_beyond has no meaning with mode={self.mode}")
+        if self.mitigation != "none" and self.mode in ("sync", "backup"):
+            raise ConfigError(f"parameter-server: mitigation={self.mitigation} has no meaning with mode={self.mode}")
+        if self.prefetch and (self.mode not in ("async", "ssp", "dssp") or not self._streams):
+            raise ConfigError(f"parameter-server: prefetch works with mode=async, ssp or dssp, got mode={self.mode}")
+        if self.replicas > max(1, self.servers):
+            raise ConfigError(
+                f"parameter-server: replicas must be at most the number of servers ({self.servers}), "
+                f"got {self.replicas}"
+            )
 
     @property
     def server_count(self) -> int:
@@ -68,110 +130,275 @@ class ParameterServer(Strategy[PSState]):
 
     @property
     def feed(self) -> Literal["step", "cursor"]:
-        return "cursor" if self.mode == "async" else "step"
+        return "step" if self.mode == "sync" else "cursor"
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether all workers make every update together."""
+        return self.mode == "sync" or (self.mode in ("ssp", "dssp") and self.staleness == 0 and not self._stretches)
+
+    @property
+    def _stretches(self) -> bool:
+        return self.mode == "dssp" and self.staleness_high > 0
+
+    @property
+    def _streams(self) -> bool:
+        """Whether every push is an update, applied unit by unit."""
+        return self.mode in ("async", "ssp", "dssp") and not self._in_step and self.drop_beyond is None
+
+    # The three of a strategy.
 
     def init(self, worker: Worker) -> PSState:
         """The first worker brings parameters and optimizer state to the servers; the others wait until it has."""
-        if worker.clip_norm is not None and self.mode == "sync" and self.servers > 1:
-            raise ConfigError(
-                "parameter-server: clip_norm needs the norm of the whole gradient, which no one of several "
-                f"synchronous servers has; use servers=1 (got {self.servers}) or all-reduce"
-            )
-        sizes = [p.element_size() for p in worker.params]
-        state = PSState(divide_ranges(worker.flat.pieces, sizes, self.servers), [0] * self.servers)
-        if worker.comm.index == 0:
-            self._seed(worker, state)
-        worker.comm.barrier()
+        workers = worker.comm.size
+        if self.mode == "backup" and self.backups >= workers:
+            raise ConfigError(f"parameter-server: backups must be below the number of workers, {workers}")
+        layouts = lay_out(worker.flat, len(worker.comm.servers), self.bucket_bytes)
+        state = PSState(layouts, [[0] * len(layout.units) for layout in layouts])
+        worker.next_lease, worker.lease_done = None, -1
+        if self.prefetch:
+            state.outbox = [torch.zeros_like(g) for g in worker.flat.grads]
+            state.inbox = [torch.zeros_like(p) for p in worker.params]
+        try:
+            if worker.comm.index == 0:
+                self._seed(worker, state)
+            worker.comm.barrier()
+        except Lost:
+            self.finish(worker, state)  # the others may be at it already, and wait for us to be through
+            raise
         return state
 
     def step(self, worker: Worker, state: PSState, batch: Batch) -> Tensor:
-        loss = worker.backward(batch)
-        if self.mode == "async" and worker.clip_norm is not None:
+        batch = batch._replace(weight=self._weight(worker, batch))
+        pushes = _Pushes(self, worker, state, batch)
+        early = self.overlap and not self.prefetch and (self.feed == "step" or worker.clip_norm is None)
+        loss = worker.backward(batch, on_ready=pushes.bucket_ready if early else None)
+        if self.feed == "cursor" and worker.clip_norm is not None:
             worker.clip_own()
-        meta = {
-            "options": options_of(worker.optimizer, self._lr_scale(worker, batch)),
-            "unused": worker.unused(),
-            "stop": worker.stop_requested,
-            "loss": float(loss) * batch.weight,
-            "lease": batch.lease,
-        }
-        pushes = [
-            worker.comm.call(
-                server,
-                "push",
-                {**meta, "version": state.versions[m]},
-                body=[r.of(worker.flat.grads) for r in state.ranges[m]],
-                into=[r.of(worker.params) for r in state.ranges[m]],
-            )
-            for m, server in enumerate(worker.comm.servers)
-        ]
-        for m, answer in enumerate(worker.comm.wait(*pushes)):
-            assert answer is not None
-            state.versions[m] = answer.meta["version"]
-        if self.mode == "sync":
-            assert answer is not None
-            worker.stop_agreed, worker.step_loss = worker.stop_agreed or answer.meta["stop"], answer.meta["loss"]
+        if self.prefetch:
+            self._take(worker, state)
+            pushes.go_from(state)
+        pushes.finish(float(loss))
+        state.pending = pushes
+        if not self.prefetch:
+            self._take(worker, state)
         worker.advance(batch)
         return loss
 
+    def exchange(self, worker: Worker, state: PSState, batch: Batch) -> None:
+        """Push the gradients as they are, and wait for the parameters: a step without its computing."""
+        state.pending = _Pushes(self, worker, state, batch)
+        state.pending.finish(0.0)
+        self._take(worker, state)
+
     def finish(self, worker: Worker, state: PSState) -> None:
         """Wait until all workers are through, then take parameters and optimizer state home."""
-        answers = worker.comm.wait(*(worker.comm.call(server, "leave", {}) for server in worker.comm.servers))
+        comm = worker.comm
+        self._take(worker, state)
+        calls = [comm.call(server, "leave", {}) for server in comm.servers]
+        answers = comm.wait(*calls, deadline_s=PATIENCE * comm.deadline_s)
+        if any(answer is None or "empty" in answer.meta for answer in answers):
+            return  # the servers were never seeded: what we have is the truth
         moments: dict[str, dict[str, Tensor]] = {}
-        for ranges, answer in zip(state.ranges, answers, strict=True):
+        for layout, answer in zip(state.layouts, answers, strict=True):
             assert answer is not None
-            for r, tensor in zip(ranges, answer.body, strict=False):
+            for r, tensor in zip(layout.ranges, answer.body, strict=False):
                 r.of(worker.params).copy_(tensor)
-            self._collect(worker, ranges, unpack(ranges, answer.meta, answer.body[len(ranges) :]), moments)
+            found = unpack(layout.ranges, answer.meta, answer.body[len(layout.ranges) :])
+            _collect(worker, layout.ranges, found, moments)
         worker.load_optimizer_state(moments)
+        assert answers[0] is not None
+        if set(answers[0].meta["workers"]) != set(comm.workers):
+            worker.pause_agreed = True  # somebody is gone: all hear of it here, and regroup
+
+    # Inside.
+
+    def _take(self, worker: Worker, state: PSState) -> None:
+        """Wait for the answers to the last push, and learn from them."""
+        pushes, state.pending = state.pending, None
+        if pushes is None:
+            return
+        answers = worker.comm.wait(*pushes.calls, deadline_s=PATIENCE * worker.comm.deadline_s)
+        lost = [a.meta["lost"] for a in answers if a is not None and "lost" in a.meta]
+        if lost:
+            raise Lost(f"rank {worker.comm.rank}: worker {lost[0]} was lost; this step did not happen")
+        dropped = False
+        for (server, unit), answer in zip(pushes.units, answers, strict=True):
+            assert answer is not None
+            state.versions[server][unit] = answer.meta["version"]
+            dropped = dropped or answer.meta.get("dropped", False)
+        if self.prefetch:
+            for mine, landed in zip(worker.params, state.inbox, strict=True):
+                mine.copy_(landed)
+        self._learn(worker, pushes, answers, dropped)
+
+    def _learn(self, worker: Worker, pushes: _Pushes, answers: Sequence[Message | None], dropped: bool) -> None:
+        """What the answer to the last unit says besides parameters."""
+        at = max(n for n, (server, _) in enumerate(pushes.units) if server == 0)
+        answer = answers[at]
+        assert answer is not None
+        meta = answer.meta
+        if self.feed == "step":
+            worker.stop_agreed = worker.stop_agreed or meta.get("stop", False)
+            worker.pause_agreed = worker.pause_agreed or meta.get("pause", False)
+            worker.step_loss = meta.get("loss")
+        else:
+            worker.lease_done = -1 if dropped or self.prefetch else pushes.lease
+            worker.next_lease = meta if "lease" in meta else None
 
     def _seed(self, worker: Worker, state: PSState) -> None:
-        dtypes = [p.dtype for p in worker.params]
+        comm, dtypes = worker.comm, [p.dtype for p in worker.params]
         seeds = []
-        for server, ranges in zip(worker.comm.servers, state.ranges, strict=True):
+        for server, layout in zip(comm.servers, state.layouts, strict=True):
             states = parts_of(
-                ranges,
+                layout.ranges,
                 lambda i: worker.optimizer.state.get(worker.flat.parameters[i], {}),
                 lambda i, tensor: _in_memory_order(worker, i, tensor),
             )
-            names, body = pack(ranges, states, dtypes)
-            meta = {
-                **names,
-                "workers": list(worker.comm.workers),
-                "clip_norm": worker.clip_norm if self.mode == "sync" else None,
-                "samples": worker.samples,
-                "position": worker.position,
-                "end": worker.horizon,
-                "lease": self._lease(worker),
-            }
-            seeds.append(worker.comm.call(server, "seed", meta, [*(r.of(worker.params) for r in ranges), *body]))
-        worker.comm.wait(*seeds)
+            names, body = pack(layout.ranges, states, dtypes)
+            meta = {**names, **self._work(worker)}
+            seeds.append(comm.call(server, "seed", meta, [*(r.of(worker.params) for r in layout.ranges), *body]))
+        comm.wait(*seeds)
 
-    def _lease(self, worker: Worker) -> int:
-        return self.lease or max(1, worker.batch_size // worker.comm.size)
+    def _work(self, worker: Worker) -> Meta:
+        """What is to be done in this stretch, as servers need to know it."""
+        return {
+            "workers": list(worker.comm.workers),
+            "servers": list(worker.comm.servers),
+            "rules": self._rules(worker).to_dict(),
+            "mitigation": self.mitigation,
+            "strength": self.strength,
+            "clip_norm": worker.clip_norm if self.feed == "step" else None,
+            "leases": self.feed == "cursor",
+            "samples": worker.samples,
+            "position": worker.position,
+            "end": worker.horizon,
+            "batch_size": worker.batch_size,
+            "parts": self._parts(worker),
+        }
 
-    def _lr_scale(self, worker: Worker, batch: Batch) -> float:
-        if self.mode == "sync":
+    def _rules(self, worker: Worker) -> Rules:
+        workers = worker.comm.size
+        if self._in_step:
+            return Rules(bound=0, all_workers=True, wait=True)
+        if self.mode == "ssp":
+            return Rules(bound=self.staleness)
+        if self.mode == "dssp":
+            return Rules(bound=self.staleness, bound_high=self.staleness_high)
+        if self.mode == "softsync":
+            return Rules(pushes=self._group(workers), freshest=self.drop_beyond)
+        if self.mode == "backup":
+            return Rules(pushes=workers - self.backups, wait=True, freshest=0)
+        if self.mode == "gba":
+            return Rules(samples=worker.batch_size, freshest=self.drop_beyond)
+        return Rules(freshest=self.drop_beyond, wait=self.drop_beyond is not None)
+
+    def _group(self, workers: int) -> int:
+        return max(1, workers // self.groups)
+
+    def _parts(self, worker: Worker) -> int:
+        """Into how many slices a global step is cut."""
+        if self.lease is not None:
+            return max(1, -(-worker.batch_size // self.lease))
+        workers = worker.comm.size - (self.backups if self.mode == "backup" else 0)
+        return min(workers, worker.batch_size)
+
+    def _weight(self, worker: Worker, batch: Batch) -> float:
+        """This push's share of the update that it becomes part of."""
+        if self.feed == "step" or self._in_step or self.mode in ("backup", "gba"):
+            return batch.weight
+        if self.mode == "softsync":
+            return batch.weight * self._parts(worker) / self._group(worker.comm.size)
+        return 1.0
+
+    def rate(self, worker: Worker) -> float:
+        """What the learning rate of an update is multiplied by."""
+        if self.lr_scale is not None:
+            return self.lr_scale
+        if self._in_step or self.mode in ("backup", "gba") or self.mitigation == "staleness-lr":
             return 1.0
-        return self.lr_scale if self.lr_scale is not None else min(1.0, batch.samples / worker.batch_size)
+        leases = self._group(worker.comm.size) if self.mode == "softsync" else 1
+        return min(1.0, leases / self._parts(worker))
 
-    @staticmethod
-    def _collect(
-        worker: Worker, ranges: list[Range], states: list[dict[str, Tensor]], moments: dict[str, dict[str, Tensor]]
-    ) -> None:
-        """Put one server's parts of the optimizer state back into whole parameters."""
-        parts = [part for r in ranges for part in r.parts]
-        for part, state in zip(parts, states, strict=True):
-            piece = worker.flat.pieces[part.piece]
-            whole = moments.setdefault(piece.name, {})
-            for key, value in state.items():
-                if value.dim() == 0:
-                    whole[key] = value
-                    continue
-                if key not in whole:
-                    whole[key] = torch.empty_strided(piece.shape, piece.stride, dtype=value.dtype, device=value.device)
-                flat = whole[key].as_strided((piece.stop - piece.start,), (1,))
-                flat[part.start : part.stop] = value
+
+class _Pushes:
+    """The units of one push: sent as they become ready, in the order of the buckets."""
+
+    def __init__(self, strategy: ParameterServer, worker: Worker, state: PSState, batch: Batch) -> None:
+        self.worker, self.state = worker, state
+        self.calls: list[Handle] = []
+        self.units: list[tuple[int, int]] = []  # (server, unit) of each call
+        self.lease = batch.lease if strategy.feed == "cursor" else worker.position
+        self._options = options_of(worker.optimizer, strategy.rate(worker))
+        self._batch, self._prefetch = batch, strategy.prefetch
+        self._grads, self._params = worker.flat.grads, worker.params
+        self._sent = 0  # buckets
+
+    def go_from(self, state: PSState) -> None:
+        """Send copies, so that the next gradients may be computed meanwhile."""
+        for copy, grads in zip(state.outbox, self._grads, strict=True):
+            copy.copy_(grads)
+        self._grads, self._params = state.outbox, state.inbox
+
+    def bucket_ready(self, bucket: int) -> None:
+        """Issue this bucket's units; never waits. A server's last unit stays back: it tells what the step came to."""
+        self._sent = bucket + 1
+        for m, layout in enumerate(self.state.layouts):
+            for u, unit in enumerate(layout.units[:-1]):
+                if unit.bucket == bucket:
+                    self._call(m, u, {"early": self.worker.comm.in_backward, "last": False})
+
+    def finish(self, loss: float) -> None:
+        """Send what is left."""
+        worker, batch = self.worker, self._batch
+        for bucket in range(self._sent, worker.buckets):
+            self.bucket_ready(bucket)
+        facts = {
+            "early": False,
+            "last": True,
+            "done": worker.lease_done,
+            "stop": worker.stop_requested,
+            "pause": worker.pause_requested,
+            "loss": loss * batch.weight,
+            "samples": batch.samples,
+            "weight": batch.weight,
+            "lend": not self._prefetch,
+        }
+        for m, layout in enumerate(self.state.layouts):
+            self._call(m, len(layout.units) - 1, facts)
+
+    def _call(self, m: int, u: int, facts: Meta) -> None:
+        worker, layout = self.worker, self.state.layouts[m]
+        ranges = layout.units[u].of(layout.ranges)
+        meta = {
+            "unit": u,
+            "lease": self.lease,
+            "version": self.state.versions[m][u],
+            "options": self._options,
+            "unused": worker.unused_among(part.piece for r in ranges for part in r.parts),
+            **facts,
+        }
+        body, into = [r.of(self._grads) for r in ranges], [r.of(self._params) for r in ranges]
+        self.units.append((m, u))
+        self.calls.append(worker.comm.call(worker.comm.servers[m], "push", meta, body=body, into=into))
+
+
+def _collect(
+    worker: Worker, ranges: list[Range], states: list[dict[str, Tensor]], moments: dict[str, dict[str, Tensor]]
+) -> None:
+    """Put one server's parts of the optimizer state back into whole parameters."""
+    parts = [part for r in ranges for part in r.parts]
+    for part, state in zip(parts, states, strict=True):
+        piece = worker.flat.pieces[part.piece]
+        whole = moments.setdefault(piece.name, {})
+        for key, value in state.items():
+            if value.dim() == 0:
+                whole[key] = value
+                continue
+            if key not in whole:
+                whole[key] = torch.empty_strided(piece.shape, piece.stride, dtype=value.dtype, device=value.device)
+            flat = whole[key].as_strided((piece.stop - piece.start,), (1,))
+            flat[part.start : part.stop] = value
 
 
 def _in_memory_order(worker: Worker, index: int, tensor: Tensor) -> Tensor:

@@ -1,0 +1,109 @@
+"""Memory that the processes of one host share, so that a tensor in it travels as its place and not as its bytes.
+
+A segment is an anonymous file in memory (`memfd`): it has no name to clean up, and goes when the last process that uses
+it does, killed or not. Others open it through `/proc`, which the kernel allows to the same user only. A segment can
+neither shrink nor grow, so whoever has mapped it cannot be made to read past its end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import socket
+import struct
+from bisect import bisect_right
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_NAME = "podium-arena"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_PEER_CREDENTIALS = struct.Struct("3i")
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: in which file of its owner, which one that was, and how far in."""
+
+    file: int
+    inode: int
+    offset: int
+
+
+class _Segment(NamedTuple):
+    address: int
+    nbytes: int
+    file: int
+    inode: int
+
+
+class Arena:
+    """Segments of this process, open to others of the host. They live as long as the process."""
+
+    def __init__(self) -> None:
+        self._segments: list[_Segment] = []
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros in a segment of their own."""
+        nbytes = max(numel * dtype.itemsize, mmap.PAGESIZE)
+        file = os.memfd_create(_NAME, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        os.ftruncate(file, nbytes)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        tensor = torch.frombuffer(mmap.mmap(file, nbytes), dtype=dtype, count=numel) if numel else torch.empty(0)
+        segment = _Segment(tensor.data_ptr(), nbytes, file, os.fstat(file).st_ino)
+        self._segments = sorted([*self._segments, segment])  # a new list: others may be reading the old one
+        return tensor
+
+    def locate(self, tensor: Tensor) -> Place | None:
+        """Where others find this tensor; None if it lies elsewhere."""
+        if not tensor.is_cpu or not tensor.is_contiguous() or not self._segments:
+            return None
+        address, segments = tensor.data_ptr(), self._segments
+        at = bisect_right(segments, address, key=lambda segment: segment.address) - 1
+        if at < 0 or address + tensor.nbytes > segments[at].address + segments[at].nbytes:
+            return None
+        return Place(segments[at].file, segments[at].inode, address - segments[at].address)
+
+
+class Neighbour:
+    """The arena of another process of this host, seen from here."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._mapped: dict[tuple[int, int], Tensor] = {}
+
+    def attach(self, place: Place, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The tensor at this place; raises OSError or ValueError when there can be none."""
+        whole = self._mapped.get((place.file, place.inode))
+        if whole is None:
+            whole = self._mapped[place.file, place.inode] = self._map(place)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if place.offset < 0 or place.offset % dtype.itemsize or place.offset + nbytes > whole.numel():
+            raise ValueError(f"{nbytes} bytes at {place.offset} are not inside a segment of {whole.numel()}")
+        return whole[place.offset : place.offset + nbytes].view(dtype).view(shape)
+
+    def _map(self, place: Place) -> Tensor:
+        path = f"/proc/{self._pid}/fd/{place.file}"
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            raise ValueError(f"{path} is no segment")
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            about = os.fstat(file)
+            if about.st_ino != place.inode or fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise ValueError(f"{path} is another file, or not sealed")
+            return torch.frombuffer(mmap.mmap(file, about.st_size), dtype=torch.uint8)
+        finally:
+            os.close(file)
+
+
+def neighbour_of(sock: socket.socket) -> Neighbour | None:
+    """Who is at the other end of a Unix socket, if its memory can be reached from here."""
+    if sock.family != socket.AF_UNIX or not hasattr(os, "memfd_create"):
+        return None
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid, user, _ = _PEER_CREDENTIALS.unpack(credentials)
+    if pid <= 0 or user != os.getuid() or not os.access(f"/proc/{pid}/fd", os.R_OK | os.X_OK):
+        return None
+    return Neighbour(pid)

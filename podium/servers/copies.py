@@ -1,0 +1,230 @@
+"""Copies of a server, for the day it is lost: replicas on its neighbours, and snapshots on disk.
+
+Replication comes after aggregation: what moved a unit is sent on once, and the neighbour moves its copy the same way,
+to the same bits (Li et al., OSDI 2014). A worker is answered when the copies are there, so nothing that it was told of
+can be lost with one server. Server m is copied to the `replicas - 1` servers after it, in a ring.
+
+With one replica, a snapshot is written every so many updates. What came after it is lost with the server, from its
+ranges only; the restored server says in its records how many updates that were, as the workers know it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from podium.comm.base import Message, Meta
+from podium.errors import CheckpointError, CommError, Lost
+from podium.files import bytes_to_tree, save_tree, tree_to_bytes
+from podium.servers.shard import Shard
+
+if TYPE_CHECKING:
+    from podium.servers.server import Server
+
+
+class _Twin:
+    """Another server's shard, kept in step with it."""
+
+    def __init__(self, shard: Shard, seed: Meta, facts: Meta) -> None:
+        self.shard, self.seed, self.facts = shard, seed, facts
+
+
+class Copies:
+    """What this server does so that it, and its neighbours, can be restored."""
+
+    server: Server
+
+    def __init__(self, *, replicas: int = 1, snapshot: Path | None = None, every: int = 0) -> None:
+        """`snapshot`: the file, written every so many updates where `every` is above 0."""
+        self.replicas, self._path, self._every = replicas, snapshot, every
+        self.restored = False
+        """Whether this server took another's place."""
+        self.sent = self.acknowledged = 0
+        self._acks: dict[int, int] = {}
+        self._twins: dict[int, _Twin] = {}
+        self._writer: threading.Thread | None = None
+        self._trouble: Exception | None = None
+        self._saved_at = 0
+        self.does: dict[str, Callable[[Message], None]] = {
+            "mirror": self._mirror,
+            "mirror_seed": self._mirror_seed,
+            "mirrored": self._mirrored,
+            "replica": self._replica,
+        }
+
+    @property
+    def holders(self) -> list[int]:
+        """Who keeps copies of this server, as it is now."""
+        servers, rank = self.server.servers, self.server.comm.rank
+        if self.replicas < 2 or rank not in servers:
+            return []
+        at = servers.index(rank)
+        return [servers[(at + n) % len(servers)] for n in range(1, min(self.replicas, len(servers)))]
+
+    # Being copied.
+
+    def begin(self) -> None:
+        """A stretch begins: copies start from here."""
+        if self.holders:
+            self._tell("mirror_seed", {}, [_as_tensor(self._state())])
+        self._save()
+
+    def moved(
+        self, unit: int, grads: Sequence[Tensor], options: Sequence[Meta], unused: Sequence[int], slices: Sequence[int]
+    ) -> None:
+        """A unit was moved by gradients over these slices: let the copies follow."""
+        if self.holders:
+            meta = {"unit": unit, "options": list(options), "unused": list(unused), "slices": list(slices)}
+            self._tell("mirror", {**meta, **self._facts()}, grads)
+        if self._every and unit == 0 and self.server.updates - self._saved_at >= self._every:
+            self._save()
+
+    def _tell(self, kind: str, meta: Meta, body: Sequence[Tensor]) -> None:
+        self.sent += 1
+        for holder in self.holders:
+            try:
+                self.server.comm.send(holder, kind, {**meta, "number": self.sent}, body)
+            except Lost:  # it is being replaced, and will have to begin anew
+                self._acks[holder] = self.sent
+        self._count()
+
+    def _mirrored(self, message: Message) -> None:
+        self._acks[message.source] = max(self._acks.get(message.source, 0), message.meta["number"])
+        self._count()
+        self.server.intake.acknowledged()
+
+    def _count(self) -> None:
+        self.acknowledged = min((self._acks.get(h, 0) for h in self.holders), default=self.sent)
+
+    def departed(self, server: int) -> None:
+        """A neighbour is gone: nobody waits for its copy."""
+        if server in self.holders:
+            self._acks[server] = self.sent
+            self._count()
+            self.server.intake.acknowledged()
+
+    def renew(self, server: int) -> None:
+        """A neighbour was restored: if it keeps a copy of us, it has to begin anew."""
+        if server in self.holders and self.server.seed_meta:
+            self._tell("mirror_seed", {}, [_as_tensor(self._state())])
+
+    # Keeping others' copies.
+
+    def _mirror_seed(self, message: Message) -> None:
+        state = bytes_to_tree(message.body[0].numpy().tobytes(), f"state of server {message.source}")
+        shard = self.server.make_shard(message.source, tuple(state["seed"]["servers"]))
+        _load(shard, state)
+        self._twins[message.source] = _Twin(shard, state["seed"], state["facts"])
+        self.server.tell(message.source, "mirrored", {"number": message.meta["number"]})
+
+    def _mirror(self, message: Message) -> None:
+        twin, meta = self._twins.get(message.source), message.meta
+        if twin is not None:
+            twin.shard.step(meta["unit"], message.body, meta["options"], meta["unused"])
+            once = twin.facts["once"]
+            twin.facts = {k: meta[k] for k in ("versions", "updates", "cursor")} | {"once": once}
+            once[meta["unit"]].extend(meta["slices"])
+        self.server.tell(message.source, "mirrored", {"number": meta["number"]})
+
+    def _replica(self, message: Message) -> None:
+        """A neighbour was replaced and asks for what we kept of it."""
+        twin = self._twins.get(message.source)
+        if twin is None:
+            return self.server.answer(message, {})
+        state = {"seed": twin.seed, "facts": twin.facts, **_dump(twin.shard)}
+        self.server.answer(message, {}, [_as_tensor(state)])
+
+    # Snapshots.
+
+    def _save(self) -> None:
+        """Write a snapshot beside the loop; one that is still being written is waited for."""
+        if self._path is None or not self._every:
+            return
+        self._join()
+        self._saved_at = self.server.updates
+        state = self._state()
+        self._writer = threading.Thread(target=self._write, args=(self._path, state), name="snapshot", daemon=True)
+        self._writer.start()
+
+    def _write(self, path: Path, state: Mapping[str, Any]) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_tree(path, state)
+        except (OSError, CheckpointError) as error:
+            self._trouble = error
+
+    def _join(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._trouble is not None:
+            trouble, self._trouble = self._trouble, None
+            raise CheckpointError(f"server {self.server.comm.rank}: its snapshot could not be written: {trouble}")
+
+    def close(self) -> None:
+        """The run is over."""
+        self._join()
+
+    # Being restored.
+
+    def restore(self) -> str:
+        """Become what was lost, from the nearest copy; says which. Raises `Lost` where there is none."""
+        server = self.server
+        state, where = self._find()
+        server.begin(state["seed"])
+        _load(server.shard, state)
+        facts = state["facts"]
+        server.versions, server.updates = list(facts["versions"]), facts["updates"]
+        self._saved_at = server.updates
+        for once, slices in zip(server.intake.once, facts["once"], strict=True):
+            once.update(slices)
+        if server.cursor is not None and facts["cursor"] is not None:
+            server.cursor.load(facts["cursor"])
+        self.restored = True
+        for other in server.servers:
+            if other != server.comm.rank:
+                server.tell(other, "hello", {})
+        self.begin()
+        return where
+
+    def _find(self) -> tuple[Any, str]:
+        comm = self.server.comm
+        for holder in self.holders:
+            try:
+                (answer,) = comm.wait(comm.call(holder, "replica", {}))
+            except CommError:
+                continue
+            if answer is not None and answer.body:
+                return bytes_to_tree(answer.body[0].numpy().tobytes(), f"replica at {holder}"), f"replica at {holder}"
+        if self._path is not None and self._path.exists():
+            return bytes_to_tree(self._path.read_bytes(), str(self._path)), "snapshot"
+        raise Lost(f"server {comm.rank} was lost before there was a copy of it")
+
+    def _state(self) -> dict[str, Any]:
+        return {"seed": self.server.seed_meta, "facts": self._all_facts(), **_dump(self.server.shard)}
+
+    def _facts(self) -> Meta:
+        server = self.server
+        cursor = None if server.cursor is None else server.cursor.state()
+        return {"versions": list(server.versions), "updates": server.updates, "cursor": cursor}
+
+    def _all_facts(self) -> Meta:
+        return {**self._facts(), "once": [sorted(once) for once in self.server.intake.once]}
+
+
+def _dump(shard: Shard) -> dict[str, Any]:
+    keys, state = shard.dump()
+    return {"params": [p.clone() for p in shard.params], "keys": keys, "state": [t.clone() for t in state]}
+
+
+def _load(shard: Shard, state: Mapping[str, Any]) -> None:
+    shard.load(state["params"], state["keys"], state["state"])
+
+
+def _as_tensor(state: Mapping[str, Any]) -> Tensor:
+    return torch.frombuffer(bytearray(tree_to_bytes(state)), dtype=torch.uint8)

@@ -1,0 +1,488 @@
+"""What becomes of pushes: applied as they come, or gathered into updates that all servers make together.
+
+`Streams` applies each unit of a push the moment it is there and answers it, so that gradients still go out while
+parameters already come back. Every server does so by itself: its order of updates is its own.
+
+`Gathers` decides. A push counts once all servers have all of it; the first server then says which pushes make the next
+update, which are dropped, and who is answered, and all servers do so in the order it says. So an update happens on all
+ranges or on none, also when a worker dies in the middle of a push.
+
+    have      a server has the whole of a push
+    decision  from the first server: what to do next
+    norm      a server's part of the gradient's norm, where it is to be clipped
+    hello     a server was restored: tell it again
+
+Each unit of a slice is applied once: one that comes again, since its worker or its server was lost in between, is
+answered with the parameters and not applied a second time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from podium.comm.base import Message, Meta
+from podium.servers.gate import Clocks, Gathering, Push
+
+if TYPE_CHECKING:
+    from podium.servers.server import Server
+
+Key = tuple[int, int]
+"""Names a push: who, over which slice."""
+_RECENT = 4096
+"""How many pushes a server can still tell the others of, when one of them comes back."""
+
+
+class Intake(ABC):
+    """Takes pushes in."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.once: list[set[int]] = [set() for _ in server.shard.units]
+        """By unit: the slices that it was moved by."""
+
+    @abstractmethod
+    def push(self, message: Message) -> None:
+        """One unit of one push has come."""
+
+    @abstractmethod
+    def rest(self, workers: set[int]) -> None:
+        """There is nothing left to do for these: nobody shall wait for them."""
+
+    @abstractmethod
+    def lose(self, worker: int) -> None:
+        """A worker is gone."""
+
+    def hear(self, message: Message) -> None:
+        """A word from another server."""
+
+    def acknowledged(self) -> None:
+        """A copy has caught up: what waited for it may be answered."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether this server has done all that it was told to do, so that its parameters are the last."""
+        return True
+
+    def settle(self) -> None:
+        """All workers are through: let the other servers know that there is nothing more to come."""
+
+
+@final
+class Streams(Intake):
+    """Every unit is applied as it comes."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        self.clocks = Clocks(server.rules, set(server.workers))
+        self._held: dict[int, list[tuple[Message, int]]] = defaultdict(list)  # with the copy each must wait for
+
+    def push(self, message: Message) -> None:
+        server, meta = self.server, message.meta
+        unit, source = meta["unit"], message.source
+        if meta["lease"] not in self.once[unit]:
+            self._apply(message, unit)
+        self._held[source].append((message, server.copies.sent))
+        if meta["last"]:
+            self.clocks.tick(source, server.comm.clock.now_ns())
+            if server.cursor is not None:
+                server.cursor.applied(meta["done"] if meta["lend"] else meta["lease"])
+                server.wishes(meta)
+        self._release(source)
+        if meta["last"]:
+            self._release_all()
+            server.serve_parked()
+
+    def _apply(self, message: Message, unit: int) -> None:
+        from podium.servers.server import scaled
+
+        server, meta = self.server, message.meta
+        staleness = max(0, server.versions[unit] - meta["version"])
+        options = scaled(meta["options"], server.mitigation.rate(staleness))
+        grads = server.mitigation.mend(message.source, unit, message.body, server.shard.of(unit))
+        server.apply(unit, grads, options, meta["unused"], [meta["lease"]])
+        self.once[unit].add(meta["lease"])
+        lead = {} if server.rules.bound is None else {"lead": self.clocks.lead(message.source)}
+        server.record_update(message.source, unit, staleness, meta["lease"], **lead)
+
+    def _release(self, source: int) -> None:
+        """Answer what may be answered: not before backward is over, the gate is open and the copies are there."""
+        held = self._held[source]
+        if not held:
+            return
+        through = held[-1][0].meta["last"]
+        if not through and (held[0][0].meta["early"] or self.server.rules.bound is not None):
+            return
+        if through and not self.clocks.may_go(source):
+            return
+        server = self.server
+        while held and held[0][1] <= server.copies.acknowledged:
+            message, _ = held.pop(0)
+            lease = {}
+            if message.meta["last"] and message.meta["lend"] and server.cursor is not None:
+                lease = server.lend(source)
+            server.give(message, lease)
+
+    def _release_all(self) -> None:
+        for source in sorted(self._held):
+            self._release(source)
+
+    def rest(self, workers: set[int]) -> None:
+        server = self.server
+        if server.is_first and server.rules.bound is not None and not workers <= self.clocks.resting:
+            for other in server.servers[1:]:  # the cursor is here, so the others cannot know
+                server.tell(other, "decision", {"rest": sorted(workers)})
+        self.clocks.resting |= workers
+        self._release_all()
+
+    def hear(self, message: Message) -> None:
+        if "rest" in message.meta:
+            self.rest(set(message.meta["rest"]))
+
+    def lose(self, worker: int) -> None:
+        self.clocks.workers.discard(worker)
+        self._held.pop(worker, None)
+        if self.server.cursor is not None:
+            self.server.cursor.lost(worker)
+        self._release_all()
+
+    def acknowledged(self) -> None:
+        self._release_all()
+
+
+class _Sum(NamedTuple):
+    """Gradients added up so far, one tensor per range, and the weight they have together."""
+
+    grads: list[Tensor]
+    weight: float
+    options: Sequence[Meta]
+    unused: set[int]
+
+
+@final
+class Gathers(Intake):
+    """Pushes wait until the first server has decided."""
+
+    def __init__(self, server: Server, *, fed_by_steps: bool) -> None:
+        super().__init__(server)
+        self._by_steps = fed_by_steps
+        self.gathering = Gathering(server.rules, server.live)
+        self._parts: dict[Key, dict[int, Message]] = defaultdict(dict)
+        self._have: dict[Key, set[int]] = defaultdict(set)
+        self._applied: dict[Key, None] = {}  # in order, the recent ones
+        self._sum: _Sum | None = None
+        self._scratch: list[Tensor] = []
+        self._lost: int | None = None
+        self._measuring: tuple[list[Key], dict[int, float]] | None = None  # what is about to be stepped; norms so far
+        self._pending_answer: list[Key] = []
+        self._backlog: list[Meta] = []
+        self._facts: Meta = {}
+        self._dropped: set[Key] = set()
+        self._settled = server.is_first
+        self._answered: list[tuple[list[Message], Meta, int]] = []  # waiting for a copy
+
+    # Taking in.
+
+    def push(self, message: Message) -> None:
+        server, key = self.server, (message.source, message.meta["lease"])
+        if self._lost is not None:
+            return server.answer(message, {"lost": self._lost})
+        parts = self._parts[key]
+        parts[message.meta["unit"]] = message
+        if len(parts) < len(server.shard.units):
+            return
+        if server.is_first:
+            self._has(key, server.comm.rank)
+        else:
+            server.tell(server.servers[0], "have", {"source": key[0], "lease": key[1], "unit": key[0]})
+
+    def hear(self, message: Message) -> None:
+        server, meta = self.server, message.meta
+        if message.kind == "have":
+            server.note(message)
+            self._has((meta["source"], meta["lease"]), message.source)
+        elif message.kind == "decision":
+            self._execute(meta)
+        elif message.kind == "norm":
+            self._measured(message.source, meta["norm"])
+        elif message.kind == "hello" and message.source == server.servers[0]:
+            whole = [k for k, parts in self._parts.items() if len(parts) == len(server.shard.units)]
+            for source, lease in [*self._applied, *whole]:
+                server.tell(message.source, "have", {"source": source, "lease": lease, "unit": source})
+
+    def _has(self, key: Key, rank: int) -> None:
+        """First server: one more server has the whole of this push."""
+        server, have = self.server, self._have[key]
+        have.add(rank)
+        if key in self._applied:  # it comes again: its server was lost before it could answer
+            return self._decide({"answer": [key]}, only=rank)
+        if have >= set(server.servers) and self._is_complete(key):
+            self._consider(key)
+
+    def _is_complete(self, key: Key) -> bool:
+        return len(self._parts.get(key, ())) == len(self.server.shard.units)
+
+    # Deciding, on the first server.
+
+    def _consider(self, key: Key) -> None:
+        server, meta = self.server, self._last_of(key).meta
+        staleness = max(0, server.versions[0] - meta["version"])
+        push = Push(*key, samples=meta["samples"], staleness=staleness)
+        if server.cursor is not None:
+            server.cursor.applied(meta["done"])
+            server.wishes(meta)
+        if key[1] in self.once[0]:  # it was done before: by another worker, or by the server that we replace
+            self._decide({"answer": [key]})
+        elif not self.gathering.add(push):
+            if server.cursor is not None:
+                server.cursor.give_back(key[1])
+            self._decide({"drop": [key], "answer": [key]})
+            server.serve_parked()
+        else:
+            self._take(None if server.rules.wait else key)
+
+    def _take(self, arrived: Key | None, last: bool = False) -> None:
+        """See whether there is an update to make; `arrived` is a push whose worker does not wait for it."""
+        taken = [(push.source, push.lease) for push in self.gathering.take(last)]
+        if self.server.rules.wait:
+            if taken:
+                self._decide({"add": taken, "step": taken, "answer": sorted(taken)})
+        elif taken or arrived is not None:
+            now = [arrived] if arrived is not None else []
+            self._decide({"add": now, "step": taken, "answer": now})
+
+    def _decide(self, decision: Meta, only: int | None = None) -> None:
+        """Say what is to be done, to all servers or to one."""
+        server = self.server
+        for other in server.servers[1:]:
+            if only in (None, other):
+                server.tell(other, "decision", decision)
+        if only in (None, server.comm.rank):
+            self._execute(decision)
+
+    def rest(self, workers: set[int]) -> None:
+        self.gathering.resting |= workers
+        if self.server.is_first:
+            cursor = self.server.cursor
+            assert cursor is not None
+            waiting = {push.lease for push in self.gathering.waiting}
+            self._take(None, last=not self.server.rules.wait and cursor.exhausted and set(cursor.open) <= waiting)
+
+    def lose(self, worker: int) -> None:
+        server = self.server
+        self.gathering.forget(worker)
+        if not server.is_first:
+            return
+        if self._by_steps:
+            return self._decide({"abort": worker})
+        assert server.cursor is not None
+        for push in self.gathering.waiting:
+            if push.source == worker:  # all servers have it, so it will count
+                server.cursor.applied(push.lease)
+        server.cursor.lost(worker)
+        waiting = [(push.source, push.lease) for push in self.gathering.waiting]
+        self._decide({"forget": [key for key in self._parts if key[0] == worker and key not in waiting]})
+        self._take(None)
+
+    # Doing what was decided, on every server alike.
+
+    def _execute(self, decision: Meta) -> None:
+        if self._measuring is not None and "norm" not in decision:
+            self._backlog.append(decision)
+            return
+        if "norm" in decision:
+            return self._finish(decision["norm"])
+        if "abort" in decision:
+            return self._abort(decision["abort"])
+        if "settled" in decision:
+            self._settled = True
+            return self.server.let_go()
+        for source, lease in decision.get("forget", ()):
+            self._parts.pop((source, lease), None)
+        for source, lease in decision.get("drop", ()):
+            self._drop((source, lease))
+            self._dropped.add((source, lease))
+        self._add([(s, n) for s, n in decision.get("add", ())])
+        step = [(s, n) for s, n in decision.get("step", ())]
+        answer = [(s, n) for s, n in decision.get("answer", ())]
+        if step and self.server.seed_meta["clip_norm"] is not None:
+            self._measure(step, answer)
+        else:
+            if step:
+                self._step(step, None)
+            self._answer(answer)
+
+    def _abort(self, worker: int) -> None:
+        self._lost = worker
+        for parts in self._parts.values():
+            for message in parts.values():
+                self.server.answer(message, {"lost": worker})
+        self._parts.clear()
+
+    def _drop(self, key: Key) -> None:
+        server, message = self.server, self._last_of(key)
+        server.recorder.write(
+            "dropped",
+            server.comm.clock.now_ns(),
+            worker=key[0],
+            lease=key[1],
+            staleness=max(0, server.versions[0] - message.meta["version"]),
+        )
+
+    def _add(self, keys: Sequence[Key]) -> None:
+        """Add these pushes' gradients up, in this order."""
+        server = self.server
+        for key in keys:
+            parts = self._parts.get(key)
+            if parts is None or len(parts) < len(server.shard.units):
+                continue  # this server was restored in between: what it lacks counts as lost
+            meta, grads = self._last_of(key).meta, self._mended(key)
+            unused = {piece for message in parts.values() for piece in message.meta["unused"]}
+            if self._sum is None:
+                alone = len(keys) == 1 and server.rules.wait and server.seed_meta["clip_norm"] is None
+                self._sum = _Sum(self._begin_sum(grads, alone), meta["weight"], meta["options"], unused)
+            else:
+                for mine, theirs in zip(self._sum.grads, grads, strict=True):
+                    mine += theirs
+                total = self._sum.weight + meta["weight"]
+                self._sum = self._sum._replace(weight=total, unused=self._sum.unused & unused)
+
+    def _mended(self, key: Key) -> list[Tensor]:
+        server = self.server
+        grads: list[Tensor] = []
+        for unit, message in sorted(self._parts[key].items()):
+            staleness = max(0, server.versions[unit] - message.meta["version"])
+            rate = server.mitigation.rate(staleness)
+            mended = server.mitigation.mend(key[0], unit, message.body, server.shard.of(unit))
+            grads += [g * rate for g in mended] if rate != 1.0 else mended
+        return grads
+
+    def _begin_sum(self, grads: list[Tensor], alone: bool) -> list[Tensor]:
+        if alone:  # used where it lies, and not written to
+            return grads
+        if not self._scratch:
+            self._scratch = [torch.empty_like(g) for g in grads]
+        for mine, first in zip(self._scratch, grads, strict=True):
+            mine.copy_(first)
+        return self._scratch
+
+    def _measure(self, step: list[Key], answer: list[Key]) -> None:
+        server, total = self.server, self._sum
+        norm = float(server.shard.norm(total.grads, total.unused)) if total is not None else 0.0
+        if len(server.servers) == 1:
+            self._step(step, norm)
+            return self._answer(answer)
+        self._pending_answer = answer
+        self._measuring = (step, {})
+        if server.is_first:
+            self._measured(server.comm.rank, norm)
+        else:
+            server.tell(server.servers[0], "norm", {"norm": norm})
+
+    def _measured(self, rank: int, norm: float) -> None:
+        """First server: another part of the whole gradient's norm."""
+        assert self._measuring is not None
+        _, norms = self._measuring
+        norms[rank] = norm
+        if len(norms) == len(self.server.servers):
+            whole = sum(n * n for n in norms.values()) ** 0.5
+            self._decide({"norm": whole})
+
+    def _finish(self, norm: float) -> None:
+        assert self._measuring is not None
+        step, _ = self._measuring
+        self._measuring = None
+        self._step(step, norm)
+        self._answer(self._pending_answer)
+        backlog, self._backlog = self._backlog, []
+        for decision in backlog:
+            self._execute(decision)
+
+    def _step(self, keys: list[Key], norm: float | None) -> None:
+        server, total = self.server, self._sum
+        self._sum = None
+        if total is None:
+            return
+        grads = self._scaled(total, norm)
+        staleness = {key: self._staleness(key) for key in keys}
+        slices = [lease for _, lease in keys]
+        for number, unit in enumerate(server.shard.units):
+            server.apply(number, unit.of(grads), total.options, sorted(total.unused), slices)
+            self.once[number].update(slices)
+        last = [self._last_of(key).meta for key in keys if key in self._parts]
+        self._facts = {
+            "stop": any(m["stop"] for m in last),
+            "pause": any(m["pause"] for m in last),
+            "loss": sum(m["loss"] for m in last),
+        }
+        for key in keys:
+            self._remember(key)
+            if not self._by_steps:
+                for unit_number in range(len(server.shard.units)):
+                    server.record_update(key[0], unit_number, staleness[key], key[1], pushes=len(keys))
+
+    def _scaled(self, total: _Sum, norm: float | None) -> list[Tensor]:
+        """The mean over what was gathered, clipped."""
+        grads = total.grads
+        if abs(total.weight - 1.0) > 1e-3 and total.weight > 0:
+            grads = [g / total.weight for g in grads]
+            norm = None if norm is None else norm / total.weight
+        if norm is not None:
+            limit = self.server.seed_meta["clip_norm"]
+            factor = torch.clamp(limit / (torch.tensor(norm) + 1e-6), max=1.0)
+            grads = [g.mul_(factor) for g in grads]
+        return grads
+
+    def _staleness(self, key: Key) -> int:
+        if key not in self._parts:
+            return 0
+        return max(0, self.server.versions[0] - int(self._last_of(key).meta["version"]))
+
+    def _remember(self, key: Key) -> None:
+        self._applied[key] = None
+        while len(self._applied) > _RECENT:
+            del self._applied[next(iter(self._applied))]
+
+    # Answering.
+
+    def _answer(self, keys: Sequence[Key]) -> None:
+        server = self.server
+        for key in keys:
+            parts = self._parts.pop(key, None)
+            self._have.pop(key, None)
+            if parts is None:
+                continue
+            messages = [message for _, message in sorted(parts.items())]
+            facts = self._facts if self._by_steps else {"dropped": key in self._dropped}
+            self._dropped.discard(key)
+            self._answered.append((messages, facts, server.copies.sent))
+        self.acknowledged()
+
+    def acknowledged(self) -> None:
+        server = self.server
+        while self._answered and self._answered[0][2] <= server.copies.acknowledged:
+            messages, facts, _ = self._answered.pop(0)
+            for message in messages:
+                lease = {}
+                if message.meta["last"] and server.cursor is not None:
+                    lease = server.lend(message.source)
+                server.give(message, {**facts, **lease})
+        server.serve_parked()
+
+    @property
+    def settled(self) -> bool:
+        return self._settled
+
+    def settle(self) -> None:
+        server = self.server
+        if server.is_first:
+            for other in server.servers[1:]:
+                server.tell(other, "decision", {"settled": True})
+
+    def _last_of(self, key: Key) -> Message:
+        return next(m for m in self._parts[key].values() if m.meta["last"])
