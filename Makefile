@@ -4,9 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PEERS := .venv-peers
+PIP_INSTALL := python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/$(PIP_INSTALL)
+PEER_PACKAGES := ray tensorflow-cpu
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench peers clean
 
 demo: $(STAMP)
 	$(BIN)/podium demo
@@ -19,11 +22,15 @@ check: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: $(STAMP)
+bench: $(STAMP) peers
 	$(BIN)/podium bench step --peers ddp
+	$(BIN)/podium bench ps --peers rpc,ray,tensorflow
+
+# Ray and TensorFlow, which `podium bench ps` is measured beside; they never enter the environment that Podium runs in.
+peers: $(PEERS)/.ready
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find podium tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # torch goes in first and by its pin, so that nothing that follows can choose another.
@@ -32,4 +39,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+# The same constraints hold here, and torch again comes first, so that Ray's tensors are those that Podium has.
+$(PEERS)/.ready: pyproject.toml constraints.txt
+	@echo "Setting up $(PEERS) (a few minutes, once)"
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/$(PIP_INSTALL) torch
+	@$(PEERS)/bin/$(PIP_INSTALL) $(PEER_PACKAGES)
 	@touch $@

@@ -17,6 +17,7 @@ _HOME = {
     "train": "podium.cluster.launch",
     "compare": "podium.study.run",
     "join": "podium.loop",
+    "scale": "podium.cluster.scale",
     "Task": "podium.task",
     "Data": "podium.data.base",
     "Dataset": "podium.data.base",
@@ -34,6 +35,7 @@ __all__ = ["__version__", *_HOME]  # noqa: PLE0604  # the keys are names that __
 
 if TYPE_CHECKING:
     from podium.cluster.launch import train as train
+    from podium.cluster.scale import scale as scale
     from podium.config import RunConfig as RunConfig
     from podium.config import RunResult as RunResult
     from podium.data.base import ArrayDataset as ArrayDataset

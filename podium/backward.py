@@ -75,7 +75,7 @@ class Backward:
         return loss
 
     def _hook(self, i: int) -> Callable[[Tensor], None]:
-        view, bucket = self.flat.views[i], self.flat.bucket_of[i]
+        view, bucket, by_rows = self.flat.views[i], self.flat.bucket_of[i], self.flat.pieces[i].row > 0
 
         def landed(p: Tensor) -> None:
             if self._fired[i]:
@@ -84,7 +84,9 @@ class Backward:
                     "(a module used twice under re-entrant checkpointing?): use non-re-entrant checkpointing"
                 )
             self._fired[i] = True
-            if p.grad is not view:
+            if by_rows:
+                pass  # stays where it is until its rows are asked for
+            elif p.grad is not view:
                 assert p.grad is not None
                 view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
                 p.grad = view
@@ -104,8 +106,8 @@ class Backward:
 
     def _flush(self, on_ready: Callable[[int], None], samples: int, weighted_loss: float) -> None:
         """What no gradient reached holds zeros; the tail is written; the rest is announced."""
-        for view, used in zip(self.flat.views, self.used, strict=True):
-            if not used:
+        for view, piece, used in zip(self.flat.views, self.flat.pieces, self.used, strict=True):
+            if not used and not piece.row:
                 view.zero_()
         worker = self.worker
         worker.count_samples(samples)

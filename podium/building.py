@@ -45,6 +45,15 @@ class Job:
         return self.config.batch_size or self.task.batch_size
 
     @property
+    def clip_norm(self) -> float | None:
+        return self.config.clip_norm or self.task.clip_norm
+
+    @property
+    def sends_rows(self) -> bool:
+        """Whether embeddings travel by rows: not where the norm of whole gradients is needed."""
+        return self.strategy.sends_rows and self.clip_norm is None
+
+    @property
     def buffers(self) -> BufferPolicy:
         return self.config.buffers or self.task.buffers
 
@@ -84,9 +93,10 @@ def build_worker(job: Job, comm: Communicator, total_steps: int, device: torch.d
             loss=task.loss,
             schedule=schedule,
             bucket_bytes=job.strategy.bucket_bytes,
-            clip_norm=config.clip_norm or task.clip_norm,
+            clip_norm=job.clip_norm,
             accumulate=config.accumulate or task.accumulate,
             autocast=config.autocast or task.autocast,
+            rows=job.sends_rows,
         )
         if comm.rank != 0:
             torch.manual_seed(derived_seed(config.seed, comm.rank))
@@ -116,7 +126,7 @@ def make_server(job: Job, comm: Communicator, recorder: Recorder, *, replaces: b
         model = job.task.model()
         optimizer = job.task.optimizer(model)
         check_parts(job.task.name, model, optimizer, None)
-        flat = Flat(model, optimizer, job.strategy.bucket_bytes)  # laid out as the workers' is
+        flat = Flat(model, optimizer, job.strategy.bucket_bytes, rows=job.sends_rows)  # laid out as the workers' is
         torch.set_rng_state(outer)
     replay = job.config.replay
     arrivals = None if replay is None else AsRecorded(read_records(Path(replay)), comm.rank)

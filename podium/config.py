@@ -74,6 +74,12 @@ class RunConfig:
     """A rank whose process is stopped or gone is lost after this long; one that runs gets `deadline_s`."""
     start_deadline_s: float = 60.0
     """How long all ranks together may take to start."""
+    tls_cert: str | None = None
+    """A certificate (PEM). With it, `tls_key` and `tls_ca`, the channel's TCP connections use mutual TLS."""
+    tls_key: str | None = None
+    """The certificate's key (PEM, not encrypted)."""
+    tls_ca: str | None = None
+    """The authority (PEM) that must have signed the certificates of all ranks."""
 
     def __post_init__(self) -> None:
         def need(holds: bool, name: str, what: str) -> None:
@@ -91,6 +97,9 @@ class RunConfig:
         need(self.keep_checkpoints >= 1, "keep_checkpoints", "at least 1")
         for name in ("deadline_s", "heartbeat_s", "start_deadline_s"):
             need(getattr(self, name) > 0, name, "above 0")
+        tls = (self.tls_cert, self.tls_key, self.tls_ca)
+        if any(tls) and not all(tls):
+            raise ConfigError(f"tls_cert, tls_key and tls_ca must be given together, got {', '.join(map(str, tls))}")
         if self.launcher not in LAUNCHERS:
             raise UnknownName("launcher", self.launcher, LAUNCHERS)
         if self.shares is not None:
@@ -146,10 +155,19 @@ class RunResult:
     A worker's first push of a stretch (after the run's beginning or a checkpoint) is left out: all workers begin it
     with the same parameters.
     """
+    histogram: Sequence[Sequence[int]] = ()
+    """Of staleness: `[low, high, count]` for each bin that holds any of those updates, both ends included.
+
+    Up to 64 each value is a bin; beyond, bins end at powers of two.
+    """
+    dropped: int = 0
+    """Pushes that were too stale to be applied; their samples were lent again."""
     history: Sequence[Mapping[str, Any]] = ()
     """One row per validation: step, epoch and samples since the beginning, seconds of this run, loss, the metrics."""
     lost: Sequence[int] = ()
     """Ranks that were lost on the way."""
+    restored: Sequence[Mapping[str, Any]] = ()
+    """Servers that took the place of lost ones: `server`, `source` of its state, `took_s`, `lost_updates`."""
     model: str = ""
     """Where the trained parameters are (safetensors)."""
 

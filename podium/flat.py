@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 
 from podium.errors import ConfigError, TrainingError
 
@@ -45,6 +45,7 @@ class Piece(NamedTuple):
     group: int  # the optimizer's parameter group
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    row: int = 0  # elements per row, where only touched rows travel; 0: all of it does
 
     def view(self, flat: Tensor) -> Tensor:
         """This piece of a buffer, in the parameter's own shape and layout."""
@@ -71,9 +72,14 @@ class Flat:
         bucket_bytes: int,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         allocate: Allocate | None = None,
+        rows: bool = False,
     ) -> None:
-        """`allocate` gives the buffers their memory; `Communicator.allocate` is one such."""
+        """`allocate` gives the buffers their memory; `Communicator.allocate` is one such.
+
+        `rows`: embeddings whose optimizer leaves rows without a gradient alone are marked to travel by rows.
+        """
         self._model, self._allocate = model, allocate or _zeros
+        self._by_rows = rows_of(model, optimizer) if rows else set()
         named = {id(p): name for name, p in model.named_parameters()}
         groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         trainable = [p for p in model.parameters() if p.requires_grad]
@@ -144,6 +150,8 @@ class Flat:
             start = end = -(-ends[buffer] // ALIGNMENT) * ALIGNMENT
             for i in members:
                 pieces[i] = _piece(self.parameters[i], named, groups, buffer, end)
+                if id(self.parameters[i]) in self._by_rows:
+                    pieces[i] = pieces[i]._replace(row=self.parameters[i].shape[1])
                 end = pieces[i].stop
             ends[buffer] = end
             self.buckets.append(Bucket(buffer, start, end, tuple(members), (end - start) * first.element_size()))
@@ -155,6 +163,17 @@ class Flat:
             home = piece.view(self.params[piece.buffer])
             home.copy_(p.data)
             p.data = home
+
+
+def rows_of(model: nn.Module, optimizer: Optimizer) -> set[int]:
+    """Embeddings with `sparse=True` under an optimizer that does nothing to rows without a gradient, by id."""
+    local: set[int] = set()
+    for group in optimizer.param_groups:
+        plain = not group.get("momentum") and not group.get("weight_decay") and not group.get("maximize")
+        if plain and type(optimizer) in (SGD, Adagrad):
+            local |= {id(p) for p in group["params"]}
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    return {id(w) for w in tables if id(w) in local and w.is_contiguous() and w.dim() == 2 and w.requires_grad}
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from podium.building import derived_seed
+from podium.cluster.process import Node, NodeSpec, settle_in
 from podium.comm.base import Communicator
 from podium.comm.memory import MemoryWorld
 from podium.data.base import as_dataset
@@ -34,7 +35,6 @@ from podium.files import save_tensors
 from podium.flat import Flat
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
-from podium.node import Node, NodeSpec, settle_in
 from podium.recovery import Control, recover
 from podium.servers.server import Server
 from podium.strategies import make_strategy
@@ -213,9 +213,7 @@ def _serve(
 
     own_model, own_optimizer = copy.deepcopy((model, optimizer))  # the worker's own stay untouched
     flat = Flat(own_model, own_optimizer, strategy.bucket_bytes)  # laid out as the workers' is
-    server = Server(
-        comm, flat, own_optimizer, asynchronous=strategy.feed == "cursor", recorder=node.recorder(comm.rank)
-    )
+    server = Server(comm, flat, own_optimizer, unit_bytes=strategy.bucket_bytes, recorder=node.recorder(comm.rank))
     if alone:
         run_server(server)
         raise SystemExit(0)

@@ -7,6 +7,8 @@ the full sum: nothing needs to be rolled back, only taken over.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ class Regroup(NamedTuple):
     members: tuple[int, ...]
     source: int  # whose state all take
     servers: tuple[int, ...] | None = None  # None: as before
-    addresses: dict[int, str] = {}  # where those who are new listen
+    addresses: Mapping[int, str] = MappingProxyType({})  # where those who are new listen
 
 
 class Control(ABC):
@@ -51,9 +53,7 @@ class Control(ABC):
         raise Lost("a peer is lost, and nobody here can regroup")
 
 
-def recover(
-    worker: Worker, control: Control, *, in_step: bool, carried: dict[str, int], late: bool = False
-) -> Regroup:
+def recover(worker: Worker, control: Control, *, in_step: bool, carried: dict[str, int], late: bool = False) -> Regroup:
     """Bring this worker to where those who go on agree to be. `carried` goes with the state and is updated from it.
 
     A worker that is not among them is left as it is.

@@ -119,9 +119,7 @@ class Training:
                 raise
             strategy.finish(worker, state)
         if worker.pause_agreed:
-            self._regroup("somebody joins or leaves, or is gone")
-            if self._retired:
-                return
+            return self._regroup("somebody joins or leaves, or is gone")  # all begin anew, newcomers too
         self._settle_buffers()
         if self._is_through() and (self.evaluated_at != worker.position or self.loss is None):
             self._validate()
@@ -301,13 +299,14 @@ class Training:
         """Hear who goes on together, and become as they are."""
         began = self.comm.clock.now_ns()
         first, own_steps = self.comm.workers[0], self.worker.steps_done
-        carried = {"evaluated_at": self.evaluated_at, "saved_at": self.saved_at}
+        carried = {"evaluated_at": self.evaluated_at, "saved_at": self.saved_at, "began_at": self._began_at}
         servers = self.comm.servers
         plan = recover(self.worker, self.control, in_step=self._in_step, carried=carried, late=self._late)
         self._in_step, self.worker.pause_agreed = False, False
         if self.comm.rank not in plan.members:
             self._retired = True
         self.evaluated_at, self.saved_at = carried["evaluated_at"], carried["saved_at"]
+        self._began_at = carried["began_at"]
         if not self._late and self.job.strategy.feed == "cursor":
             self.worker.steps_done = own_steps  # each counts its own
         if first not in plan.members and self.evaluated_at == self.worker.position:
@@ -339,7 +338,8 @@ class Training:
         if self._late:
             self._regroup("joins late")
             self._late = False
-        elif self.job.config.resume is not None:
+            return
+        if self.job.config.resume is not None:
             self._resume(Path(self.job.config.resume))
         else:
             self.worker.share_from_first()
@@ -365,10 +365,13 @@ class Training:
         report = Report(
             self.comm.rank, worker.param_hash(), worker.steps_done, worker.position, stopped, self.loss, self.metrics
         )
+        facts = {k: v for k, v in report._asdict().items() if k != "rank"}
+        if self._retired:
+            facts.pop("param_hash")  # it left before the end: what it holds is not what the run came to
         self.recorder.write(
             "end",
             self.comm.clock.now_ns(),
-            **{k: v for k, v in report._asdict().items() if k != "rank"},
+            **facts,
             sent=self.comm.traffic.sent,
             received=self.comm.traffic.received,
         )

@@ -86,6 +86,10 @@ def describe(event: Event) -> str | None:
     if kind == "regroup":
         members = ", ".join(str(rank) for rank in event["members"])
         return f"regrouped in {format_seconds(event['took_s'])}: workers {members} go on"
+    if kind == "replaced":
+        return f"server {event['server']} replaced in {format_seconds(event['took_s'])}"
+    if kind == "scale":
+        return f"scaling to {event['workers']} workers and {event['servers']} servers"
     if kind == "end" and event.get("status") == "stopped":
         return "stopped; what was done is saved"
     return None
@@ -125,7 +129,7 @@ class Lines(Progress):
             self._result = "  " + _metrics(event)
         elif kind == "cell-end":
             self._say(self._run_ended(event))
-        elif not self._many or kind in ("lost", "regroup"):
+        elif not self._many or kind in ("lost", "regroup", "replaced", "scale"):
             self._say(describe(event))
 
     def _say(self, line: str | None) -> None:
@@ -200,7 +204,7 @@ class Bars(Progress):
         elif kind in ("progress", "eval"):
             self._advance(event)
         # One run keeps its lines; those of many would push each other off the screen.
-        if not self._many or kind in ("lost", "regroup"):
+        if not self._many or kind in ("lost", "regroup", "replaced", "scale"):
             line = describe(event)
             if line is not None:
                 self._bars.console.print(line)

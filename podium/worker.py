@@ -71,11 +71,12 @@ class Worker:
         clip_norm: float | None = None,
         accumulate: int = 1,
         autocast: str = "off",
+        rows: bool = False,
     ) -> None:
         """Moves the model's parameters into flat buffers; cast and move the model before, not after."""
         self.model, self.optimizer, self.comm, self.schedule = model, optimizer, comm, schedule
         self.loss, self.clip_norm, self.accumulate = loss, clip_norm, accumulate
-        self.flat = Flat(model, optimizer, bucket_bytes, allocate=comm.allocate)
+        self.flat = Flat(model, optimizer, bucket_bytes, allocate=comm.allocate, rows=rows)
         self.steps_done = 0
         self.position = 0
         """Samples of the global order that the parameters have seen."""
@@ -179,6 +180,17 @@ class Worker:
         """Clip this worker's own gradient, where each is a step of its own."""
         assert self.clip_norm is not None
         nn.utils.clip_grad_norm_(self.flat.parameters[::-1], self.clip_norm)
+
+    def touched_rows(self, piece: int) -> tuple[Tensor, Tensor]:
+        """Of a parameter that travels by rows: which rows have a gradient, in order, and what it is."""
+        p, row = self.flat.parameters[piece], self.flat.pieces[piece].row
+        if p.grad is None:
+            return torch.empty(0, dtype=torch.int64), torch.empty((0, row), dtype=p.dtype)
+        if p.grad.is_sparse:
+            grad = p.grad.coalesce()
+            return grad.indices()[0].cpu(), grad.values().cpu()
+        rows = p.grad.abs().amax(dim=1).nonzero()[:, 0]  # tied to something dense
+        return rows.cpu(), p.grad[rows].cpu()
 
     def unused_among(self, pieces: Iterable[int]) -> list[int]:
         """Those of these pieces that this worker's backward has not reached."""

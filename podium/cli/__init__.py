@@ -10,6 +10,7 @@ import click
 
 import podium
 from podium.cli.bench import bench
+from podium.cli.certs import certs
 from podium.cli.compare import compare
 from podium.cli.demo import demo
 from podium.cli.doctor import doctor
@@ -17,6 +18,7 @@ from podium.cli.group import Program
 from podium.cli.listing import list_names
 from podium.cli.report import report
 from podium.cli.run import run
+from podium.cli.scale import scale
 from podium.cli.train import train
 
 __all__ = ["main"]
@@ -36,5 +38,5 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for _verb in (train, compare, report, demo, run, list_names, doctor, bench):
+for _verb in (train, compare, report, demo, run, scale, list_names, doctor, bench, certs):
     main.add_command(_verb)

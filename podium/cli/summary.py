@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from podium.config import RunConfig, RunResult
+from podium.study.format import pushes, restoration
 from podium.ui import format_bytes, format_number, format_seconds
 
 
@@ -24,8 +25,11 @@ def summary(result: RunResult, config: RunConfig) -> str:
     if result.staleness:
         mean, top = result.staleness["mean"], result.staleness["max"]
         lines.append(("staleness", f"mean {mean:.2f}, at most {top:.0f}"))
+    if result.dropped:
+        lines.append(("dropped", f"{pushes(result.dropped)}, too stale; the samples were lent again"))
     if result.lost:
         lines.append(("lost", "rank " + ", ".join(str(rank) for rank in result.lost)))
+    lines += [("restored", restoration(facts)) for facts in result.restored]
     lines.append(("run", result.run_dir))
     lines.append(("next", next_command(result, config)))
     workers = "1 worker" if result.workers == 1 else f"{result.workers} workers"

@@ -1,4 +1,4 @@
-"""The coordinator: in the launcher, it knows every rank, notices who is lost, and lets the survivors agree.
+"""The coordinator: in the launcher, it knows every rank, notices who is lost, and lets the others agree.
 
 Ranks talk to it over a channel of their own: they join, send heartbeats, report what happened. It never touches a
 tensor. Its rules:
@@ -8,8 +8,11 @@ tensor. Its rules:
   or gone, after the deadline if it runs, since code that holds the interpreter keeps it from beating. It is killed
   first: a stop becomes a death, and no ghost comes back.
 - After a loss, a strategy that survives it goes on: once every live worker has reported how far it is, all are told
-  the next generation, its members, and whose state to take (the one with most steps). One that says it is busy is
-  waited for as long as it beats, up to a dozen deadlines.
+  the plan: the next generation, its members, and whose state to take (the one with most steps). One that says it is
+  busy is waited for as long as it beats, up to a dozen deadlines.
+- A lost server is started anew, where strategy and launcher can, and whoever misses it is told its new address.
+- Workers and servers may be added or retired on request (`podium.cluster.change`): the next plan carries it out. One
+  that dies while starting is left out; the run does not depend on it yet.
 - A rank that raised would raise again: the run ends, and its own error is what the user sees. If all it says is that
   another rank did not answer, that other one gets a moment to be found out first.
 """
@@ -20,20 +23,25 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from podium.cluster.base import Event
+from podium.cluster.change import Changes
+from podium.cluster.replacing import Replacements
+from podium.cluster.roster import FIRST_RESERVED, Member, Role, Roster, Rules, Start, name_ranks
 from podium.comm.base import DEPARTED, Message, Meta
 from podium.comm.channel import Channel
 from podium.comm.memory import WallClock
 from podium.comm.sockets import Address
-from podium.errors import CommError, DeadlineExceeded, Lost, PodiumError, RankFailed, RecordError
+from podium.comm.tls import Tls
+from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost, PodiumError, RankFailed, RecordError
 from podium.measure.records import Recorder
 from podium.training import Report
 
 COORDINATOR = 0xFFFF
 """The coordinator's own number among the endpoints."""
+OPERATOR = FIRST_RESERVED
+"""The number of whoever asks for a change from outside."""
 
 BUSY_DEADLINES = 12
 """How many deadlines the others wait for a worker that says it is busy (with validation, say) and goes on beating."""
@@ -44,43 +52,12 @@ _GRACE_S = 2.0
 """How long, beyond a heartbeat, a rank that blames another has to wait for the other to be found out."""
 _EXIT_S = 2.0
 """How long a process that hung up may take to end."""
+_LEAVE_S = 10.0
+"""How long a server that came later, whom perhaps no worker ever met, may stay after the last worker has ended."""
 _BLIND = 5
 """Heartbeats of silence allowed where nobody can say how the silent process is."""
 _FRUITLESS = 3
 """Regroups of the same members without a step in between before the run is given up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """Who takes part, how long each may take, and what a loss means."""
-
-    workers: int
-    ranks: tuple[int, ...]
-    """The number of each process: its worker's, or its server's where it has none."""
-    survives_loss: bool
-    heartbeat_s: float
-    deadline_s: float
-    start_deadline_s: float
-
-
-@dataclass
-class _Member:
-    """What the coordinator knows of one process."""
-
-    rank: int
-    endpoints: list[int]
-    address: dict[str, Address]
-    seen: float = field(default_factory=time.monotonic)
-    busy: float = 0.0
-    """When it last said that it had something to do which takes as long as it takes."""
-    begun: bool = False
-    step: int = 0
-    finished: bool = False
-    failed: bool = False
-
-    @property
-    def active(self) -> bool:
-        return not self.finished and not self.failed
 
 
 class Coordinator:
@@ -97,34 +74,43 @@ class Coordinator:
         kill: Callable[[int], None] | None = None,
         ended: Callable[[int, float], str | None] | None = None,
         runs: Callable[[int], bool] | None = None,
+        respawn: Callable[[tuple[int, ...]], None] | None = None,
+        start: Callable[[Role, int], None] | None = None,
         clock: WallClock | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """`kill(rank)` ends a rank's process for good; `ended(rank, seconds)` says how it ended, None if it has not.
 
-        `runs(rank)` says whether its process is there and not stopped.
+        `runs(rank)` says whether its process is there and not stopped. `respawn(endpoints)` starts a process in which
+        these servers live again; its number is the first of them. `start(role, rank)` starts one more rank.
         """
         self.rules = rules
         self._recorder, self._on_event = recorder, on_event or (lambda _event: None)
         self._kill = kill or (lambda _rank: None)
         self._ended = ended or (lambda _rank, _seconds: None)
-        self._runs = runs
+        self._runs, self._respawn = runs, respawn
         self._clock = clock or WallClock()
-        self._channel = Channel(COORDINATOR, secret=secret, listen=listen)
-        self._members: dict[int, _Member] = {}
-        self._joined: dict[int, Message] = {}
-        self._waiting: dict[int, Message] = {}  # live workers that reported a loss
-        self._waiting_since = 0.0
+        self._channel = Channel(COORDINATOR, secret=secret, listen=listen, tls=tls)
+        self._roster = Roster(rules)
+        self._members = self._roster.members
+        self._replacements = Replacements(rules, self._roster, self._answer)
+        self._joining: list[Message] = []
+        self._waiting: dict[int, Message] = {}  # workers that wait for a plan
+        self._waiting_since: float | None = None  # when the first of the present generation reported
         self._generation, self._fruitless, self._furthest = 0, 0, 0
-        self._grouped: list[int] = []  # members of the present generation, once there was a loss
+        self._grouped: list[int] = []  # members of the present generation, once there was a plan
+        self._changes = Changes(rules, self._roster, start=start, give_up=self._give_up, announce=self._announce)
         self._blame: tuple[float, PodiumError] | None = None  # since when somebody blames an unknown other
         self._stop_sent = False
-        self._began = self._looked = time.monotonic()
+        self._through: float | None = None  # when the last worker ended
+        self._looked = time.monotonic()
         self.reports: list[Report] = []
         self._do = {
             "beat": self._beat,
             "begun": self._begun,
             "event": self._event,
             "lost": self._lost,
+            "where": self._where,
             "done": self._done,
             "failed": self._failed,
             DEPARTED: self._departed,
@@ -136,23 +122,22 @@ class Coordinator:
 
     def run(self, stop: threading.Event | None = None) -> list[Report]:
         """Until every process is through; raises what made the run fail."""
-        self._began = self._looked = time.monotonic()
-        while not self._all_joined or any(not m.finished for m in self._members.values()):
+        self._looked = time.monotonic()
+        for first in self._roster.starting.values():
+            first.since = self._looked
+        while self._roster.starting or any(not m.finished for m in self._members.values()):
             self._take_messages()
             self._watch_start()
             self._watch_silence()
             self._watch_stragglers()
+            self._watch_leavers()
             self._watch_blame()
-            if stop is not None and stop.is_set() and self._all_joined and not self._stop_sent:
+            if stop is not None and stop.is_set() and self._roster.all_joined and not self._stop_sent:
                 self._tell_stop()
         return sorted(self.reports)
 
     def close(self) -> None:
         self._channel.close()
-
-    @property
-    def _all_joined(self) -> bool:
-        return len(self._joined) == len(self.rules.ranks)
 
     # Messages.
 
@@ -165,6 +150,8 @@ class Coordinator:
                 break
             if message.kind == "join":
                 self._join(message)
+            elif message.kind == "scale" and message.source == OPERATOR:
+                self._scale(message)
             elif message.source in self._members or self._is_from_a_stranger(message):
                 self._do[message.kind](message)  # all others are the last words of one that was given up
         now = time.monotonic()
@@ -175,17 +162,33 @@ class Coordinator:
         self._looked = now
 
     def _is_from_a_stranger(self, message: Message) -> bool:
-        """Whether it tells of a failure before joining."""
-        return message.kind == "failed" and message.source not in self._joined
+        """Whether it tells of a failure before joining. Words of a replacement cannot be told from the lost one's."""
+        source = message.source
+        return message.kind == "failed" and source in self._roster.starting and source not in self._roster.known
 
     def _join(self, message: Message) -> None:
-        meta = message.meta
-        self._members[message.source] = _Member(message.source, meta["endpoints"], meta["addresses"])
-        self._joined[message.source] = message
-        if self._all_joined:
-            book = {k: v for m in self._members.values() for k, v in m.address.items()}
-            for waiting in self._joined.values():
-                self._answer(waiting, {"addresses": book})
+        member = self._roster.admit(message)
+        if member is None:
+            return  # it was given up, and its process is killed
+        self._joining.append(message)
+        if self._roster.all_joined:
+            for waiting in self._joining:
+                self._answer(waiting, self._book(self._members.get(waiting.source)))
+            self._joining.clear()
+            self._replacements.tell()
+        if self._stop_sent:
+            self._send(member, "stop", {})
+
+    def _book(self, reader: Member | None) -> Meta:
+        """Who is where. A new server also counts itself and those that are to come with it."""
+        servers = self._roster.servers
+        if reader is not None and reader.standing == "newcomer" and reader.role == "server":
+            servers = servers | self._roster.coming_servers()
+        return {
+            "addresses": {str(rank): address for rank, address in self._roster.addresses.items()},
+            "workers": sorted(self._roster.workers),
+            "servers": sorted(servers),
+        }
 
     def _beat(self, message: Message) -> None:
         member = self._members[message.source]
@@ -201,23 +204,36 @@ class Coordinator:
                 self._on_event(facts)
 
     def _begun(self, message: Message) -> None:
-        self._members[message.source].begun = True
+        member = self._members[message.source]
+        member.begun = True
+        if member.start.kind == "replacement":
+            for server, took_s in self._replacements.begun(member).items():
+                self._note("replaced", server=server, took_ns=round(took_s * 1e9))
+                self._on_event({"event": "replaced", "server": server, "took_s": took_s})
+        self._changes.move_on()
 
     def _event(self, message: Message) -> None:
         self._members[message.source].seen = time.monotonic()
         self._on_event(message.meta)
 
     def _lost(self, message: Message) -> None:
-        self._members[message.source].seen = time.monotonic()
-        if not self._waiting:
-            self._waiting_since = time.monotonic()
+        """A worker misses a peer, or waits for a change: it wants a plan."""
+        member = self._members[message.source]
+        member.seen, member.waits = time.monotonic(), True
+        if self._waiting_since is None and message.source in self._roster.workers:
+            self._waiting_since = member.seen
         self._waiting[message.source] = message
+        self._changes.move_on()
         self._settle()
+
+    def _where(self, message: Message) -> None:
+        self._members[message.source].seen = time.monotonic()
+        self._replacements.ask(message)
 
     def _done(self, message: Message) -> None:
         member = self._members[message.source]
         member.finished = True
-        if message.meta.get("report"):
+        if message.meta.get("report") and member.standing == "settled":
             self.reports.append(Report(**message.meta["report"]))
         self._answer(message, {})
         self._settle()
@@ -229,6 +245,9 @@ class Coordinator:
         who = f"rank {message.source}: "
         error = _as_error(meta["error"], f"{'' if text.startswith(who) else who}{text}{place}")
         member = self._members.get(message.source)
+        if self._is_spare(message.source):
+            self._give_up(message.source, f"it failed: {text}")
+            return
         if member is None or not isinstance(error, CommError):
             raise error
         member.failed = True
@@ -246,23 +265,37 @@ class Coordinator:
     # What must not take too long.
 
     def _watch_start(self) -> None:
-        limit = self.rules.start_deadline_s
-        missing = [rank for rank in self.rules.ranks if rank not in self._joined]
-        for rank in missing:  # a process that ends before it joined can send no word
-            cause = self._ended(rank, 0.0)
-            if cause is not None:
+        """All processes have this long to join and begin, each since it was started."""
+        limit, now = self.rules.start_deadline_s, time.monotonic()
+        for start in list(self._roster.starting.values()):
+            cause = self._ended(start.rank, 0.0)
+            if cause is not None:  # a process that ends before it joined can send no word
                 self._take_messages()  # unless it could: its own words come first
-                raise RankFailed(f"rank {rank} ended before it joined: {cause}")
-        if time.monotonic() - self._began <= limit:
-            return
-        if missing:
-            raise DeadlineExceeded(f"{_ranks(missing)} did not join within {limit:g} s (start_deadline_s)")
-        late = [m.rank for m in self._members.values() if m.active and not m.begun]
-        if late:
+                self._lose_start(start, cause)
+        missing = [start for start in self._roster.starting.values() if now - start.since > limit]
+        if first := [start.rank for start in missing if start.kind == "first"]:
+            raise DeadlineExceeded(f"{name_ranks(first)} did not join within {limit:g} s (start_deadline_s)")
+        for start in missing:
+            self._lose_start(start, f"did not join within {limit:g} s (start_deadline_s), and killed")
+        slow = [m for m in self._members.values() if now - m.start.since > limit and m.active and not m.ready]
+        if first := [m.rank for m in slow if m.start.kind == "first"]:
             raise DeadlineExceeded(
-                f"{_ranks(late)} did not begin within {limit:g} s: still making the model or opening the data; "
+                f"{name_ranks(first)} did not begin within {limit:g} s: still making the model or opening the data; "
                 "if that needs longer, raise start_deadline_s"
             )
+        for member in slow:
+            self._kill(member.rank)
+            self._lose(member, f"did not begin within {limit:g} s, and killed", _advice("start_deadline_s"))
+
+    def _lose_start(self, start: Start, cause: str) -> None:
+        """A process is lost that has not joined, unless its last words were heard by now."""
+        if self._roster.starting.get(start.rank) is not start:
+            return
+        if start.kind == "first":
+            raise RankFailed(f"rank {start.rank} ended before it joined: {cause}")
+        self._give_up(start.rank, cause)
+        if start.kind == "replacement" and self._roster.live_workers():
+            self._replace(start.endpoints, cause)
 
     def _watch_silence(self) -> None:
         now = time.monotonic()
@@ -270,18 +303,18 @@ class Coordinator:
             silent_s = now - member.seen
             if not member.active or silent_s <= min(self.rules.heartbeat_s, self.rules.start_deadline_s):
                 continue
-            limit, setting = self._allowed_silence(member.rank)
+            limit, setting = self._allowed_silence(member)
             if silent_s > limit:
                 self._kill(member.rank)
                 cause = f"silent for {silent_s:.1f} s, longer than {setting} allows, and killed"
                 self._lose(member, cause, _advice(setting))
 
-    def _allowed_silence(self, rank: int) -> tuple[float, str]:
-        """How long this rank may be silent, and which setting says so."""
+    def _allowed_silence(self, member: Member) -> tuple[float, str]:
+        """How long this process may be silent, and which setting says so."""
         rules = self.rules
-        if not self._furthest:  # until the first step, all is part of starting
+        if not self._furthest or not member.begun:  # until the first step, all is part of starting
             return rules.start_deadline_s, "start_deadline_s"
-        if self._runs is not None and self._runs(rank):
+        if self._runs is not None and self._runs(member.rank):
             return max((rules.deadline_s, "deadline_s"), (rules.heartbeat_s, "heartbeat_s"))
         return self._patience_s, "heartbeat_s"
 
@@ -292,14 +325,32 @@ class Coordinator:
 
     def _watch_stragglers(self) -> None:
         """Whoever lives but never reports the loss hangs in the user's code; the others must not hang with it."""
+        if self._waiting_since is None or self._roster.replacing:  # those who miss a server cannot report before
+            return
         limit, now = self.rules.deadline_s, time.monotonic()
-        missing = [m for m in self._live_workers() if m.rank not in self._waiting] if self._waiting else []
-        for member in missing:
-            patience = min(member.busy, self._waiting_since + (BUSY_DEADLINES - 1) * limit)
-            if now - max(self._waiting_since, patience) > limit:
+        since = max(self._waiting_since, self._replacements.latest)
+        for member in [m for m in self._roster.live_workers() if m.rank not in self._waiting]:
+            patience = min(member.busy, since + (BUSY_DEADLINES - 1) * limit)
+            if now - max(since, patience) > limit:
                 self._kill(member.rank)
                 cause = f"hung for {limit:g} s while the others waited for it, and killed"
                 self._lose(member, cause, _advice("deadline_s"))
+
+    def _watch_leavers(self) -> None:
+        """Nobody waits for ever for those that the run has no more use for."""
+        now = time.monotonic()
+        for member in [m for m in self._members.values() if m.standing == "retired" and not m.finished]:
+            if now - member.left_out > self.rules.deadline_s:
+                self._give_up(member.rank)
+        if not self._roster.all_joined or self._blame is not None or self._roster.live_workers():
+            return
+        self._through = self._through or now
+        self._changes.present = None
+        for rank in [*self._roster.starting, *(m.rank for m in self._roster.newcomers())]:
+            self._give_up(rank)
+        for member in [m for m in self._members.values() if m.start.kind != "first" and m.active]:
+            if now - self._through > _LEAVE_S:
+                self._give_up(member.rank)
 
     def _watch_blame(self) -> None:
         if self._blame is None:
@@ -311,46 +362,137 @@ class Coordinator:
 
     # Losses.
 
-    def _lose(self, member: _Member, cause: str, advice: str = "") -> None:
-        rank = member.rank
-        self._note("lost", lost=rank, cause=cause + advice, generation=self._generation, step=member.step)
-        self._on_event({"event": "lost", "rank": rank, "cause": cause + advice, "step": member.step})
-        del self._members[rank]
-        self._waiting.pop(rank, None)
-        left = [m for m in self._members.values() if m.rank < self.rules.workers and not m.failed]
-        carries_server = any(e >= self.rules.workers for e in member.endpoints)
-        if not self.rules.survives_loss or carries_server or not left or self._blame is not None:
+    def _lose(self, member: Member, cause: str, advice: str = "") -> None:
+        """A process is gone: go on without it, or with another in its place, or end the run."""
+        rank, rules = member.rank, self.rules
+        if self._is_spare(rank):
+            self._give_up(rank, cause + advice)
+            return
+        self._tell_lost(rank, cause + advice, member.step)
+        servers = self._roster.servers_of(member)
+        self._forget(rank)
+        left = [m for m in self._members.values() if m.rank in self._roster.workers and not m.failed]
+        bearable = (member.role == "server" or rules.survives_loss) and (not servers or self._can_replace)
+        if not bearable or not left or self._blame is not None:
             step = member.step or self._furthest  # a server counts no steps of its own
-            raise Lost(f"{self._role(member)} was lost: {cause}; last heard of at step {step}{advice}")
+            raise Lost(f"{self._roster.describe(member)} was lost: {cause}; last heard of at step {step}{advice}")
+        if servers and self._roster.live_workers():
+            self._replace(tuple(servers), cause)
         self._settle()
 
-    def _role(self, member: _Member) -> str:
-        beside = [e for e in member.endpoints if e >= self.rules.workers and e != member.rank]
-        if member.rank >= self.rules.workers:
-            return f"server {member.rank}"
-        return f"worker {member.rank}" + (f" with {_ranks(beside, 'server')}" if beside else "")
+    @property
+    def _can_replace(self) -> bool:
+        return self.rules.replaces_servers and self._respawn is not None and self._roster.all_joined
+
+    def _replace(self, servers: tuple[int, ...], cause: str) -> None:
+        """Start these servers anew, in a process of their own."""
+        assert self._respawn is not None
+        self._replacements.lose(servers, cause)
+        self._roster.begin(servers, "replacement", "server")
+        self._respawn(servers)
+
+    def _is_spare(self, rank: int) -> bool:
+        """Whether the run can do without this process as it stands: it does not depend on it yet, or no more."""
+        member, start = self._members.get(rank), self._roster.starting.get(rank)
+        if member is None:
+            return start is not None and start.kind == "newcomer"
+        unneeded = self._through is not None and member.start.kind != "first"
+        return member.standing != "settled" or unneeded
+
+    def _give_up(self, rank: int, cause: str = "") -> None:
+        """End a process that is not needed; with a cause, it is a loss that the user should hear of."""
+        self._kill(rank)
+        if cause:
+            self._tell_lost(rank, cause, 0)
+        self._forget(rank)
+        self._changes.drop(rank)
+        self._settle()
+
+    def _forget(self, rank: int) -> None:
+        self._roster.starting.pop(rank, None)
+        if rank in self._members:
+            self._roster.remove(self._members[rank])
+        self._waiting.pop(rank, None)
+        self._replacements.forget(rank)
+
+    def _tell_lost(self, rank: int, cause: str, step: int) -> None:
+        self._note("lost", lost=rank, cause=cause, generation=self._generation, step=step)
+        self._on_event({"event": "lost", "rank": rank, "cause": cause, "step": step})
+
+    # Changes.
+
+    def _scale(self, message: Message) -> None:
+        """More or fewer ranks are asked for; the answer says who comes and who goes, or why not."""
+        try:
+            if self._stop_sent or self._through is not None:
+                raise ConfigError("scale: the run must not be ending, and is")
+            told = self._changes.begin(message.meta)
+        except ConfigError as error:
+            self._answer(message, {"refused": str(error)})
+            return
+        if told["starting"] or told["retiring"]:
+            self._note("scaled", workers=told["workers"], servers=told["servers"])
+            self._on_event({"event": "scale", **told})
+        self._answer(message, told)
+        self._changes.move_on()
+
+    def _announce(self, number: int) -> None:
+        """Ask the workers to come to the next plan."""
+        for member in self._roster.live_workers():
+            self._send(member, "change", {"number": number})
+
+    # Plans.
 
     def _settle(self) -> None:
-        """Once every live worker has reported the loss, tell them how to go on."""
-        live = sorted(m.rank for m in self._live_workers())
-        if not self._waiting or set(live) != set(self._waiting):
+        """Once every live worker has reported, and every newcomer where there is a change, tell them how to go on."""
+        live = [m.rank for m in self._roster.live_workers()]
+        if not live or not self._waiting.keys() >= set(live):
             return
+        change = self._changes.due
+        asked = {rank: self._waiting.pop(rank) for rank in live}
+        steps = {rank: message.meta["steps_done"] for rank, message in asked.items()}
+        staying = live if change is None else live[: change.workers]
+        source = self._furthest_of(staying, steps)
+        if change is not None:
+            new = [m.rank for m in self._roster.newcomers() if m.role == "worker"]
+            asked.update({rank: self._waiting.pop(rank) for rank in new})
+            self._changes.carry_out(steps[source])
+        members = sorted(self._roster.workers & asked.keys())
+        self._count_fruitless(members, change is not None)
         self._generation += 1
-        self._fruitless = self._fruitless + 1 if live == self._grouped else 0
-        self._grouped = live
+        plan = {"generation": self._generation, "members": members, "source": source, **self._new_places()}
+        for message in asked.values():
+            self._members[message.source].waits = False
+            self._answer(message, {**plan, "change": self._changes.announced})
+        took_s = time.monotonic() - (self._waiting_since or time.monotonic())
+        self._waiting_since = None
+        self._on_event({"event": "regroup", **plan, "step": steps[source], "took_s": took_s})
+        self._replacements.tell()  # some may have asked for a server that is retired now
+
+    def _furthest_of(self, staying: list[int], steps: dict[int, int]) -> int:
+        """Whose state all take: the one with most steps, the lowest number among equals."""
+        holders = [rank for rank in staying if steps[rank] >= self._members[rank].owes]
+        if not holders:
+            raise Lost(f"all workers that held the state were lost; {name_ranks(staying, 'worker')} had not taken it")
+        return max(holders, key=lambda rank: (steps[rank], -rank))
+
+    def _new_places(self) -> Meta:
+        """Servers and addresses, as far as they are not those of the beginning."""
+        roster, rules = self._roster, self.rules
+        before = set(range(rules.workers, rules.workers + rules.servers))
+        here = roster.workers | roster.servers
+        return {
+            "servers": None if roster.servers == before else sorted(roster.servers),
+            "addresses": {
+                str(e): roster.addresses[e] for e in sorted(roster.since_start & here) if e in roster.addresses
+            },
+        }
+
+    def _count_fruitless(self, members: list[int], changed: bool) -> None:
+        self._fruitless = self._fruitless + 1 if members == self._grouped and not changed else 0
+        self._grouped = members
         if self._fruitless >= _FRUITLESS:
             raise Lost(f"the workers could not form a group {_FRUITLESS} times in a row; is a link between them cut?")
-        steps = {rank: self._waiting[rank].meta["steps_done"] for rank in live}
-        source = max(live, key=lambda rank: (steps[rank], -rank))
-        plan = {"generation": self._generation, "members": live, "source": source}
-        for message in self._waiting.values():
-            self._answer(message, plan)
-        self._waiting.clear()
-        took_s = time.monotonic() - self._waiting_since
-        self._on_event({"event": "regroup", **plan, "step": steps[source], "took_s": took_s})
-
-    def _live_workers(self) -> list[_Member]:
-        return [m for m in self._members.values() if m.active and m.rank < self.rules.workers]
 
     # Words to the ranks, and for the record.
 
@@ -359,8 +501,11 @@ class Coordinator:
         self._note("stop", step=self._furthest, reason="asked by the user")
         for member in self._members.values():
             if member.active:
-                with contextlib.suppress(CommError):  # gone a moment ago: its departure is the next message
-                    self._channel.send(member.rank, "stop", {})
+                self._send(member, "stop", {})
+
+    def _send(self, member: Member, kind: str, meta: Meta) -> None:
+        with contextlib.suppress(CommError):  # gone a moment ago: its departure is the next message
+            self._channel.send(member.rank, kind, meta)
 
     def _answer(self, message: Message, meta: Meta) -> None:
         with contextlib.suppress(CommError):  # gone a moment ago: its departure is the next message
@@ -371,12 +516,7 @@ class Coordinator:
             self._recorder.write(kind, self._clock.now_ns(), **fields)
 
     def _first_worker(self) -> int:
-        return min((m.rank for m in self._live_workers()), default=-1)
-
-
-def _ranks(ranks: list[int], what: str = "rank") -> str:
-    """`rank 2`, or `ranks 2, 3`."""
-    return f"{what}{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return min((m.rank for m in self._roster.live_workers()), default=-1)
 
 
 def _advice(setting: str) -> str:

@@ -1,12 +1,14 @@
 """The local launcher: ranks are processes of this machine, forked from a server that has torch loaded.
 
-The first run pays for the server's imports (about 3 s); ranks of later runs start in hundredths of a second. They die
-with the launcher: the kernel kills them when the fork server goes, and they end when the coordinator does.
+The first run pays for the server's imports (about 3 s); ranks of later runs start in hundredths of a second, and so do
+those that replace a lost server or come as one more. They die with the launcher: the kernel kills them when the fork
+server goes, and they end when the coordinator does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import secrets
 import signal
@@ -23,12 +25,14 @@ from typing import Any
 
 from podium.building import Job
 from podium.cluster.base import Event, Launched, Planned
-from podium.cluster.coordinator import Coordinator, Rules
+from podium.cluster.coordinator import Coordinator
+from podium.cluster.process import NodeSpec, run_node
 from podium.cluster.rendezvous import rendezvous_folder
+from podium.cluster.roster import MOST_RANKS, Role, Rules
+from podium.cluster.scale import open_to_change
 from podium.comm.memory import WallClock
 from podium.errors import ConfigError, PodiumError, RankFailed
 from podium.measure.records import Recorder
-from podium.node import NodeSpec, run_node
 from podium.task import Task
 
 _UNGUARDED = (
@@ -56,21 +60,29 @@ class Processes:
         *,
         task: Task | None = None,
         body: Callable[[NodeSpec, Task | None], None] = run_node,
-        **places: Any,
+        place: Callable[[int, Role], dict[str, Any]] | None = None,
     ) -> None:
-        """Each process runs `body`; `task` goes along where it has no name; `places` are NodeSpec fields by process."""
-        self.job, self.folder, self._places = job, folder, places
+        """Each process runs `body`; `task` goes along where it has no name.
+
+        `place(rank, role)` gives the NodeSpec fields that say where a process is.
+        """
+        self.job, self.folder = job, folder
+        self._place = place or (lambda _rank, _role: {})
         self._task, self._body = task, body
+        self._shown: int | None = None
+        self._restarts: dict[int, int] = {}
         self.secret = secrets.token_bytes(32)
         self.endpoints = endpoints_of(job)
         self.started: dict[int, ForkServerProcess] = {}
-        self.on_started: Callable[[int, int], None] | None = None
-        """Told the number and pid of every process once it runs."""
+        """The latest process of each number."""
+        self._all: list[ForkServerProcess] = []
+        self.on_started: Callable[[NodeSpec, int], None] | None = None
+        """Told what every process is, and its pid, once it runs."""
         self._began_ns = time.monotonic_ns()
         assert job.run_dir is not None
         self.recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
         self.coordinator = Coordinator(
-            rules_of(job, survives_loss=job.strategy.survives_loss),
+            self._rules(),
             listen=f"unix:{folder}/k",
             secret=self.secret,
             recorder=self.recorder,
@@ -78,20 +90,23 @@ class Processes:
             kill=self._kill,
             ended=self._ended,
             runs=self._runs,
+            respawn=self._respawn,
+            start=self._start_late,
             clock=WallClock(self._began_ns),
         )
 
     def show_output_of(self, rank: int) -> None:
         """Leave this process's output on the terminal instead of in its log."""
-        assert self.job.run_dir is not None
-        logs = [str(self.job.run_dir / "logs" / f"rank-{e[0]}.log") for e in self.endpoints]
-        self._places["log"] = [None if e[0] == rank else log for e, log in zip(self.endpoints, logs, strict=True)]
+        self._shown = rank
 
     def run(self, stop: threading.Event | None) -> Launched:
+        assert self.job.run_dir is not None
         try:
-            self._start()
+            for endpoints in self.endpoints:
+                self._start(self._spec(endpoints))
             try:
-                reports = self.coordinator.run(stop)
+                with open_to_change(self.job.run_dir, self.coordinator.address, self.secret):
+                    reports = self.coordinator.run(stop)
             except PodiumError as error:
                 raise type(error)(self._with_advice(error)) from error
             self._join()
@@ -99,46 +114,58 @@ class Processes:
         finally:
             self._end()
 
-    def _start(self) -> None:
-        context = fork_server()
-        task = self._task
-        for n, endpoints in enumerate(self.endpoints):
-            spec = self._spec(n, endpoints)
-            process = context.Process(target=self._body, args=(spec, task), name=f"podium-{endpoints[0]}", daemon=True)
-            try:
-                with nullified_main() if task is None else contextlib.nullcontext():
-                    process.start()
-            except (AttributeError, TypeError, _pickling_error()) as error:
-                raise ConfigError(
-                    f"task {self.job.config.task} cannot be sent to other processes ({error}); name its function "
-                    "('file.py:make_task') or use launcher='threads'"
-                ) from error
-            except (OSError, EOFError) as error:
-                why = str(error) or "the fork server ended"
-                raise RankFailed(f"rank {endpoints[0]} could not be started: {why}") from error
-            self.started[endpoints[0]] = process
-            if self.on_started is not None and process.pid is not None:
-                self.on_started(n, process.pid)
-
-    def _spec(self, n: int, endpoints: tuple[int, ...]) -> NodeSpec:
+    def _rules(self) -> Rules:
         job = self.job
-        assert job.run_dir is not None
-        return NodeSpec(
-            rank=endpoints[0],
-            endpoints=endpoints,
-            workers=job.config.workers,
-            servers=job.strategy.server_count,
-            config=job.config.to_dict(),
+        if self._body is not run_node:
+            # A script is in its own loop, to which nobody can be added, and a second start would begin it anew.
+            return rules_of(job, survives_loss=job.strategy.survives_loss, fixed="the loop is the script's own")
+        fixed = "" if job.config.shares is None else "shares are set, one per worker that the run began with"
+        replaces = bool(getattr(job.strategy, "replaces_servers", False))
+        return rules_of(job, survives_loss=job.strategy.survives_loss, replaces_servers=replaces, fixed=fixed)
+
+    def _start(self, spec: NodeSpec) -> None:
+        context, task = fork_server(), self._task
+        process = context.Process(target=self._body, args=(spec, task), name=f"podium-{spec.rank}", daemon=True)
+        try:
+            with nullified_main() if task is None else contextlib.nullcontext():
+                process.start()
+        except (AttributeError, TypeError, _pickling_error()) as error:
+            raise ConfigError(
+                f"task {self.job.config.task} cannot be sent to other processes ({error}); name its function "
+                "('file.py:make_task') or use launcher='threads'"
+            ) from error
+        except (OSError, EOFError) as error:
+            why = str(error) or "the fork server ended"
+            raise RankFailed(f"rank {spec.rank} could not be started: {why}") from error
+        self.started[spec.rank] = process
+        self._all.append(process)
+        if self.on_started is not None and process.pid is not None:
+            self.on_started(spec, process.pid)
+
+    def _respawn(self, endpoints: tuple[int, ...]) -> None:
+        """Lost servers live again, in a process of their own."""
+        self._restarts[endpoints[0]] = again = self._restarts.get(endpoints[0], 0) + 1
+        self._start(self._spec(endpoints, role="server", replaces=True, again=again))
+
+    def _start_late(self, role: Role, rank: int) -> None:
+        """One more rank for the run that is under way."""
+        self._start(self._spec((rank,), role=role, late=True))
+
+    def _spec(self, endpoints: tuple[int, ...], **others: Any) -> NodeSpec:
+        assert self.job.run_dir is not None
+        log = str(self.job.run_dir / "logs" / f"rank-{endpoints[0]}.log")
+        spec = NodeSpec.of(
+            self.job,
+            endpoints,
             coordinator=self.coordinator.address,
             secret=self.secret.hex(),
             store=str(self.folder / "store"),
             rendezvous=str(self.folder),
             clock_ns=self._began_ns,
-            **{"log": str(job.run_dir / "logs" / f"rank-{endpoints[0]}.log"), **self._place(n)},
+            log=None if endpoints[0] == self._shown else log,
+            **others,
         )
-
-    def _place(self, n: int) -> dict[str, Any]:
-        return {name: values[n] for name, values in self._places.items()}
+        return dataclasses.replace(spec, **self._place(spec.rank, spec.role))
 
     def _kill(self, rank: int) -> None:
         process = self.started[rank]
@@ -179,15 +206,15 @@ class Processes:
 
     def _join(self) -> None:
         deadline = time.monotonic() + _GRACE_S
-        for process in self.started.values():
+        for process in self._all:
             process.join(timeout=max(0.0, deadline - time.monotonic()))
 
     def _end(self) -> None:
         """Leave no process behind, whatever happened."""
-        for process in self.started.values():
+        for process in self._all:
             if process.exitcode is None:
                 process.kill()
-        for process in self.started.values():
+        for process in self._all:
             process.join(timeout=_GRACE_S)
         self.coordinator.close()
         self.recorder.close()
@@ -209,13 +236,18 @@ def endpoints_of(job: Planned) -> list[tuple[int, ...]]:
     return [(rank, *(workers + m for m in range(servers) if m % workers == rank)) for rank in range(workers)]
 
 
-def rules_of(job: Planned, *, survives_loss: bool) -> Rules:
-    """What the coordinator of this run goes by."""
+def rules_of(job: Planned, *, survives_loss: bool, replaces_servers: bool = False, fixed: str = "") -> Rules:
+    """What the coordinator of this run goes by; `fixed` says why its number of ranks is."""
     config = job.config
+    limits = [config.batch_size, job.strategy.max_workers]  # a worker without a sample would have nothing to do
     return Rules(
         workers=config.workers,
+        servers=job.strategy.server_count,
         ranks=tuple(endpoints[0] for endpoints in endpoints_of(job)),
         survives_loss=survives_loss,
+        replaces_servers=replaces_servers,
+        fixed=fixed,
+        most_workers=min([MOST_RANKS, *(limit for limit in limits if limit is not None)]),
         heartbeat_s=config.heartbeat_s,
         deadline_s=config.deadline_s,
         start_deadline_s=config.start_deadline_s,

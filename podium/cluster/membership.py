@@ -1,4 +1,4 @@
-"""A rank's side of the coordinator: it joins, beats, reports, and hears when to stop.
+"""A rank's side of the coordinator: it joins, beats, reports, and hears when to stop or to come to a plan.
 
 One thread beats and listens; when the coordinator is gone the launcher is, and the rank ends at once.
 """
@@ -11,17 +11,27 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from podium.cluster.coordinator import BUSY_DEADLINES, COORDINATOR
+from podium.cluster.replacing import MOST_REPLACEMENTS
 from podium.comm.base import DEPARTED, Meta
 from podium.comm.channel import Channel
 from podium.comm.sockets import Address
-from podium.errors import CommError, DeadlineExceeded
+from podium.comm.tls import Tls
+from podium.errors import CommError, DeadlineExceeded, Lost
 from podium.recovery import Control, Regroup
 from podium.training import Report
 
 _BEATS_PER_LIMIT = 6
+
+
+class Joined(NamedTuple):
+    """Who is there and where, as the coordinator has it."""
+
+    addresses: dict[int, Address]
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
 
 
 @final
@@ -29,31 +39,63 @@ class Membership(Control):
     """One process's place in the run."""
 
     def __init__(
-        self, rank: int, coordinator: Address, *, secret: bytes, listen: Address, heartbeat_s: float, deadline_s: float
+        self,
+        rank: int,
+        coordinator: Address,
+        *,
+        secret: bytes,
+        listen: Address,
+        heartbeat_s: float,
+        deadline_s: float,
+        start_deadline_s: float,
+        tls: Tls | None = None,
     ) -> None:
-        self._channel = Channel(rank, secret=secret, listen=listen, deadline_s=deadline_s)
+        self._channel = Channel(rank, secret=secret, listen=listen, deadline_s=deadline_s, tls=tls)
         self._channel.introduce({COORDINATOR: coordinator})
         self._beat_s, self._deadline_s = min(heartbeat_s, deadline_s) / _BEATS_PER_LIMIT, deadline_s
+        self._start_deadline_s = start_deadline_s
         self.joined = False
         self._busy: str | None = None
         self._stop, self._closing = threading.Event(), threading.Event()
+        # By number, since the next change may be announced while the plan of the one before is still on its way.
+        self._change_asked, self._change_done = 0, 0
         self._latest: Meta | None = None
         self._thread: threading.Thread | None = None
         self._rate: tuple[float, int] | None = None
 
-    def join(self, endpoints: list[int], addresses: Mapping[int, Address], deadline_s: float) -> dict[int, Address]:
-        """Say which endpoints live here; returns where all others are, once everybody has joined."""
+    def join(self, endpoints: list[int], addresses: Mapping[int, Address], deadline_s: float) -> Joined:
+        """Say which endpoints live here; returns who and where the others are, once everybody has joined."""
         meta = {"endpoints": endpoints, "addresses": {str(k): v for k, v in addresses.items()}}
         answer = self._ask("join", meta, deadline_s)
         self.joined = True
         self._thread = threading.Thread(target=self._keep_in_touch, name="membership", daemon=True)
         self._thread.start()
-        return {int(k): v for k, v in answer["addresses"].items()}
+        return Joined(_by_rank(answer["addresses"]), tuple(answer["workers"]), tuple(answer["servers"]))
+
+    def relocate(self, rank: int, old: Address) -> Address:
+        """Where a server is now that cannot be reached at `old`; blocks until it is elsewhere.
+
+        Raises Lost where it will not be, or where the run is ending.
+        """
+        patience_s = self._start_deadline_s
+        try:
+            answer = self._ask("where", {"rank": rank, "not": old}, patience_s)
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"rank {self._channel.rank}: server {rank} does not answer at {old}, and for {patience_s:g} s "
+                "(start_deadline_s) nobody took its place"
+            ) from None
+        if "lost" in answer:
+            raise Lost(f"rank {self._channel.rank}: {answer['lost']}")
+        return str(answer["address"])
 
     # Control.
 
     def stop_requested(self) -> bool:
         return self._stop.is_set()
+
+    def change_requested(self) -> bool:
+        return self._change_asked > self._change_done
 
     def progress(self, facts: dict[str, Any]) -> None:
         if facts["event"] == "progress":
@@ -63,9 +105,13 @@ class Membership(Control):
 
     def regroup(self, generation: int, steps_done: int) -> Regroup:
         # Longer than the coordinator's own patience: it sees to it that nobody hangs, and knows whom to name.
-        patience_s = (BUSY_DEADLINES + 2) * self._deadline_s
+        patience_s = (BUSY_DEADLINES + 2) * self._deadline_s + (MOST_REPLACEMENTS + 1) * self._start_deadline_s
         answer = self._ask("lost", {"generation": generation, "steps_done": steps_done}, patience_s)
-        return Regroup(answer["generation"], tuple(answer["members"]), answer["source"])
+        self._change_done = answer["change"]
+        servers = None if answer["servers"] is None else tuple(answer["servers"])
+        return Regroup(
+            answer["generation"], tuple(answer["members"]), answer["source"], servers, _by_rank(answer["addresses"])
+        )
 
     def busy(self, what: str | None) -> None:
         self._busy = what  # the next beat carries it
@@ -105,6 +151,8 @@ class Membership(Control):
                 break
             if message.kind == "stop":
                 self._stop.set()
+            elif message.kind == "change":
+                self._change_asked = message.meta["number"]
             elif message.kind == DEPARTED:
                 break
         if not self._closing.is_set():
@@ -121,3 +169,8 @@ class Membership(Control):
         if before is None or now <= before[0]:
             return facts
         return {**facts, "samples_per_s": (facts["position"] - before[1]) / (now - before[0])}
+
+
+def _by_rank(addresses: Mapping[str, Address]) -> dict[int, Address]:
+    """JSON has no keys but text."""
+    return {int(rank): address for rank, address in addresses.items()}

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo
 import torch.distributed
 
-import podium.node
+import podium.cluster.process
 
 torch.set_num_threads(1)  # no thread pool may exist when the server forks
 

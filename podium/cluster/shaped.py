@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from podium.building import Job
 from podium.cluster.base import Event, Launched
 from podium.cluster.description import read_cluster
-from podium.cluster.local import Processes, endpoints_of, sendable_task
+from podium.cluster.local import Processes, sendable_task
 from podium.cluster.netns import CpuQuota, ShapedNetwork
 from podium.cluster.rendezvous import note_what_was_made, rendezvous_folder
+from podium.cluster.roster import Role
 
 
 def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> Launched:
@@ -23,19 +25,23 @@ def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threadi
     assert job.config.cluster is not None
     cluster = read_cluster(Path(job.config.cluster))
     placed = cluster.place(job.config.workers, job.strategy.server_count, job.strategy.colocated)
-    nodes = [placed[endpoints[0]] for endpoints in endpoints_of(job)]
+
+    def node_of(rank: int, role: Role) -> int:
+        """Those that come later take turns, as the first did."""
+        if rank < len(placed):
+            return placed[rank]
+        turns = (cluster.workers if role == "worker" else cluster.servers) or range(len(cluster.nodes))
+        return turns[rank % len(turns)]
+
     with rendezvous_folder() as folder, ShapedNetwork(cluster) as network, CpuQuota(cluster) as quota:
         made = [*network.namespaces, f"podium-{network.facts['run']}-hub"]
         note_what_was_made(folder, made, quota.groups.values())
-        processes = Processes(
-            job,
-            folder,
-            on_event,
-            task=sendable_task(job),
-            host=[network.addresses[n] for n in nodes],
-            namespace=[network.namespaces[n] for n in nodes],
-            same_host=[False] * len(nodes),
-        )
-        processes.on_started = lambda n, pid: quota.add(nodes[n], pid)
+
+        def place(rank: int, role: Role) -> dict[str, Any]:
+            node = node_of(rank, role)
+            return {"host": network.addresses[node], "namespace": network.namespaces[node], "same_host": False}
+
+        processes = Processes(job, folder, on_event, task=sendable_task(job), place=place)
+        processes.on_started = lambda spec, pid: quota.add(node_of(spec.rank, spec.role), pid)
         launched = processes.run(stop)
         return launched._replace(facts={"cluster": cluster.to_dict(), "network": network.facts, "quota": quota.facts()})

@@ -24,13 +24,14 @@ from podium.cluster.base import Planned
 from podium.cluster.coordinator import Coordinator
 from podium.cluster.launch import conclude, plan_script, prepare
 from podium.cluster.local import endpoints_of, rules_of
+from podium.cluster.process import NodeSpec, run_node
+from podium.comm.tls import tls_of
 from podium.comm.torch_dist import client_store, look_up, named_part, publish
 from podium.config import RunConfig, resolve
 from podium.errors import ConfigError, PodiumError, RecordError
 from podium.loop import run_user_script
 from podium.measure.manifest import write_manifest
 from podium.measure.records import Recorder, merge_records, to_json
-from podium.node import NodeSpec, run_node
 from podium.strategies import make_strategy
 
 
@@ -124,7 +125,8 @@ class _Rank:
         self._recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
         listen = f"tcp:{self._host()}:0"
         rules = rules_of(job, survives_loss=False)
-        coordinator = Coordinator(rules, listen=listen, secret=_secret(), recorder=self._recorder)
+        tls = tls_of(job.config)
+        coordinator = Coordinator(rules, listen=listen, secret=_secret(), recorder=self._recorder, tls=tls)
         self._watch = threading.Thread(target=self._coordinate, args=(coordinator,), name="coordinator", daemon=True)
         self._watch.start()
         return coordinator
@@ -158,12 +160,9 @@ class _Rank:
                 f"got WORLD_SIZE={environment.world_size}"
             )
         endpoints = processes[environment.rank]
-        return NodeSpec(
-            rank=endpoints[0],
-            endpoints=endpoints,
-            workers=job.config.workers,
-            servers=job.strategy.server_count,
-            config=job.config.to_dict(),
+        return NodeSpec.of(
+            job,
+            endpoints,
             coordinator=coordinator,
             secret=_secret().hex(),
             store=f"tcp:{environment.host}:{environment.port}",

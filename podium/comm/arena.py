@@ -47,11 +47,13 @@ class Arena:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros in a segment of their own."""
+        if numel == 0:  # it lies nowhere, so it has no place
+            return torch.empty(0, dtype=dtype)
         nbytes = max(numel * dtype.itemsize, mmap.PAGESIZE)
         file = os.memfd_create(_NAME, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         os.ftruncate(file, nbytes)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-        tensor = torch.frombuffer(mmap.mmap(file, nbytes), dtype=dtype, count=numel) if numel else torch.empty(0)
+        tensor = torch.frombuffer(mmap.mmap(file, nbytes), dtype=dtype, count=numel)
         segment = _Segment(tensor.data_ptr(), nbytes, file, os.fstat(file).st_ino)
         self._segments = sorted([*self._segments, segment])  # a new list: others may be reading the old one
         return tensor

@@ -161,6 +161,9 @@ class Communicator(ABC):
     def recv(self, deadline_s: float | None = None) -> Message:
         """The next message from anyone, in order of arrival. A departure is a message."""
 
+    def watch(self, ranks: Sequence[int]) -> None:
+        """See to it that `recv` tells of the departure of these, also of one that never says a word to us."""
+
     # Waiting.
 
     def wait(self, *handles: Handle, deadline_s: float | None = None) -> list[Message | None]:

@@ -104,6 +104,25 @@ class Channel:
         for rank in sorted(set(addresses) - {self.rank}):
             self._reach(rank, until, patient=True)
 
+    def watch(self, ranks: Sequence[int]) -> None:
+        """Connect to these, if nobody has yet, so that `recv` tells when they depart; returns at once.
+
+        One that cannot be reached counts as departed.
+        """
+        strange = [rank for rank in ranks if rank not in self._links and rank != self.rank]
+        if strange:
+            name = f"podium-watch-{self.rank}"
+            threading.Thread(target=self._meet, args=(strange,), name=name, daemon=True).start()
+
+    def _meet(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            try:
+                self._reach(rank)
+            except (CommError, ConfigError) as error:
+                if self._closed:
+                    return
+                self.inbox.put(Message(rank, DEPARTED, {"error": str(error)}), None)
+
     # Messages. Their meaning is that of `podium.comm.base.Communicator`.
 
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:

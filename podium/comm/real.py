@@ -16,7 +16,6 @@ from podium.comm.sockets import Address
 from podium.comm.torch_dist import Group
 from podium.errors import CommError, Lost
 
-
 Relocate = Callable[[int, Address], Address]
 """Where a server is now that was lost at this address; blocks until it is there, raises `Lost` if it never will be."""
 
@@ -120,6 +119,9 @@ class RealCommunicator(Communicator):
         message = self._need_channel().recv(self.deadline_s if deadline_s is None else deadline_s)
         self.traffic.received += nbytes_of(message.body)
         return message
+
+    def watch(self, ranks: Sequence[int]) -> None:
+        self._need_channel().watch(ranks)
 
     def _wait(self, handles: Sequence[Handle], deadline_s: float) -> list[Message | None]:
         calls = [h for h in handles if isinstance(h, ChannelHandle)]

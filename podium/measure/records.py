@@ -29,7 +29,7 @@ KINDS: dict[str, str] = {
     "step": "one step of one worker: step, position, samples, loss, step_ns, wait_ns, sent, received (bytes)",
     "eval": "validation: step, epoch, position, loss, metrics, eval_ns",
     "arrival": "a server took up a message: source, what, lease, range; their order is the run's order",
-    "update": "a server applied gradients: version, staleness, worker, range, lease, first (of its stretch), pushes, lead",
+    "update": "a server applied gradients: version, worker, range, staleness, lease, first (of stretch), pushes, lead",
     "dropped": "a server dropped a push that was too stale: worker, lease, staleness",
     "worker_lost": "a server heard that a worker is gone: worker, leases (that go back)",
     "restored": "a server took the place of a lost one: source (of its state), updates",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from podium.measure.records import Record
+from podium.measure.staleness import dropped, histogram, later, restored
 
 
 def summarise(records: Iterable[Record]) -> dict[str, Any]:
@@ -41,23 +42,27 @@ def summarise(records: Iterable[Record]) -> dict[str, Any]:
         "step_ms": {"p50": float(np.median(step_ns)) / 1e6, "p90": float(np.quantile(step_ns, 0.9)) / 1e6},
         "wait_share": float(sum(row["wait_ns"] for row in steps)) / max(1.0, float(step_ns.sum())),
         "staleness": staleness(updates),
+        "histogram": [list(bin) for bin in histogram(row["staleness"] for row in later(updates))],
+        "dropped": sum(dropped(by_kind.get("dropped", [])).values()),
         "history": history,
         "lost": sorted({row["lost"] for row in by_kind.get("lost", [])}),
+        "restored": restored(rows),
     }
 
 
 def _updates(rows: Sequence[Record]) -> int:
     """Updates of the first server's first range; one that several pushes made has a record for each of them."""
     first = [row for row in rows if row["rank"] == rows[0]["rank"] and row.get("range", 0) == 0]
-    return round(sum(1 / row.get("pushes", 1) for row in first))
+    made: float = sum(1 / row.get("pushes", 1) for row in first)
+    return round(made)
 
 
 def staleness(updates: Sequence[Record]) -> dict[str, float]:
     """Mean, largest and number over updates; a worker's first push of a stretch is left out: all began it alike."""
-    later = [row["staleness"] for row in updates if not row["first"]]
-    if not later:
+    values = [row["staleness"] for row in later(updates)]
+    if not values:
         return {}
-    return {"mean": float(np.mean(later)), "max": float(max(later)), "count": float(len(later))}
+    return {"mean": float(np.mean(values)), "max": float(max(values)), "count": float(len(values))}
 
 
 def _sent_bytes(steps: Sequence[Record], ends: Sequence[Record]) -> int:

@@ -125,7 +125,8 @@ class Copies:
     def _mirror(self, message: Message) -> None:
         twin, meta = self._twins.get(message.source), message.meta
         if twin is not None:
-            twin.shard.step(meta["unit"], message.body, meta["options"], meta["unused"])
+            version = meta["versions"][meta["unit"]]
+            twin.shard.step(meta["unit"], message.body, meta["options"], meta["unused"], version)
             once = twin.facts["once"]
             twin.facts = {k: meta[k] for k in ("versions", "updates", "cursor")} | {"once": once}
             once[meta["unit"]].extend(meta["slices"])
@@ -181,6 +182,7 @@ class Copies:
         facts = state["facts"]
         server.versions, server.updates = list(facts["versions"]), facts["updates"]
         self._saved_at = server.updates
+        server.shard.all_rows_changed(server.versions)
         for once, slices in zip(server.intake.once, facts["once"], strict=True):
             once.update(slices)
         if server.cursor is not None and facts["cursor"] is not None:

@@ -40,8 +40,10 @@ class Cursor:
         self.open: dict[int, tuple[int, Lease]] = {}  # lease -> who has it
         self.returned: deque[Lease] = deque()
         self._cut: deque[Lease] = deque()  # the rest of the step that is being lent
+        self._ahead: dict[int, int] = {}
+        """After a restart: slices that this cursor has yet to come to, and who has each of them already, …"""
         self._done: set[int] = set()
-        """Slices that were done although this cursor never lent them: known after a restart only."""
+        """… or that have been done."""
         self._strangers: set[int] = set()
         """After a restart: workers whose open leases may be out of date."""
 
@@ -56,13 +58,21 @@ class Cursor:
         while self.returned or self._cut or self.position < self.end:
             if self.returned:
                 return self.returned.popleft()
-            if not self._cut:
-                self._cut_step()
-            lease = self._cut.popleft()
-            self.position = lease.piece.position + lease.piece.count
-            if lease.number not in self._done:
+            lease = self._advance()
+            if lease is not None:
                 return lease
         return None
+
+    def _advance(self) -> Lease | None:
+        """The next slice of the order; None if somebody has it, or has done it, already."""
+        if not self._cut:
+            self._cut_step()
+        lease = self._cut.popleft()
+        self.position = lease.piece.position + lease.piece.count
+        if lease.number in self._ahead:
+            self.open[lease.number] = (self._ahead.pop(lease.number), lease)
+            return None
+        return None if lease.number in self._done else lease
 
     def _cut_step(self) -> None:
         step = self.order.slice_at(self.position, min(self.batch_size, self.end - self.position))
@@ -72,13 +82,15 @@ class Cursor:
 
     def applied(self, number: int) -> None:
         """This lease's gradients are in the parameters, on all servers."""
-        self.open.pop(number, None)
+        if self.open.pop(number, None) is None and self._ahead.pop(number, None) is not None:
+            self._done.add(number)
 
     def give_back(self, number: int) -> None:
         """This lease's gradient was not used: lend it again."""
         lent = self.open.pop(number, None)
         if lent is not None:
             self.returned.append(lent[1])
+        self._ahead.pop(number, None)  # its turn will come
 
     def lost(self, worker: int) -> None:
         """A worker is gone: what it had goes back."""
@@ -86,10 +98,17 @@ class Cursor:
             self.give_back(number)
 
     def held_by(self, worker: int) -> list[int]:
-        return [n for n, (who, _) in self.open.items() if who == worker]
+        held = [n for n, (who, _) in self.open.items() if who == worker]
+        return held + [n for n, who in self._ahead.items() if who == worker]
 
     def close(self) -> None:
         """Lend nothing that was not lent before; what comes back still has to be done."""
+        # After a restart, slices are lent in order, so all before one that somebody has were lent too.
+        furthest = max([*self._ahead, *self._done], default=-1)
+        while self.position <= furthest and (self._cut or self.position < self.end):
+            lease = self._advance()
+            if lease is not None:
+                self.returned.append(lease)
         self.end = self.position
         self._cut.clear()
 
@@ -125,15 +144,25 @@ class Cursor:
         self._strangers = {who for who, _ in self.open.values()}
 
     def heard_of(self, worker: int, holds: Collection[int]) -> None:
-        """After a restart, a worker says what it really has: this is done by it, and what the copy says goes back."""
+        """After a restart, a worker says what it really has: this is its own, and what else the copy says goes back."""
         for number in holds:
-            if number >= 0 and number not in self.open:
-                self._done.add(number)
+            self._entrust(number, worker)
         if worker in self._strangers:
             self._strangers.discard(worker)
             for number in self.held_by(worker):
                 if number not in holds:
                     self.give_back(number)
+
+    def _entrust(self, number: int, worker: int) -> None:
+        """This worker has a slice, whatever the copy says of it."""
+        came_back = next((lease for lease in self.returned if lease.number == number), None)
+        if number in self.open:
+            self.open[number] = (worker, self.open[number][1])
+        elif came_back is not None:
+            self.returned.remove(came_back)
+            self.open[number] = (worker, came_back)
+        elif number >= self.position and number not in self._done:
+            self._ahead[number] = worker
 
 
 def _plain(lease: Lease) -> list[Any]:

@@ -114,9 +114,9 @@ class Clocks:
         return lead <= self.allowed[worker]
 
     def _stretch(self, worker: int) -> float:
-        """DSSP: the lead within the bounds after which this worker's wait for the slowest would be shortest.
+        """DSSP: up to which lead this worker goes on: the one, within the bounds, after which its wait is shortest.
 
-        Both are expected to push on at their last interval; ties go to the smaller lead.
+        It and the slowest are expected to push on at their last intervals; ties go to the smaller lead.
         """
         assert self.rules.bound is not None and self.rules.bound_high is not None
         low, high = int(self.rules.bound), int(self.rules.bound_high)
@@ -125,14 +125,14 @@ class Clocks:
         if mine <= 0 or theirs <= 0:
             return low
         lead = self.lead(worker)
-        best, shortest = lead - 1, float("inf")
-        for extra in range(high - lead + 1):
+        best, shortest = high, float("inf")
+        for extra in range(high - lead + 2):  # so many more clocks, the last of them begun with the highest lead
             here = now + extra * mine
             catches_up = max(1, -(-(here - then) // theirs))
             wait = then + catches_up * theirs - here
             if wait < shortest:
                 best, shortest = lead + extra - 1, wait
-        return max(low, min(best + 1, high))
+        return best
 
 
 class Gathering:

@@ -156,9 +156,9 @@ class Streams(Intake):
 
 
 class _Sum(NamedTuple):
-    """Gradients added up so far, one tensor per range, and the weight they have together."""
+    """Gradients added up so far, unit by unit, and the weight they have together."""
 
-    grads: list[Tensor]
+    grads: list[list[Tensor]]
     weight: float
     options: Sequence[Meta]
     unused: set[int]
@@ -174,9 +174,11 @@ class Gathers(Intake):
         self.gathering = Gathering(server.rules, server.live)
         self._parts: dict[Key, dict[int, Message]] = defaultdict(dict)
         self._have: dict[Key, set[int]] = defaultdict(set)
-        self._applied: dict[Key, None] = {}  # in order, the recent ones
+        self._decided: dict[Key, None] = {}  # in order, the recent ones
+        self._told: dict[Key, None] = {}  # the same with those that were dropped, which may come again
         self._sum: _Sum | None = None
-        self._scratch: list[Tensor] = []
+        self._scratch: list[list[Tensor]] = []
+        self._added: list[Key] = []  # what the sum is made of
         self._lost: int | None = None
         self._measuring: tuple[list[Key], dict[int, float]] | None = None  # what is about to be stepped; norms so far
         self._pending_answer: list[Key] = []
@@ -212,14 +214,17 @@ class Gathers(Intake):
             self._measured(message.source, meta["norm"])
         elif message.kind == "hello" and message.source == server.servers[0]:
             whole = [k for k, parts in self._parts.items() if len(parts) == len(server.shard.units)]
-            for source, lease in [*self._applied, *whole]:
+            for source, lease in [*self._told, *whole]:
                 server.tell(message.source, "have", {"source": source, "lease": lease, "unit": source})
 
     def _has(self, key: Key, rank: int) -> None:
         """First server: one more server has the whole of this push."""
-        server, have = self.server, self._have[key]
+        server = self.server
+        if self._lost is not None:  # a server that was restored since does not know
+            return self._decide({"abort": self._lost}, only=rank)
+        have = self._have[key]
         have.add(rank)
-        if key in self._applied:  # it comes again: its server was lost before it could answer
+        if key in self._decided:  # it comes again: its server was lost before it could answer
             return self._decide({"answer": [key]}, only=rank)
         if have >= set(server.servers) and self._is_complete(key):
             self._consider(key)
@@ -341,39 +346,61 @@ class Gathers(Intake):
             parts = self._parts.get(key)
             if parts is None or len(parts) < len(server.shard.units):
                 continue  # this server was restored in between: what it lacks counts as lost
+            if key[1] in self.once[0]:
+                continue  # the first server was restored in between, and this one has done it
+            self._added.append(key)
             meta, grads = self._last_of(key).meta, self._mended(key)
             unused = {piece for message in parts.values() for piece in message.meta["unused"]}
             if self._sum is None:
                 alone = len(keys) == 1 and server.rules.wait and server.seed_meta["clip_norm"] is None
                 self._sum = _Sum(self._begin_sum(grads, alone), meta["weight"], meta["options"], unused)
             else:
-                for mine, theirs in zip(self._sum.grads, grads, strict=True):
-                    mine += theirs
+                for number, theirs in enumerate(grads):
+                    self._join(number, self._sum.grads, theirs)
                 total = self._sum.weight + meta["weight"]
                 self._sum = self._sum._replace(weight=total, unused=self._sum.unused & unused)
 
-    def _mended(self, key: Key) -> list[Tensor]:
+    def _join(self, unit: int, sums: list[list[Tensor]], grads: list[Tensor]) -> None:
+        """Add one unit's gradients to the sum; rows are put behind the others, to be added up in the end."""
+        if self.server.shard.by_rows(unit):
+            sums[unit] = [torch.cat(pair) for pair in zip(sums[unit], grads, strict=True)]
+        else:
+            for mine, theirs in zip(sums[unit], grads, strict=True):
+                mine += theirs
+
+    def _mended(self, key: Key) -> list[list[Tensor]]:
+        """A push's gradients, unit by unit, with what is done about their staleness."""
         server = self.server
-        grads: list[Tensor] = []
+        units: list[list[Tensor]] = []
         for unit, message in sorted(self._parts[key].items()):
             staleness = max(0, server.versions[unit] - message.meta["version"])
             rate = server.mitigation.rate(staleness)
-            mended = server.mitigation.mend(key[0], unit, message.body, server.shard.of(unit))
-            grads += [g * rate for g in mended] if rate != 1.0 else mended
-        return grads
+            mended = list(server.mitigation.mend(key[0], unit, message.body, server.shard.of(unit)))
+            first = 1 if server.shard.by_rows(unit) else 0  # row numbers stay as they are
+            units.append([*mended[:first], *(g * rate for g in mended[first:])] if rate != 1.0 else mended)
+        return units
 
-    def _begin_sum(self, grads: list[Tensor], alone: bool) -> list[Tensor]:
+    def _begin_sum(self, grads: list[list[Tensor]], alone: bool) -> list[list[Tensor]]:
         if alone:  # used where it lies, and not written to
             return grads
+        by_rows = [self.server.shard.by_rows(unit) for unit in range(len(grads))]
         if not self._scratch:
-            self._scratch = [torch.empty_like(g) for g in grads]
-        for mine, first in zip(self._scratch, grads, strict=True):
-            mine.copy_(first)
-        return self._scratch
+            self._scratch = [
+                [] if rows else [torch.empty_like(g) for g in unit] for rows, unit in zip(by_rows, grads, strict=True)
+            ]
+        for unit, rows in enumerate(by_rows):
+            if rows:
+                self._scratch[unit] = [g.clone() for g in grads[unit]]
+            else:
+                for mine, first in zip(self._scratch[unit], grads[unit], strict=True):
+                    mine.copy_(first)
+        return list(self._scratch)
 
     def _measure(self, step: list[Key], answer: list[Key]) -> None:
         server, total = self.server, self._sum
-        norm = float(server.shard.norm(total.grads, total.unused)) if total is not None else 0.0
+        norm = 0.0
+        if total is not None:  # nothing travels by rows where there is clipping
+            norm = float(server.shard.norm([g for unit in total.grads for g in unit], total.unused))
         if len(server.servers) == 1:
             self._step(step, norm)
             return self._answer(answer)
@@ -404,39 +431,45 @@ class Gathers(Intake):
             self._execute(decision)
 
     def _step(self, keys: list[Key], norm: float | None) -> None:
-        server, total = self.server, self._sum
-        self._sum = None
+        server, total, added = self.server, self._sum, self._added
+        self._sum, self._added = None, []
         if total is None:
             return
         grads = self._scaled(total, norm)
-        staleness = {key: self._staleness(key) for key in keys}
-        slices = [lease for _, lease in keys]
-        for number, unit in enumerate(server.shard.units):
-            server.apply(number, unit.of(grads), total.options, sorted(total.unused), slices)
+        staleness = {key: self._staleness(key) for key in added}
+        slices = [lease for _, lease in added]
+        for number, unit in enumerate(grads):
+            server.apply(number, unit, total.options, sorted(total.unused), slices)
             self.once[number].update(slices)
-        last = [self._last_of(key).meta for key in keys if key in self._parts]
+        last = [self._last_of(key).meta for key in added if key in self._parts]
         self._facts = {
             "stop": any(m["stop"] for m in last),
             "pause": any(m["pause"] for m in last),
             "loss": sum(m["loss"] for m in last),
         }
-        for key in keys:
-            self._remember(key)
-            if not self._by_steps:
-                for unit_number in range(len(server.shard.units)):
-                    server.record_update(key[0], unit_number, staleness[key], key[1], pushes=len(keys))
+        if not self._by_steps:
+            for source, lease in added:
+                for number in range(len(server.shard.units)):
+                    server.record_update(source, number, staleness[source, lease], lease, pushes=len(added))
 
-    def _scaled(self, total: _Sum, norm: float | None) -> list[Tensor]:
-        """The mean over what was gathered, clipped."""
-        grads = total.grads
-        if abs(total.weight - 1.0) > 1e-3 and total.weight > 0:
-            grads = [g / total.weight for g in grads]
-            norm = None if norm is None else norm / total.weight
+    def _scaled(self, total: _Sum, norm: float | None) -> list[list[Tensor]]:
+        """The mean over what was gathered, clipped; rows that several pushes touched added up."""
+        server = self.server
+        factor = 1.0 if abs(total.weight - 1.0) <= 1e-3 or total.weight <= 0 else 1 / total.weight
+        clip = None
         if norm is not None:
-            limit = self.server.seed_meta["clip_norm"]
-            factor = torch.clamp(limit / (torch.tensor(norm) + 1e-6), max=1.0)
-            grads = [g.mul_(factor) for g in grads]
-        return grads
+            limit = server.seed_meta["clip_norm"]
+            clip = torch.clamp(limit / (torch.tensor(norm * factor) + 1e-6), max=1.0)
+        units = []
+        for number, grads in enumerate(total.grads):
+            unit = _added_up(*grads) if server.shard.by_rows(number) else grads
+            first = 1 if server.shard.by_rows(number) else 0
+            if factor != 1.0:
+                unit = [*unit[:first], *(g * factor for g in unit[first:])]
+            if clip is not None:
+                unit = [g.mul_(clip) for g in unit]
+            units.append(unit)
+        return units
 
     def _staleness(self, key: Key) -> int:
         if key not in self._parts:
@@ -444,15 +477,17 @@ class Gathers(Intake):
         return max(0, self.server.versions[0] - int(self._last_of(key).meta["version"]))
 
     def _remember(self, key: Key) -> None:
-        self._applied[key] = None
-        while len(self._applied) > _RECENT:
-            del self._applied[next(iter(self._applied))]
+        for recent in (self._told,) if key in self._dropped else (self._told, self._decided):
+            recent[key] = None
+            while len(recent) > _RECENT:
+                del recent[next(iter(recent))]
 
     # Answering.
 
     def _answer(self, keys: Sequence[Key]) -> None:
         server = self.server
         for key in keys:
+            self._remember(key)
             parts = self._parts.pop(key, None)
             self._have.pop(key, None)
             if parts is None:
@@ -486,3 +521,9 @@ class Gathers(Intake):
 
     def _last_of(self, key: Key) -> Message:
         return next(m for m in self._parts[key].values() if m.meta["last"])
+
+
+def _added_up(index: Tensor, values: Tensor) -> list[Tensor]:
+    """Each row once, in order."""
+    rows, place = torch.unique(index, return_inverse=True)
+    return [rows, torch.zeros((len(rows), *values.shape[1:]), dtype=values.dtype).index_add_(0, place, values)]

@@ -5,8 +5,8 @@
                        Hessian: g + lambda g g (w - w_then): Zheng et al., ICML 2017, arXiv 1609.08326
     dc-asgd-adaptive   the same with lambda / sqrt(mean square of g), elementwise
 
-The compensating two keep, for every worker, the parameters that it was last given: as much memory as there are
-workers. Dropping what is too stale is the gate's work, not done here.
+The compensating two keep, for every worker, the parameters that it was last given, and those that all began with: as
+much memory as there are workers, and once more. Dropping what is too stale is the gate's work, not done here.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class DelayCompensation(Mitigation):
 
     def __init__(self, strength: float, adaptive: bool, decay: float = 0.95, epsilon: float = 1e-7) -> None:
         self.strength, self.adaptive, self.decay, self.epsilon = strength, adaptive, decay, epsilon
+        self._began: dict[int, list[Tensor]] = {}
         self._given: dict[tuple[int, int], list[Tensor]] = {}
         self._mean_square: dict[int, list[Tensor]] = {}
 
@@ -78,13 +79,13 @@ class DelayCompensation(Mitigation):
             del self._given[key]
 
     def mend(self, worker: int, unit: int, grads: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[Tensor]:
-        then = self._given.get((worker, unit))
+        if unit not in self._began:  # nothing has moved it yet
+            self._began[unit] = [p.clone() for p in params]
+        then = self._given.get((worker, unit), self._began[unit])
         squares = [g * g for g in grads]
         strengths: Sequence[Tensor | float] = [self.strength] * len(squares)
         if self.adaptive:
             strengths = self._strengths(unit, squares)
-        if then is None:  # it has not been given any yet, so it began where all did
-            return grads
         return [
             g + s * square * (w - w_then)
             for g, s, square, w, w_then in zip(grads, strengths, squares, params, then, strict=True)

@@ -6,6 +6,9 @@ rules it.
 
 What travels in one message is a unit: those ranges of one server that lie in one bucket, at most `unit_bytes` of them.
 So gradients can leave while backward still runs, and parameters come back while others are still on their way out.
+
+An embedding that travels by rows is cut between rows, and each server's part of it is a range and a unit of its own, of
+which only those rows travel that somebody touched.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from podium.flat import Flat, Piece
-
 
 T = TypeVar("T")
 
@@ -38,6 +40,7 @@ class Range(NamedTuple):
     stop: int
     group: int
     parts: tuple[Part, ...]
+    row: int = 0  # elements per row, where it travels by rows
 
     def of(self, flats: Sequence[Tensor]) -> Tensor:
         """This range of the flat buffers."""
@@ -72,7 +75,7 @@ def lay_out(flat: Flat, servers: int, unit_bytes: int) -> list[Layout]:
     for ranges in divide_ranges(flat.pieces, sizes, servers):
         cut: list[tuple[int, Range]] = []
         for r in ranges:
-            longest = max(1, unit_bytes // sizes[r.buffer])
+            longest = r.stop - r.start if r.row else max(1, unit_bytes // sizes[r.buffer])
             for start, stop in buckets[r.buffer]:
                 for a in range(max(start, r.start), min(stop, r.stop), longest):
                     b = min(a + longest, stop, r.stop)
@@ -90,7 +93,7 @@ def _clip(pieces: Sequence[Piece], r: Range, start: int, stop: int) -> Range:
         a, b = max(start, place), min(stop, place + part.stop - part.start)
         if a < b:
             parts.append(Part(part.piece, part.start + a - place, part.start + b - place, a - start))
-    return Range(r.buffer, start, stop, r.group, tuple(parts))
+    return r._replace(start=start, stop=stop, parts=tuple(parts))
 
 
 def _group(cut: Sequence[tuple[int, Range]], sizes: Sequence[int], unit_bytes: int) -> list[Unit]:
@@ -99,11 +102,11 @@ def _group(cut: Sequence[tuple[int, Range]], sizes: Sequence[int], unit_bytes: i
     room = 0
     for n, (bucket, r) in enumerate(cut):
         size = (r.stop - r.start) * sizes[r.buffer]
-        if units and units[-1].bucket == bucket and size <= room:
+        if units and units[-1].bucket == bucket and size <= room and not r.row:
             units[-1] = units[-1]._replace(stop=n + 1)
         else:
             units.append(Unit(bucket, n, n + 1))
-            room = unit_bytes
+            room = 0 if r.row else unit_bytes
         room -= size
     return units or [Unit(0, 0, 0)]
 
@@ -117,7 +120,10 @@ def divide_ranges(pieces: Sequence[Piece], element_bytes: Sequence[int], servers
         width, start = element_bytes[piece.buffer], 0
         for m in range(servers):
             ends_at = total * (m + 1) // servers - before  # in bytes from this piece's start
-            stop = piece.stop - piece.start if m == servers - 1 else min(piece.stop - piece.start, ends_at // width)
+            ends_at = ends_at // width
+            if piece.row:  # between two rows
+                ends_at = round(ends_at / piece.row) * piece.row
+            stop = piece.stop - piece.start if m == servers - 1 else min(piece.stop - piece.start, ends_at)
             if stop > start:
                 cuts[m].append((i, start, stop))
                 start = stop
@@ -132,11 +138,13 @@ def _join(pieces: Sequence[Piece], cuts: Sequence[tuple[int, int, int]]) -> list
         piece = pieces[i]
         place = piece.start + start
         last = next((r for r in reversed(ranges) if r.buffer == piece.buffer), None)
-        if last is not None and last.stop == place and last.group == piece.group:
+        dense = last is not None and not last.row and not piece.row
+        if dense and last is not None and last.stop == place and last.group == piece.group:
             grown = last._replace(
                 stop=place + stop - start, parts=(*last.parts, Part(i, start, stop, place - last.start))
             )
             ranges[ranges.index(last)] = grown
         else:
-            ranges.append(Range(piece.buffer, place, place + stop - start, piece.group, (Part(i, start, stop, 0),)))
+            parts = (Part(i, start, stop, 0),)
+            ranges.append(Range(piece.buffer, place, place + stop - start, piece.group, parts, piece.row))
     return ranges

@@ -94,9 +94,9 @@ class Server:
             "leave": self._leave,
             "retire": self._retire,
             **self.copies.does,
-            "have": lambda m: self.intake.hear(m),
-            "norm": lambda m: self.intake.hear(m),
-            "decision": lambda m: self.intake.hear(m),
+            "have": self._word,
+            "norm": self._word,
+            "decision": self._word,
             "hello": self._hello,
         }
         while not self._retired and not self.gone >= set(self.workers):
@@ -169,6 +169,7 @@ class Server:
             position, end, batch_size = meta["position"], meta["end"], meta["batch_size"]
             self.cursor = Cursor(order, position, end, batch_size, meta["parts"], empty=self.rules.all_workers)
         self.intake = Streams(self) if self.rules.streams else Gathers(self, fed_by_steps=not meta["leases"])
+        self.comm.watch(self.live)  # also those that may be gone before they have said a word to us
 
     def _departures_before(self) -> None:
         """Whoever the seed counts on and is gone already is lost to this stretch too."""
@@ -253,9 +254,10 @@ class Server:
         self, unit: int, grads: Sequence[Tensor], options: Sequence[Meta], unused: Sequence[int], slices: Sequence[int]
     ) -> None:
         """Move one unit by gradients over these slices."""
-        self.shard.step(unit, grads, options, unused)
-        self.comm.clock.touch(sum(p.nbytes for p in self.shard.of(unit)))
         self.versions[unit] += 1
+        self.shard.step(unit, grads, options, unused, self.versions[unit])
+        touched = grads if self.shard.by_rows(unit) else self.shard.of(unit)
+        self.comm.clock.touch(sum(p.nbytes for p in touched))
         self.updates += unit == 0
         self.copies.moved(unit, grads, options, unused, slices)
 
@@ -263,6 +265,9 @@ class Server:
         """Answer a push with its unit's parameters."""
         unit = message.meta["unit"]
         params = self.shard.of(unit)
+        if self.shard.by_rows(unit):
+            known = message.meta["version"]
+            params = self.shard.rows_since(unit, known if known <= self.versions[unit] else -1)
         self.mitigation.gave(message.source, unit, params)
         self.answer(message, {"version": self.versions[unit], **meta}, params)
 
@@ -308,6 +313,9 @@ class Server:
         self.mitigation.forget(worker)
         self.intake.lose(worker)
         self.serve_parked()
+
+    def _word(self, message: Message) -> None:
+        self.intake.hear(message)
 
     def _hello(self, message: Message) -> None:
         """Another server was restored, and knows nothing of what it missed."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.sparse import check_sparse_tensor_invariants
 
 from podium.comm.base import Meta
 from podium.errors import ConfigError
@@ -44,7 +45,9 @@ class _Engine:
         self.optimizer.param_groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         for g, group in enumerate(self.optimizer.param_groups):
             group["params"] = [p for p, piece in zip(self.parts, self.pieces, strict=True) if piece.group == g]
-        self.fast = FlatOptimizer(self.optimizer, self.parts, self.pieces, params, [torch.zeros_like(p) for p in params])
+            group["foreach"] = False  # with it, torch's Nesterov momentum writes to the gradients, which are not ours
+        nowhere = [torch.zeros_like(p) for p in params]
+        self.fast = FlatOptimizer(self.optimizer, self.parts, self.pieces, params, nowhere)
 
     def step(self, grads: Sequence[Tensor], options: Options, unused: Collection[int]) -> None:
         self.fast.point_at(grads)
@@ -54,6 +57,42 @@ class _Engine:
             if piece in unused:
                 p.grad = None
         self.fast.step(all_used=not any(piece in unused for piece in self.owners))
+
+
+class _RowEngine(_Engine):
+    """The optimizer of a unit that travels by rows: torch's own, given a sparse gradient."""
+
+    def __init__(self, optimizer: Optimizer, params: Sequence[Tensor], ranges: Sequence[Range]) -> None:
+        super().__init__(optimizer, params, ranges)
+        self._row = ranges[0].row
+        rows = params[0].numel() // self._row
+        self.changed = torch.zeros(rows, dtype=torch.int64)
+        """By row: the version that it was last changed in."""
+
+    def step(self, grads: Sequence[Tensor], options: Options, unused: Collection[int]) -> None:
+        index, values = grads
+        if not index.numel():
+            return
+        table = nn.Parameter(self.params[0].view(-1, self._row))
+        # Checked here, where the rows come in; torch would warn of every sparse tensor that it makes unchecked.
+        table.grad = torch.sparse_coo_tensor(index[None], values, table.shape, is_coalesced=True, check_invariants=True)
+        (part,) = self.parts
+        for group, given in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(given)
+            if any(p is part for p in group["params"]):
+                group["params"] = [table]
+        state = self.optimizer.state.pop(part, {})
+        self.optimizer.state[table] = {k: v.view_as(table) if _is_moment(v, part) else v for k, v in state.items()}
+        with check_sparse_tensor_invariants(False):
+            self.optimizer.step()
+        kept = self.optimizer.state.pop(table)
+        self.optimizer.state[part] = {k: v.view_as(part) if _is_moment(v, table) else v for k, v in kept.items()}
+        for group in self.optimizer.param_groups:
+            group["params"] = [part if p is table else p for p in group["params"]]
+
+
+def _is_moment(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
 class Shard:
@@ -68,7 +107,11 @@ class Shard:
         self.ranges, self.units = layout
         self.params = [r.of(flat.params).detach().clone() for r in self.ranges]
         self._dtypes = [p.dtype for p in flat.params]
-        self._engines = [_Engine(optimizer, unit.of(self.params), unit.of(self.ranges)) for unit in self.units]
+        self._engines = [self._engine(optimizer, unit) for unit in self.units]
+
+    def _engine(self, optimizer: Optimizer, unit: Unit) -> _Engine:
+        params, ranges = unit.of(self.params), unit.of(self.ranges)
+        return (_RowEngine if any(r.row for r in ranges) else _Engine)(optimizer, params, ranges)
 
     @property
     def nbytes(self) -> int:
@@ -78,13 +121,32 @@ class Shard:
         """The parameters of one unit."""
         return self.units[unit].of(self.params)
 
-    def step(self, unit: int, grads: Sequence[Tensor], options: Options, unused: Collection[int]) -> None:
-        """One optimizer step of one unit; pieces in `unused` are left alone."""
-        self._engines[unit].step(grads, options, unused)
+    def by_rows(self, unit: int) -> bool:
+        """Whether this unit travels by rows: its gradients are then row numbers and their values."""
+        return isinstance(self._engines[unit], _RowEngine)
 
-    def zeros(self) -> list[Tensor]:
-        """One buffer per range."""
-        return [torch.zeros_like(p) for p in self.params]
+    def step(
+        self, unit: int, grads: Sequence[Tensor], options: Options, unused: Collection[int], version: int = 0
+    ) -> None:
+        """One optimizer step of one unit, which makes it `version`; pieces in `unused` are left alone."""
+        engine = self._engines[unit]
+        engine.step(grads, options, unused)
+        if isinstance(engine, _RowEngine):
+            engine.changed[grads[0]] = version
+
+    def rows_since(self, unit: int, version: int) -> tuple[Tensor, Tensor]:
+        """The rows of a unit that were changed after this version: their numbers, and what they are now."""
+        engine = self._engines[unit]
+        assert isinstance(engine, _RowEngine)
+        (r,) = self.units[unit].of(self.ranges)
+        index = (engine.changed > version).nonzero()[:, 0]
+        return index, self.of(unit)[0].view(-1, r.row)[index]
+
+    def all_rows_changed(self, versions: Sequence[int]) -> None:
+        """After a restart nobody knows which rows a worker has: all count as changed in these versions."""
+        for engine, version in zip(self._engines, versions, strict=True):
+            if isinstance(engine, _RowEngine):
+                engine.changed.fill_(version)
 
     def load(self, params: Sequence[Tensor], meta: Meta, state: Sequence[Tensor]) -> None:
         for mine, theirs in zip(self.params, params, strict=True):
@@ -92,6 +154,8 @@ class Shard:
         kept = iter(unpack(self.ranges, meta, state))
         for engine in self._engines:
             engine.optimizer.state.clear()
+            if isinstance(engine, _RowEngine):
+                engine.changed.zero_()
             for part in engine.parts:
                 mine_kept = next(kept)
                 if mine_kept:

@@ -43,6 +43,11 @@ class Strategy(ABC, Generic[S]):
         return 0
 
     @property
+    def sends_rows(self) -> bool:
+        """Whether only touched rows of embeddings travel, where their optimizer allows it."""
+        return False
+
+    @property
     def colocated(self) -> bool:
         """Whether servers live in the workers' processes rather than in their own."""
         return False

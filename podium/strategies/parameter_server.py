@@ -81,6 +81,9 @@ class ParameterServer(Strategy[PSState]):
     """Whether gradients go out while backward still runs."""
     prefetch: bool = False
     """Compute on while a push is under way, on parameters that lack it: hides the network, adds 1 to staleness."""
+    rows: bool = True
+    """Whether only touched rows travel of embeddings with `sparse=True`; needs SGD without momentum, or Adagrad,
+    without weight decay, and goes with neither clipping, `prefetch` nor DC-ASGD: then all of them travel."""
     replicas: int = 1
     """How many servers hold each range; with 2 or more, a lost server loses nothing."""
     snapshot_every: int = 100
@@ -123,6 +126,10 @@ class ParameterServer(Strategy[PSState]):
     @property
     def server_count(self) -> int:
         return self.servers
+
+    @property
+    def sends_rows(self) -> bool:
+        return self.rows and not self.prefetch and not self.mitigation.startswith("dc-asgd")
 
     @property
     def colocated(self) -> bool:
@@ -226,6 +233,7 @@ class ParameterServer(Strategy[PSState]):
         for (server, unit), answer in zip(pushes.units, answers, strict=True):
             assert answer is not None
             state.versions[server][unit] = answer.meta["version"]
+            pushes.scatter(server, unit, answer)
             dropped = dropped or answer.meta.get("dropped", False)
         if self.prefetch:
             for mine, landed in zip(worker.params, state.inbox, strict=True):
@@ -379,8 +387,28 @@ class _Pushes:
             **facts,
         }
         body, into = [r.of(self._grads) for r in ranges], [r.of(self._params) for r in ranges]
+        rows = bool(ranges) and ranges[0].row > 0
+        if rows:
+            body = self._rows(ranges[0])
         self.units.append((m, u))
-        self.calls.append(worker.comm.call(worker.comm.servers[m], "push", meta, body=body, into=into))
+        self.calls.append(worker.comm.call(worker.comm.servers[m], "push", meta, body, None if rows else into))
+
+    def _rows(self, r: Range) -> list[Tensor]:
+        """The touched rows of a range, numbered from its own first."""
+        (part,) = r.parts
+        index, values = self.worker.touched_rows(part.piece)
+        first, stop = part.start // r.row, part.stop // r.row
+        mine = (index >= first) & (index < stop)
+        return [index[mine] - first, values[mine]]
+
+    def scatter(self, m: int, u: int, answer: Message) -> None:
+        """Put rows that came back where they belong; whole ranges have landed by themselves."""
+        layout = self.state.layouts[m]
+        ranges = layout.units[u].of(layout.ranges)
+        if ranges and ranges[0].row:
+            index, rows = answer.body
+            table = ranges[0].of(self._params).view(-1, ranges[0].row)
+            table.index_copy_(0, index.to(table.device), rows.to(table.device))
 
 
 def _collect(

@@ -40,7 +40,7 @@ def answer(rows: Sequence[Row], target: float | None = None, hardware: Mapping[s
 
 def tell(findings: Findings, rows: Sequence[Row], hardware: Mapping[str, Any] | None = None) -> str:
     """`answer` for who has the findings already: statsmodels takes a tenth of a second for each correction."""
-    parts = [*_verdict(findings), *_failures(rows)] if finished(rows) else [_nothing(rows)]
+    parts = [*_verdict(findings), *_failures(rows), *_losses(rows)] if finished(rows) else [_nothing(rows)]
     return " ".join(parts) + "\n" + limits(rows, hardware)
 
 
@@ -157,6 +157,16 @@ def _failures(rows: Sequence[Row]) -> list[str]:
         return []
     names = _join(list(dict.fromkeys(str(row["cell"]) for row in failed)))
     return [f"{len(failed)} of {len(final)} runs failed ({names}); no number here includes them."]
+
+
+def _losses(rows: Sequence[Row]) -> list[str]:
+    """Runs that went on without a rank, or with a server in its place, do count: their times and updates tell of it."""
+    done = finished(rows)
+    hit = [row for row in done if row.get("lost") or row.get("restored")]
+    if not hit:
+        return []
+    names = _join(list(dict.fromkeys(str(row["cell"]) for row in hit)))
+    return [f"{len(hit)} of {len(done)} finished runs lost ranks on the way ({names}); they are counted as they are."]
 
 
 def _nothing(rows: Sequence[Row]) -> str:

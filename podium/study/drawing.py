@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from podium.study.figures import AXES, Bars, Convergence, Figure
+from podium.study.figures import AXES, Bars, Convergence, Figure, Histogram
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
 """Okabe and Ito's, which colour-blind readers can tell apart; they repeat after eight strategies."""
@@ -24,6 +24,12 @@ DASHES = (("-", "solid"), ("--", "dash"), ("-.", "dashdot"), (":", "dot"))
 INK = "#010203"
 """Stands for the page's text colour until the SVG is made."""
 
+
+STALENESS = "staleness (updates applied in between)"
+"""How the axis of a histogram is called."""
+
+MOST_TICKS = 16
+"""As many columns of a histogram can be named on paper; of more, only some are."""
 
 WIDTHS = (4.2, 3.2, 2.4, 1.8)
 """Later strategies are drawn over earlier ones and thinner, so that equal curves (synchronous ones are) all show."""
@@ -47,6 +53,8 @@ def to_plotly(figure: Figure, order: Mapping[str, int]) -> dict[str, Any]:
     """A figure as plotly's JSON (`data`, `layout`)."""
     if isinstance(figure, Bars):
         return _plotly_bars(figure, order)
+    if isinstance(figure, Histogram):
+        return _plotly_histogram(figure, order)
     traces = []
     for curve in figure.curves:
         colour, (_, dash), width = style(curve.cell, order)
@@ -82,6 +90,23 @@ def _plotly_bars(figure: Bars, order: Mapping[str, int]) -> dict[str, Any]:
     return {"data": traces, "layout": layout}
 
 
+def _plotly_histogram(figure: Histogram, order: Mapping[str, int]) -> dict[str, Any]:
+    traces: list[dict[str, Any]] = []
+    for layer, colour in zip(figure.layers, _layer_colours(figure, order), strict=True):
+        columns = {"type": "bar", "name": layer.name, "x": figure.columns, "y": layer.updates}
+        hover = f"{layer.name}, staleness %{{x}}: %{{y:,}}<extra></extra>"
+        traces.append({**columns, "marker": {"color": _fade(colour, 0.75)}, "hovertemplate": hover})
+    layout = _layout(STALENESS, "updates", log=False)
+    layout["xaxis"] |= {"type": "category"}  # `65–128` has no place on an axis of numbers
+    layout |= {"barmode": "stack", "bargap": 0.1, "showlegend": len(figure.layers) > 1}
+    return {"data": traces, "layout": layout}
+
+
+def _layer_colours(figure: Histogram, order: Mapping[str, int]) -> list[str]:
+    """One colour per worker; the strategy's own where workers are drawn as one."""
+    return list(COLOURS[: len(figure.layers)]) if len(figure.layers) > 1 else [style(figure.cell, order)[0]]
+
+
 def _layout(x: str, y: str, *, log: bool) -> dict[str, Any]:
     axis = {"automargin": True, "zeroline": False, "gridcolor": "rgba(128,128,128,0.25)"}
     return {
@@ -115,6 +140,8 @@ def to_svg(figure: Figure, order: Mapping[str, int]) -> str | None:
         axes = canvas.add_subplot()
         if isinstance(figure, Bars):
             _draw_bars(axes, figure, order)
+        elif isinstance(figure, Histogram):
+            _draw_histogram(axes, figure, order)
         else:
             _draw_curves(axes, figure, order)
         out = io.StringIO()
@@ -147,6 +174,24 @@ def _draw_bars(axes: Any, figure: Bars, order: Mapping[str, int]) -> None:
     axes.set_xlim(left=0)
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.25, linewidth=0.5)
+
+
+def _draw_histogram(axes: Any, figure: Histogram, order: Mapping[str, int]) -> None:
+    places = range(len(figure.columns))
+    floor = [0] * len(figure.columns)
+    for layer, colour in zip(figure.layers, _layer_colours(figure, order), strict=True):
+        axes.bar(places, layer.updates, bottom=floor, color=colour, alpha=0.75, width=0.9, label=layer.name)
+        floor = [low + updates for low, updates in zip(floor, layer.updates, strict=True)]
+    every = -(-len(places) // MOST_TICKS)
+    named = [place for place in places if place % every == 0 or not figure.columns[place].isdecimal()]
+    narrow = {} if len(named) == len(places) <= MOST_TICKS // 2 else {"rotation": 90, "fontsize": 6}
+    axes.set_xticks(named, [figure.columns[place] for place in named], **narrow)
+    room = max(0.6, (5 - len(places)) / 2)  # one column alone would fill the whole width
+    axes.set_xlim(-room, len(places) - 1 + room)
+    axes.set(xlabel=STALENESS, ylabel="updates")
+    axes.grid(axis="y", alpha=0.25, linewidth=0.5)
+    if len(figure.layers) > 1:
+        axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside it: it hides nothing
 
 
 def _embed(svg: str) -> str:

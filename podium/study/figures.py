@@ -3,6 +3,8 @@
 A convergence panel takes one quantity (loss, or the task's metric) against one axis. Its thick line is the median over
 seeds at each validation, its band reaches from the lowest to the highest seed, its thin lines are the seeds themselves.
 Seeds may reach their k-th validation at different times, so the median is taken of both coordinates.
+
+A histogram of staleness has a column per value and, while there are few workers, a layer per worker.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from podium.measure.staleness import Spread, bin_of
 from podium.study.rows import at_validation, cells, finished, number
+from podium.study.staleness import staleness_by_cell
 from podium.study.statistics import mean_interval
 from podium.study.store import Row
 
@@ -78,7 +82,34 @@ class Bars:
     bars: tuple[Bar, ...]
 
 
-Figure = Convergence | Bars
+MOST_LAYERS = 8
+"""Workers beyond this many would share colours, so they are then drawn as one."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One worker's part of a histogram's columns, or all workers' together."""
+
+    name: str
+    updates: tuple[int, ...]
+    """One number per column."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How stale one strategy's updates were: a column per staleness, made of a layer per worker."""
+
+    cell: str
+    columns: tuple[str, ...]
+    """What each column counts: `3`, or `65–128`."""
+    layers: tuple[Layer, ...]
+
+    @property
+    def name(self) -> str:
+        return f"staleness, {self.cell}"
+
+
+Figure = Convergence | Bars | Histogram
 
 
 def convergence(rows: Sequence[Row], quantity: str, axis: str) -> Convergence | None:
@@ -117,6 +148,38 @@ def staleness_bars(rows: Sequence[Row]) -> list[Bars]:
     return _drawn(
         [_bars("mean staleness (updates)", rows, lambda row: number((row.get("staleness") or {}).get("mean")))]
     )
+
+
+def staleness_histograms(rows: Sequence[Row]) -> dict[str, Histogram]:
+    """By strategy: how stale its updates were, all seeds together; only those that made any."""
+    found = {}
+    for cell, tables in staleness_by_cell(rows).items():
+        if tables.overall is None:
+            continue
+        parts = {f"worker {worker}": spread for worker, spread in tables.workers.items()}
+        if len(parts) > MOST_LAYERS:
+            parts = {"all workers": tables.overall}
+        bins = _columns(tables.overall)
+        layers = tuple(Layer(name, _heights(spread, bins)) for name, spread in parts.items())
+        found[cell] = Histogram(cell, tuple(_column_name(*ends) for ends in bins), layers)
+    return found
+
+
+def _columns(spread: Spread) -> list[tuple[int, int]]:
+    """All bins from the lowest to the highest, empty ones too: a gap has to show as one."""
+    columns = [spread.histogram[0][:2]]
+    while columns[-1][1] < spread.histogram[-1].high:
+        columns.append(bin_of(columns[-1][1] + 1))
+    return columns
+
+
+def _column_name(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}–{high}"
+
+
+def _heights(spread: Spread, columns: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    updates = {bin[:2]: bin.updates for bin in spread.histogram}
+    return tuple(updates.get(ends, 0) for ends in columns)
 
 
 def _curve(cell: str, rows: Sequence[Row], quantity: str, axis: str) -> Curve | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 ABSENT = "–"
 
@@ -40,6 +42,27 @@ def probability(p: float | None) -> str:
     if p is None:
         return ABSENT
     return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def pushes(count: int) -> str:
+    return "1 push" if count == 1 else f"{count:,} pushes"
+
+
+def restoration(facts: Mapping[str, Any]) -> str:
+    """One entry of a result's `restored`: which server, from what, how fast, and what was lost with it."""
+    text = f"server {facts['server']} from {facts['source']}"
+    if facts["took_s"] is not None:
+        text += f" in {plain(float(facts['took_s']), 2)} s"
+    gone = facts["lost_updates"]
+    return f"{text}, {gone:,} update{'s' * (gone != 1)} lost" if gone else f"{text}, no update lost"
+
+
+def mishaps(row: Mapping[str, Any]) -> list[str]:
+    """What happened in a run that its numbers do not tell; rows of older runs may know of less."""
+    lost = row.get("lost") or ()
+    said = [f"lost rank {', '.join(map(str, lost))}"] if lost else []
+    said += [f"restored {restoration(facts)}" for facts in row.get("restored") or ()]
+    return [*said, f"dropped {pushes(row['dropped'])}"] if row.get("dropped") else said
 
 
 def _decimals(value: float, digits: int) -> int:

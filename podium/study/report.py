@@ -15,16 +15,18 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from podium.measure.staleness import Staleness
 from podium.study import format as written
 from podium.study.again import command, python_call
 from podium.study.answer import Findings, find, tell
 from podium.study.drawing import plotly_script, style, to_plotly, to_svg
-from podium.study.figures import Convergence, Figure, convergence_panels, cost_bars, staleness_bars
+from podium.study.figures import Bars, Figure, convergence_panels, cost_bars, staleness_bars, staleness_histograms
 from podium.study.rows import TARGET_SHARE, arranged, cells
+from podium.study.staleness import staleness_by_cell
 from podium.study.statistics import Mean
 from podium.study.store import Row, Store, write_whole
 
-_BLANK = dict.fromkeys(("error", "lost", "loss", "seconds", "steps"))
+_BLANK = dict.fromkeys(("error", "loss", "seconds", "steps"))
 """What a row may lack: a failed run measured little, and older rows know fewer fields."""
 
 
@@ -48,6 +50,7 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, inclu
         return [_figure(figure, order, screen=script is not None) for figure in figures]
 
     panels = convergence_panels(rows, findings.metric)
+    histograms = staleness_histograms(rows)
     return (
         _environment()
         .get_template("report.html.j2")
@@ -62,6 +65,10 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, inclu
             bytes_assumed=any(panel.assumed for panel in panels),
             cost=drawn(cost_bars(rows)),
             staleness=drawn(staleness_bars(rows)),
+            stale_cells=[
+                _stale_cell(cell, tables, drawn([histograms[cell]] if cell in histograms else []))
+                for cell, tables in staleness_by_cell(rows).items()
+            ],
             runs=[_run(row, findings, folder) for row in ended],
             python_call=python_call(study),
             command=command(study),
@@ -77,11 +84,30 @@ def _order(study: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, int]:
 
 def _figure(figure: Figure, order: Mapping[str, int], *, screen: bool) -> dict[str, Any]:
     svg = to_svg(figure, order)
-    name = figure.name if isinstance(figure, Convergence) else f"{figure.name}, per strategy"
+    name = f"{figure.name}, per strategy" if isinstance(figure, Bars) else figure.name
     return {
         "name": name,
         "svg": Markup(svg) if svg else None,  # matplotlib escapes the labels
         "json": _script_json(to_plotly(figure, order)) if screen else None,
+    }
+
+
+def _stale_cell(cell: str, tables: Staleness, figures: list[dict[str, Any]]) -> dict[str, Any]:
+    workers = sorted({*tables.workers, *tables.dropped})  # all that a worker pushed may have been dropped
+    return {
+        "cell": cell,
+        "figures": figures,
+        "lead": tables.lead,
+        "bound": tables.bound,
+        "dropped": bool(tables.dropped),
+        "workers": [
+            {"name": f"worker {worker}", "spread": tables.workers.get(worker), "dropped": tables.dropped.get(worker, 0)}
+            for worker in workers
+        ],
+        "ranges": [
+            {"name": f"server {server}, range {number}", "spread": spread}
+            for (server, number), spread in tables.ranges.items()
+        ],
     }
 
 
@@ -101,6 +127,7 @@ def _run(row: Row, findings: Findings, folder: Path) -> dict[str, Any]:
         "status": row.get("status", "unknown"),
         "value": (row.get("metrics") or {}).get(findings.metric, row.get(findings.metric)),
         "row": {**_BLANK, **row},
+        "mishaps": written.mishaps(row),
         "place": place,
     }
 

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from podium.config import RunConfig, RunResult
 from podium.errors import Interrupted, PodiumError, RecordError
 from podium.measure.records import read_records, to_json
+from podium.measure.staleness import tables
+from podium.strategies import make_strategy
 from podium.study.answer import find, tell
 from podium.study.design import Design, check_same, make_design, surroundings
 from podium.study.report import write_report
@@ -151,7 +153,9 @@ class _Runs:
             raise
         except PodiumError as error:
             return _failure(key, config, error)
-        return {**result.to_dict(), "cell": cell, "seed": seed, "parameters": _parameters(result.run_dir)}
+        row = {**result.to_dict(), "cell": cell, "seed": seed, "parameters": _parameters(result.run_dir)}
+        stale = _staleness(result, config)
+        return row if stale is None else {**row, "staleness_by": stale}
 
     def _forward(self, key: Key) -> OnEvent:
         return lambda event: self._tell(key, **event)
@@ -207,6 +211,26 @@ def _parameters(run_dir: str) -> int | None:
         return None
     count = first.get("parameters")
     return count if isinstance(count, int) else None
+
+
+def _staleness(result: RunResult, config: RunConfig) -> dict[str, Any] | None:
+    """Staleness by worker and range, from the run's own records; None where nothing was applied by itself."""
+    if not result.updates:
+        return None
+    try:
+        found = tables(read_records(Path(result.run_dir)))
+    except RecordError:
+        return None
+    # Only the strategy knows the bound, and only where leads were recorded was there one.
+    return (found if found.lead is None else replace(found, bound=_bound(config))).to_dict()
+
+
+def _bound(config: RunConfig) -> int | None:
+    """How far a strategy lets a worker get ahead of the slowest; None of one that does not say so in our words."""
+    strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
+    fields = {"ssp": "staleness", "dssp": "staleness_high"}
+    bound = getattr(strategy, fields.get(getattr(strategy, "mode", ""), ""), None)
+    return bound if isinstance(bound, int) else None
 
 
 def _default_launch() -> Launch:

@@ -21,7 +21,11 @@ from podium.errors import RecordError
 from podium.measure.records import read_records, to_json
 
 Row = dict[str, Any]
-"""A RunResult as a dict, with `cell` (the strategy as asked for); or cell, seed, status and error of a failure."""
+"""A RunResult as a dict, with `cell` (the strategy as asked for); or cell, seed, status and error of a failure.
+
+Added from the run's records: `parameters` (how many the model has) and, where updates were asynchronous, `staleness_by`
+(`measure.staleness.Staleness` as a dict).
+"""
 
 Key = tuple[str, int]
 """(cell, seed): what one run is for."""

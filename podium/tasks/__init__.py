@@ -21,6 +21,7 @@ TASKS: dict[str, str] = {
     "cifar10-resnet20": "podium.tasks.cifar10:cifar10_resnet20",
     "regression": "podium.tasks.regression:regression",
     "wide-mlp": "podium.tasks.wide_mlp:wide_mlp",
+    "recommend": "podium.tasks.recommend:recommend",
 }
 """Each task's name to `module:function`."""
 

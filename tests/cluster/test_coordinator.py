@@ -2,95 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from podium.cluster.base import Event
-from podium.cluster.coordinator import Coordinator, Rules
-from podium.cluster.membership import Membership
 from podium.errors import ConfigError, Lost, MissingExtra, PodiumError, RankFailed, UnknownName
-from podium.measure.records import Recorder
 from podium.recovery import Regroup
-
-SECRET = b"one of these tests"
-SHORT_S = 0.3
-
-
-class Place:
-    """A coordinator in a thread, and members that join it."""
-
-    def __init__(self, folder: Path, workers: int, limits: dict[str, float], **options: Any) -> None:
-        self.folder, self.limits = folder, limits
-        self.events: list[Event] = []
-        self.killed: list[int] = []
-        self.coordinator = Coordinator(
-            Rules(workers=workers, ranks=tuple(range(workers)), survives_loss=True, **limits),
-            listen=f"unix:{folder}/k",
-            secret=SECRET,
-            recorder=Recorder(-1),
-            on_event=self.events.append,
-            kill=self.killed.append,
-            **options,
-        )
-        self.pool = ThreadPoolExecutor(8)
-        self.outcome = self.pool.submit(self.coordinator.run)
-        self.members = [self._member(rank) for rank in range(workers)]
-
-    def _member(self, rank: int) -> Membership:
-        return Membership(
-            rank,
-            self.coordinator.address,
-            secret=SECRET,
-            listen=f"unix:{self.folder}/m{rank}",
-            heartbeat_s=self.limits["heartbeat_s"],
-            deadline_s=self.limits["deadline_s"],
-        )
-
-    def begin(self) -> list[Membership]:
-        """All join, and have done their first step."""
-        joins = [self.pool.submit(m.join, [n], {}, 10.0) for n, m in enumerate(self.members)]
-        for n, joined in enumerate(joins):
-            joined.result(10.0)
-            self.members[n].begun()
-            self.members[n].progress({"event": "progress", "step": 1, "position": 1})
-        return self.members
-
-    def regroup(self, member: Membership) -> Future[Regroup]:
-        return self.pool.submit(member.regroup, 0, 1)
-
-    def lost(self) -> dict[int, str]:
-        return {event["rank"]: event["cause"] for event in self.events if event["event"] == "lost"}
-
-    def end(self) -> None:
-        for member in self.members:  # before the coordinator, since members end with it
-            member.close()
-        self.coordinator.close()
-        self.pool.shutdown()
-
-
-Make = Callable[..., Place]
-
-
-@pytest.fixture
-def place() -> Iterator[Make]:
-    made = []
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, as Unix socket paths must be
-
-        def make(workers: int = 2, *, heartbeat_s: float = 20.0, deadline_s: float = 20.0, **options: Any) -> Place:
-            limits = {"heartbeat_s": heartbeat_s, "deadline_s": deadline_s, "start_deadline_s": 20.0}
-            made.append(Place(Path(folder), workers, limits, **options))
-            return made[-1]
-
-        yield make
-        for each in made:
-            each.end()
+from tests.cluster.conftest import Make
+from tests.cluster.place import SHORT_S, Place, wait_until
 
 
 def test_a_busy_rank_is_waited_for_beyond_the_deadline_and_then_regroups(place: Make) -> None:
@@ -136,13 +57,6 @@ def fall_silent(here: Place, rank: int) -> None:
     """Once training is under way, its thread ends and its connection stays: as if the whole process stood still."""
     wait_until(lambda: any(event["event"] == "progress" for event in here.events))
     here.members[rank]._closing.set()
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10.0
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("runs", [True, False])

@@ -61,6 +61,7 @@ def test_a_synchronous_run() -> None:
     assert found["wait_share"] == 0.25
     assert found["lost"] == [1]
     assert found["staleness"] == {}
+    assert (found["histogram"], found["dropped"], found["restored"]) == ([], 0, [])
     assert found["sent_bytes"] == 100 + 2 * 30, "the lost rank sent something too, as its steps say"
 
 
@@ -90,6 +91,7 @@ def test_an_asynchronous_run_counts_the_pushes_of_one_server_and_validation_time
     assert (found["steps"], found["updates"]) == (2, 4)
     assert found["seconds"] == 5.0
     assert found["staleness"] == {"mean": 1.0, "max": 1.0, "count": 4.0}
+    assert found["histogram"] == [[1, 1, 4]]
     assert found["sent_bytes"] == 250
     assert set(found["param_hash"]) == {"0", "1"}
 

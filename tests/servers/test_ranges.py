@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD
 
-from podium.flat import Piece
-from podium.servers.ranges import Range, divide_ranges
+from podium.flat import Flat, Piece
+from podium.servers.ranges import Range, divide_ranges, lay_out
 
 WIDTHS = (4, 8)
 
@@ -83,3 +86,119 @@ def test_a_range_is_a_view_of_the_buffer() -> None:
     (range_,) = divide_ranges([Piece("a", 0, 0, 20, 0, (20,), (1,))], WIDTHS, 2)[1]
     range_.of([flat]).zero_()
     assert flat.tolist() == [*range(10), *[0] * 10]
+
+
+# Units.
+
+
+class Numbers(nn.Module):
+    """Parameters of given sizes, dtypes and groups."""
+
+    def __init__(self, sizes: Sequence[int], doubles: Sequence[bool]) -> None:
+        super().__init__()
+        kinds = [torch.float64 if double else torch.float32 for double in doubles]
+        self.all = nn.ParameterList(
+            nn.Parameter(torch.randn(n, dtype=kind)) for n, kind in zip(sizes, kinds, strict=True)
+        )
+
+
+class Model(NamedTuple):
+    sizes: list[int]
+    doubles: list[bool]
+    groups: list[int]
+    bucket_bytes: int
+    first_bucket_bytes: int
+
+    def flat(self) -> Flat:
+        model = Numbers(self.sizes, self.doubles)
+        present = sorted(set(self.groups))
+        groups = [[p for p, g in zip(model.all, self.groups, strict=True) if g == group] for group in present]
+        optimizer = SGD([{"params": group} for group in groups], lr=0.1)
+        return Flat(model, optimizer, self.bucket_bytes, self.first_bucket_bytes)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    count = draw(st.integers(1, 10))
+    several = {"min_size": count, "max_size": count}
+    return Model(
+        draw(st.lists(st.one_of(st.just(1), st.integers(0, 90), st.integers(200, 700)), **several)),
+        draw(st.lists(st.booleans(), **several)),
+        draw(st.lists(st.integers(0, 2), **several)),
+        draw(st.integers(1, 5000)),
+        draw(st.integers(1, 3000)),
+    )
+
+
+LAID_OUT = (models(), st.integers(1, 7), st.integers(1, 3000))
+"""A model, servers, and the bytes of a unit."""
+
+
+@settings(max_examples=40)
+@given(*LAID_OUT)
+def test_units_hold_every_element_once(model: Model, servers: int, unit_bytes: int) -> None:
+    flat = model.flat()
+    layouts = lay_out(flat, servers, unit_bytes)
+    assert len(layouts) == servers
+    held = []
+    for ranges, units in layouts:
+        by_units = [r for unit in units for r in unit.of(ranges)]
+        assert by_units == ranges, "units follow one another, and leave no range out"
+        held += elements(ranges)
+    wanted = [(p.buffer, i) for p in flat.pieces for i in range(p.start, p.stop)]
+    assert sorted(held) == sorted(wanted)
+
+
+@settings(max_examples=40)
+@given(*LAID_OUT)
+def test_units_are_of_one_bucket_within_their_size_and_in_order(model: Model, servers: int, unit_bytes: int) -> None:
+    flat = model.flat()
+    for ranges, units in lay_out(flat, servers, unit_bytes):
+        assert [unit.bucket for unit in units] == sorted(unit.bucket for unit in units)
+        for unit in units:
+            mine, bucket = unit.of(ranges), flat.buckets[unit.bucket]
+            numbers = [r.stop - r.start for r in mine]
+            nbytes = sum(r.of(flat.params).nbytes for r in mine)
+            assert nbytes <= unit_bytes or numbers == [1]
+            assert all(r.buffer == bucket.buffer and bucket.start <= r.start < r.stop <= bucket.stop for r in mine)
+
+
+@settings(max_examples=40)
+@given(*LAID_OUT)
+def test_parts_of_a_cut_range_still_say_where_they_lie(model: Model, servers: int, unit_bytes: int) -> None:
+    flat = model.flat()
+    for ranges, _ in lay_out(flat, servers, unit_bytes):
+        for r in ranges:
+            covered = 0
+            for part in r.parts:
+                piece = flat.pieces[part.piece]
+                assert (piece.buffer, piece.group, part.offset) == (r.buffer, r.group, covered)
+                assert 0 <= part.start < part.stop <= piece.stop - piece.start
+                assert piece.start + part.start == r.start + part.offset
+                covered += part.stop - part.start
+            assert covered == r.stop - r.start
+
+
+@settings(max_examples=40)
+@given(*LAID_OUT)
+def test_no_server_holds_a_twentieth_more_than_the_mean(model: Model, servers: int, unit_bytes: int) -> None:
+    """Of any model with a hundred elements for each."""
+    flat = model.flat()
+    assume(sum(model.sizes) >= 100 * servers)
+    held = [sum(r.of(flat.params).nbytes for r in ranges) for ranges, _ in lay_out(flat, servers, unit_bytes)]
+    assert max(held) <= 1.05 * sum(held) / servers
+
+
+@settings(max_examples=40)
+@given(*LAID_OUT)
+def test_both_sides_come_to_the_same_layout(model: Model, servers: int, unit_bytes: int) -> None:
+    assert lay_out(model.flat(), servers, unit_bytes) == lay_out(model.flat(), servers, unit_bytes)
+
+
+def test_a_server_without_elements_has_one_empty_unit() -> None:
+    """So that every push has a last unit on every server."""
+    flat = Model([2], [False], [0], 100, 100).flat()
+    layouts = lay_out(flat, 4, 100)
+    empty = [layout for layout in layouts if not layout.ranges]
+    assert len(empty) == 2
+    assert all([unit.of(ranges) for unit in units] == [[]] for ranges, units in empty)

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from podium.measure.staleness import tables
 from podium.study.design import make_design, surroundings
 from podium.study.store import Row, Store
 
@@ -49,6 +50,19 @@ def make_row(
         "parameters": 9610,
     }
     return {**row, **fields}
+
+
+def stale(workers: int = 2, *, most: int = 3, bound: int | None = None, dropped: int = 0) -> dict[str, Any]:
+    """A row's `staleness_by`: two servers with one range each, every worker's updates from 0 to `most` stale."""
+    facts = {"first": False, "range": 0, "lead": 2}
+    records: list[Row] = [
+        {"kind": "update", "rank": server, "worker": worker, "staleness": staleness, **facts}
+        for server in (workers, workers + 1)
+        for worker in range(workers)
+        for staleness in range(most + 1)
+    ]
+    records += [{"kind": "dropped", "rank": workers, "worker": 0, "lease": lease} for lease in range(dropped)]
+    return tables(records, bound).to_dict()
 
 
 def make_rows(times: dict[str, list[float]], finals: dict[str, list[float]] | None = None) -> list[Row]:

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from podium.study.drawing import plotly_script, to_plotly, to_svg
-from podium.study.figures import convergence, convergence_panels, cost_bars, staleness_bars
+from podium.study.figures import convergence, convergence_panels, cost_bars, staleness_bars, staleness_histograms
 from podium.study.statistics import mean_interval
-from tests.study.synthetic import failed_row, make_row, make_rows
+from tests.study.synthetic import failed_row, make_row, make_rows, stale
 
 TIMES = {"solo": [1.0, 2.0, 4.0], "parameter-server:mode=async": [0.5, 0.6, 0.7]}
 ORDER = {cell: place for place, cell in enumerate(TIMES)}
@@ -65,6 +65,49 @@ def test_staleness_is_drawn_only_where_there_is_any() -> None:
     (figure,) = staleness_bars(make_rows(TIMES))
     assert [bar.cell for bar in figure.bars] == ["parameter-server:mode=async"]
     assert staleness_bars(make_rows({"solo": [1.0, 2.0]})) == []
+
+
+def test_a_histogram_has_a_layer_per_worker_and_sums_over_seeds() -> None:
+    cell = "parameter-server:mode=async"
+    rows = [make_row(cell, seed, staleness_by=stale(2, most=2)) for seed in range(3)]
+    (found,) = staleness_histograms(rows).values()
+    assert (found.cell, found.columns) == (cell, ("0", "1", "2"))
+    assert [layer.name for layer in found.layers] == ["worker 0", "worker 1"]
+    assert found.layers[0].updates == (6, 6, 6), "three seeds, two servers"
+
+
+def test_more_than_eight_workers_are_drawn_as_one() -> None:
+    cell = "parameter-server:mode=async"
+    (eight,) = staleness_histograms([make_row(cell, 0, staleness_by=stale(8))]).values()
+    (nine,) = staleness_histograms([make_row(cell, 0, staleness_by=stale(9))]).values()
+    assert len(eight.layers) == 8 and [layer.name for layer in nine.layers] == ["all workers"]
+    assert nine.layers[0].updates == (18, 18, 18, 18)
+
+
+def test_a_gap_between_values_shows_and_large_values_share_columns() -> None:
+    tables = stale(1, most=300)
+    for spread in (tables["overall"], *tables["workers"]):
+        spread["histogram"] = [bin for bin in spread["histogram"] if bin[0] not in range(3, 63)]
+    (found,) = staleness_histograms([make_row("parameter-server:mode=async", 0, staleness_by=tables)]).values()
+    assert found.columns[:65] == tuple(map(str, range(65)))
+    assert found.columns[65:] == ("65–128", "129–256", "257–512")
+    assert found.layers[0].updates[2:5] == (2, 0, 0)
+
+
+def test_rows_without_updates_have_no_histogram() -> None:
+    assert staleness_histograms([*make_rows(TIMES), failed_row("solo", 3)]) == {}
+
+
+def test_a_histogram_is_drawn_on_paper_and_on_the_screen_from_the_same_numbers() -> None:
+    cell = "parameter-server:mode=async"
+    (found,) = staleness_histograms([make_row(cell, 0, staleness_by=stale(2))]).values()
+    plot = json.loads(json.dumps(to_plotly(found, ORDER)))
+    assert [(trace["name"], trace["y"]) for trace in plot["data"]] == [
+        (layer.name, list(layer.updates)) for layer in found.layers
+    ]
+    assert len({trace["marker"]["color"] for trace in plot["data"]}) == 2
+    svg = to_svg(found, ORDER)
+    assert svg is not None and "worker 1" in svg and svg == to_svg(found, ORDER)
 
 
 def test_paper_is_one_svg_element_without_date_or_outside_reference() -> None:

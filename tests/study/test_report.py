@@ -12,7 +12,7 @@ import pytest
 from podium.study.again import command, python_call
 from podium.study.report import write_report
 from podium.study.store import Row
-from tests.study.synthetic import STRATEGIES, failed_row, make_row, make_rows, write_study
+from tests.study.synthetic import STRATEGIES, failed_row, make_row, make_rows, stale, write_study
 
 TIMES = dict(zip(STRATEGIES, ([1.0, 1.1, 1.2], [0.8, 0.9, 0.85], [0.5, 0.6, 0.55]), strict=True))
 SECTIONS = ["answer", "design", "convergence", "cost", "staleness", "statistics", "runs", "reproduce"]
@@ -49,6 +49,16 @@ class Page(HTMLParser):
 def without_history(rows: list[Row]) -> list[Row]:
     """Rows that give fewer figures, for tests that look at none."""
     return [{**row, "history": []} for row in rows]
+
+
+def one_seed() -> list[Row]:
+    return without_history([make_row(cell, 0) for cell in STRATEGIES])
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at words and tables only: drawing is most of a report's time."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 def page_of(folder: Path, *, include_plotly: bool = False) -> Page:
@@ -160,3 +170,43 @@ def test_what_the_command_line_cannot_say_is_said_in_python_only(tmp_path: Path)
     assert command({**study, "seeds": [3, 5]}) is None
     assert command({**study, "own_task": True}) is None
     compile(python_call({**study, "own_task": True}), "call", "exec")
+
+
+def test_staleness_is_shown_by_worker_and_by_range_where_there_were_updates(tmp_path: Path, no_figures: None) -> None:
+    rows = one_seed()
+    rows[-1] |= {"staleness_by": stale(2, bound=3, dropped=4)}
+    write_study(tmp_path, rows, seeds=1)
+    text = page_of(tmp_path).text
+    assert text.count("Staleness, parameter-server:mode=async") == 1 and "Staleness, solo" not in text
+    for part in ("worker 1", "server 3, range 0", "At most 2 steps", "3 were allowed", "dropped"):
+        assert part in text
+    assert "bound was not kept" not in text
+
+
+def test_a_bound_that_was_not_kept_is_said_to_be_broken(tmp_path: Path, no_figures: None) -> None:
+    write_study(tmp_path, without_history([make_row(STRATEGIES[-1], 0, staleness_by=stale(2, bound=1))]), seeds=1)
+    assert "the bound was not kept" in page_of(tmp_path).text
+
+
+def test_a_study_without_updates_has_no_tables_of_staleness(tmp_path: Path, no_figures: None) -> None:
+    write_study(tmp_path, one_seed(), seeds=1)
+    text = page_of(tmp_path).text
+    assert "By worker" not in text and "By server and range" not in text
+
+
+def test_what_happened_in_a_run_is_said_beside_it_and_in_the_answer(tmp_path: Path, no_figures: None) -> None:
+    rows = one_seed()
+    again = {"server": 3, "source": "snapshot", "took_s": 0.61, "lost_updates": 12}
+    rows[-1] |= {"lost": [1, 3], "restored": [again], "dropped": 17}
+    rows[-2] |= {"dropped": 1}
+    write_study(tmp_path, rows, seeds=1)
+    text = page_of(tmp_path).text
+    assert "lost rank 1, 3" in text and "restored server 3 from snapshot in 0.61 s, 12 updates lost" in text
+    assert "dropped 17 pushes" in text and "dropped 1 push" in text
+    assert "1 of 3 finished runs lost ranks on the way (parameter-server:mode=async)" in text
+
+
+def test_rows_from_before_drops_and_restorations_were_counted_still_read(tmp_path: Path, no_figures: None) -> None:
+    rows = [{k: v for k, v in row.items() if k != "lost"} for row in one_seed()]
+    write_study(tmp_path, rows, seeds=1)
+    assert "lost ranks on the way" not in page_of(tmp_path).text

@@ -228,3 +228,15 @@ def test_the_plain_table_fits_80_columns_and_shows_every_strategy(tmp_path: Path
 def test_the_table_of_a_terminal_has_a_line_per_strategy(tmp_path: Path) -> None:
     comparison = small_compare(tmp_path, Runs())
     assert format_table(comparison).row_count == len(STRATEGIES)
+
+
+def test_an_asynchronous_run_leaves_its_staleness_by_worker_and_range_in_its_row(tmp_path: Path) -> None:
+    cell = "parameter-server:mode=dssp,staleness=1,staleness_high=2"
+    strategies = ["all-reduce", cell]
+    compare("digits-mlp", strategies=strategies, seeds=1, workers=2, launcher="virtual", out=tmp_path, steps=6)
+    by_cell = {row["cell"]: row for row in Store(tmp_path).rows()}
+    assert "staleness_by" not in by_cell["all-reduce"]
+    found = by_cell[cell]["staleness_by"]
+    assert [line["worker"] for line in found["workers"]] == [0, 1]
+    assert found["lead"] <= found["bound"] == 2
+    assert f"Staleness, {cell}" in (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -1,0 +1,168 @@
+"""Ray: the server and the workers are actors, and what they exchange travels through the object store.
+
+Run by an interpreter that has Ray, as a script; imports nothing of Podium. Reads one JSON object per line and answers
+each with one; `do` says what is asked:
+
+    setup (sizes of the tensors, workers, lr, period, folder)  ->  variants, unavailable (variant to reason)
+    round (variant, seconds)                                   ->  round_trips, seconds
+    tally (variant)                                            ->  pushed, server, pulled; all in units, see `work.py`
+    end                                                        ->  nothing
+
+Variants, both updated by torch, which does so in one pass and without a temporary array:
+
+    ray_numpy   numpy arrays, which Ray's readers see in place
+    ray_torch   torch tensors with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1, which gives them the same
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from typing import Any
+
+DEADLINE_S = 100.0
+
+
+class Server:
+    """The parameters. An actor does one call at a time, and has copied what it returns before it takes the next."""
+
+    def __init__(self, variant: str, size: int, lr: float, period: int) -> None:
+        self._lr, self._period, self._params = lr, period, _pattern(size, lr, period)
+        # A view of the same memory: what is returned is what is updated.
+        self._shown = self._params.numpy() if variant == "ray_numpy" else self._params
+
+    def push(self, grad: Any) -> Any:
+        self._params.add_(_as_tensor(grad), alpha=-self._lr)
+        return self._shown
+
+    def units(self) -> tuple[float, float]:
+        return _units(self._params, self._lr, self._period)
+
+
+class Worker:
+    """One worker's gradient, which is its number everywhere, and its own copy of the parameters."""
+
+    def __init__(self, variant: str, size: int, lr: float, period: int, number: int, server: Any) -> None:
+        import torch
+
+        self._lr, self._period, self._number, self._server, self._pushed = lr, period, number, server, 0
+        grad = torch.full((size,), float(number))
+        self._grad = grad.numpy() if variant == "ray_numpy" else grad
+        self._params = _pattern(size, lr, period)
+
+    def run(self, seconds: float) -> tuple[int, float]:
+        import ray
+
+        began, count = time.perf_counter(), 0
+        while True:
+            self._params.copy_(_as_tensor(ray.get(self._server.push.remote(self._grad), timeout=DEADLINE_S)))
+            count += 1
+            self._pushed += self._number
+            took = time.perf_counter() - began
+            if took >= seconds:
+                return count, took
+
+    def pulled(self) -> tuple[float, float, float]:
+        return (float(self._pushed), *_units(self._params, self._lr, self._period))
+
+
+def _as_tensor(value: Any) -> Any:
+    """The value itself, or a tensor over a numpy array's memory, which Ray hands out read-only."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(value)
+
+
+def _pattern(size: int, lr: float, period: int) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    return torch.arange(size).remainder_(period).to(torch.float32).mul_(lr)
+
+
+def _units(params: Any, lr: float, period: int) -> tuple[float, float]:
+    applied = (_pattern(len(params), lr, period) - params) / lr
+    return float(applied.min()), float(applied.max())
+
+
+class Contender:
+    """Ray itself and one set of actors per variant."""
+
+    def __init__(self, sizes: list[int], workers: int, lr: float, period: int, folder: str) -> None:
+        import ray
+        from ray._private import ray_constants
+
+        size = sum(sizes)
+        self._ray = ray
+        self.unavailable: dict[str, str] = {}
+        self.variants = ["ray_numpy", "ray_torch"]
+        if not hasattr(ray_constants, "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"):
+            self.unavailable["ray_torch"] = f"Ray {ray.__version__} has no RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
+            self.variants.remove("ray_torch")
+        ray.init(
+            num_cpus=2 * (workers + 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            object_store_memory=max(1 << 28, 12 * 4 * size),
+            _temp_dir=folder,
+        )
+        self._sets = {}
+        for variant in self.variants:
+            server = ray.remote(Server).options(num_cpus=1).remote(variant, size, lr, period)
+            make = ray.remote(Worker).options(num_cpus=1)
+            pushers = [make.remote(variant, size, lr, period, n + 1, server) for n in range(workers)]
+            self._get([server.units.remote(), *(w.pulled.remote() for w in pushers)])
+            self._sets[variant] = server, pushers
+
+    def _get(self, refs: list[Any]) -> list[Any]:
+        return list(self._ray.get(refs, timeout=DEADLINE_S))
+
+    def round(self, variant: str, seconds: float) -> dict[str, Any]:
+        took = self._get([worker.run.remote(seconds) for worker in self._sets[variant][1]])
+        count = sum(n for n, _ in took)
+        return {"round_trips": count, "seconds": count / sum(n / s for n, s in took)}
+
+    def tally(self, variant: str) -> dict[str, Any]:
+        server, pushers = self._sets[variant]
+        pulled = self._get([worker.pulled.remote() for worker in pushers])
+        (shown,) = self._get([server.units.remote()])
+        return {"pushed": sum(own for own, *_ in pulled), "server": shown, "pulled": pulled}
+
+    def end(self) -> None:
+        self._ray.shutdown()
+
+
+def main() -> None:
+    """Answer until told to end. Only answers go to the real output: libraries print what they like elsewhere."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    os.environ.update(RAY_ENABLE_ZERO_COPY_TORCH_TENSORS="1", RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1")
+    contender: Contender | None = None
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            do = request.pop("do")
+            if do == "end":
+                break
+            if do == "setup":
+                contender = Contender(**request)
+                answer = {"variants": contender.variants, "unavailable": contender.unavailable}
+            else:
+                answer = getattr(contender, do)(**request)
+            out.write(json.dumps(answer) + "\n")
+    finally:  # also when whoever asks is gone
+        if contender is not None:
+            contender.end()
+    out.write("{}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""`podium scale`: more or fewer workers and servers, while the run goes on."""
+
+from __future__ import annotations
+
+import click
+
+from podium.cli.options import options
+from podium.cli.output import Output
+
+
+@click.command(short_help="Add or retire workers and servers of a run under way.")
+@click.argument("run_dir", metavar="RUN_DIR")
+@click.option("--workers", "-n", type=int, metavar="N", help="How many workers there are to be.")
+@click.option("--servers", type=int, metavar="N", help="How many servers there are to be.")
+@options("json")
+@click.pass_obj
+def scale(out: Output, run_dir: str, workers: int | None, servers: int | None) -> None:
+    """Let the run in RUN_DIR go on with more or fewer workers and servers.
+
+    Newcomers start beside it and take part once they are ready; until then nobody waits for them. Those with the
+    highest numbers retire first, after the step in hand.
+
+    \b
+    podium scale runs/digits-mlp-all-reduce-1115-090427-61a2 --workers 4
+    """
+    from podium.cluster.scale import scale as ask
+
+    asked = ask(run_dir, workers=workers, servers=servers)
+    out.document(asked._asdict())
+    out.say(*_lines(asked.workers, asked.servers, asked.starting, asked.retiring))
+
+
+def _lines(workers: int, servers: int, starting: tuple[int, ...], retiring: tuple[int, ...]) -> list[str]:
+    aim = _count(workers, "worker") + (f" and {_count(servers, 'server')}" if servers else "")
+    if not starting and not retiring:
+        return [f"nothing to do: there are {aim}"]
+    moves = {"starting": starting, "retiring": retiring}
+    listed = [f"{verb} {', '.join(map(str, ranks))}" for verb, ranks in moves.items() if ranks]
+    return [f"to {aim}: {'; '.join(listed)}"]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
