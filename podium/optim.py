@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,10 +72,15 @@ class FlatOptimizer:
         for count, counts in self._counts:
             counts.copy_(count)
 
-    def point_at(self, grads: Sequence[Tensor]) -> None:
-        """Take the gradients from these buffers from now on."""
-        for p, piece in zip(self.parameters, self.pieces, strict=True):
-            p.grad = piece.view(grads[piece.buffer])
+    def step_on(self, grads: Sequence[Tensor], unused: Collection[int] = ()) -> None:
+        """One step on gradients that lie in these buffers; pieces in `unused` are left alone."""
+        self._point_at(grads)
+        if unused or self._fast is None or not self._linked or self._has_hooks():  # may be stepped piece by piece
+            for i, (p, piece) in enumerate(zip(self.parameters, self.pieces, strict=True)):
+                p.grad = None if i in unused else piece.view(grads[piece.buffer])
+        self.step(all_used=not unused)
+
+    def _point_at(self, grads: Sequence[Tensor]) -> None:
         for stretch in self._stretches:
             flat, start = grads[stretch.buffer], stretch.start
             for cut in stretch.cuts:

@@ -145,13 +145,22 @@ class Communicator(ABC):
 
     @abstractmethod
     def call(
-        self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
+        self,
+        to: int,
+        kind: str,
+        meta: Meta,
+        body: Sequence[Tensor] = (),
+        into: Sequence[Tensor] | None = None,
+        more: bool = False,
     ) -> Handle:
-        """Ask and expect a reply, which `wait` returns; its tensors land in `into`, where given."""
+        """Ask and expect a reply, which `wait` returns; its tensors land in `into`, where given.
+
+        `more`: another call to the same rank follows at once, and this one may travel with it.
+        """
 
     @abstractmethod
-    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
-        """Answer a call; has taken the body when it returns.
+    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = (), more: bool = False) -> None:
+        """Answer a call; has taken the body when it returns. `more`: as with `call`.
 
         What the caller gave as `into` may be here as `to.landing`, to be written to before; a body that lies there is
         not copied.

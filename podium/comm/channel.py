@@ -29,7 +29,7 @@ from podium.comm import frames
 from podium.comm.arena import Arena
 from podium.comm.base import DEPARTED, Message, Meta, Traffic
 from podium.comm.frames import Limits, Refused, Sink
-from podium.comm.link import CLOSE_S, ChannelHandle, Inbox, Link
+from podium.comm.link import CLOSE_S, ChannelHandle, Inbox, Link, Waiter
 from podium.comm.sockets import Address, Stream, address_of, listen_at, resolve, shut, tune
 from podium.comm.tls import Guard, Tls, TlsStream
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
@@ -69,7 +69,7 @@ class Channel:
         self._secret = secret
         self._guard = None if tls is None else Guard(tls, deadline_s)
         self._tally = threading.Lock()
-        self._settled = threading.Condition(threading.Lock())
+        self._settled = threading.Lock()
         self._changed = threading.Condition(threading.Lock())  # guards all that follows
         self._addresses: dict[int, Address] = {}
         self._links: dict[int, Link] = {}
@@ -130,7 +130,13 @@ class Channel:
         self._reach(to).transmit(frames.encode_frame(kind, self.rank, 0, meta, body, self.limits))
 
     def call(
-        self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
+        self,
+        to: int,
+        kind: str,
+        meta: Meta,
+        body: Sequence[Tensor] = (),
+        into: Sequence[Tensor] | None = None,
+        more: bool = False,
     ) -> ChannelHandle:
         """Ask and expect a reply. The body must not change, nor `into` be used, until the reply is there.
 
@@ -144,21 +150,21 @@ class Channel:
         locate = self.arena.locate if self.arena is not None and link.shares else None
         buffers = frames.encode_frame(kind, self.rank, number, meta, body, self.limits, locate, into)
         link.expect(number, handle)
-        link.transmit(buffers, later=True)
+        link.transmit(buffers, later=True, more=more)
         return handle
 
-    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = (), more: bool = False) -> None:
         """Answer a call, once; has taken the body when it returns."""
         asked = self._asked.get(to.call)
         if asked is not None:
             link, number = asked
-            if to.landing is None or not body:
+            if to.landing is None or not body or not _fits(body, to.landing):
                 buffers = frames.encode_frame(to.kind, self.rank, -number, meta, body, self.limits)
             else:
                 _land(body, to.landing)
                 buffers = frames.encode_frame(to.kind, self.rank, -number, meta, (), self.limits, landing=())
             if self._asked.pop(to.call, None) is not None:
-                return link.transmit(buffers)
+                return link.transmit(buffers, more=more)
         if to.call == 0:
             raise CommError(f"rank {self.rank}: {to.kind!r} from rank {to.source} expects no reply")
         raise Lost(f"rank {self.rank}: rank {to.source} has left, or its {to.kind!r} was answered before")
@@ -177,11 +183,11 @@ class Channel:
         Past the deadline the calls stay open: they may be waited for again, and a late reply still writes to `into`.
         """
 
-        def over() -> bool:
-            return any(h.error for h in handles) or all(h.message for h in handles)
-
+        waiter = Waiter(self._settled, handles)
         with self._settled:
-            self._settled.wait_for(over, self._limit(deadline_s))
+            if waiter.missing:
+                waiter.over.wait_for(lambda: not waiter.missing or waiter.failed, self._limit(deadline_s))
+            waiter.dismiss()
         for error in (h.error for h in handles if h.error):
             raise error
         missing = ", ".join(f"rank {h.to} ({h.kind!r})" for h in handles if not h.message)
@@ -207,7 +213,7 @@ class Channel:
     def settle(self, handle: ChannelHandle, message: Message) -> None:
         with self._settled:
             handle.message = message
-            self._settled.notify_all()
+            handle.tell_waiter()
 
     def note_call(self, link: Link, number: int) -> int:
         """A number for `Message.call`, good for this connection only: a peer that comes back gets no old replies."""
@@ -228,7 +234,7 @@ class Channel:
         with self._settled:
             for handle in orphans:
                 handle.error = Lost(f"rank {self.rank}: {what} before {handle.kind!r} was answered by rank {handle.to}")
-            self._settled.notify_all()
+                handle.tell_waiter()
         self.inbox.put(Message(link.peer, DEPARTED, {"error": link.fault} if link.fault else {}), None)
 
     # Connecting.
@@ -401,8 +407,15 @@ class Channel:
             Path(self.address.removeprefix("unix:")).unlink(missing_ok=True)
 
 
+def _fits(body: Sequence[Tensor], landing: Sequence[Tensor]) -> bool:
+    """Whether a reply can be written where the caller wants it; if not, it travels, and the caller refuses it."""
+    return len(body) == len(landing) and all(
+        a.dtype == b.dtype and a.numel() == b.numel() for a, b in zip(body, landing, strict=True)
+    )
+
+
 def _land(body: Sequence[Tensor], landing: Sequence[Tensor]) -> None:
     """Write a reply into the caller's own memory, where it does not lie there already."""
     for tensor, place in zip(body, landing, strict=True):
         if tensor.data_ptr() != place.data_ptr():
-            place.copy_(tensor)
+            place.view(-1).copy_(tensor.reshape(-1))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 CLOSE_S = 2.0
 """How long `close` lets peers read what was sent to them."""
+_HELD_FRAMES = 256
 SHARING = ".sharing"
 """Kind of the frame by which one end of a link tells the other that it can reach its memory."""
 _INLINE_BYTES = 64 << 10  # a call of up to this size is sent by its caller: the socket's buffer takes it at once
@@ -41,10 +42,40 @@ class ChannelHandle(Handle):
         self.to, self.kind, self.into = to, kind, into
         self.message: Message | None = None
         self.error: CommError | None = None
+        self.waiter: Waiter | None = None
 
     @property
     def done(self) -> bool:
         return self.message is not None or self.error is not None
+
+    def tell_waiter(self) -> None:
+        """It is done; called under the channel's lock."""
+        if self.waiter is not None:
+            self.waiter.hear(self)
+
+
+class Waiter:
+    """One who waits for several calls, and is woken once, not once for each. Used under the channel's lock."""
+
+    def __init__(self, lock: threading.Lock, handles: Sequence[ChannelHandle]) -> None:
+        self.over = threading.Condition(lock)
+        self._handles = handles
+        with lock:
+            for handle in handles:
+                handle.waiter = self
+            self.missing = {handle for handle in handles if not handle.done}
+            self.failed = any(handle.error is not None for handle in handles)
+
+    def hear(self, handle: ChannelHandle) -> None:
+        self.missing.discard(handle)
+        self.failed = self.failed or handle.error is not None
+        if not self.missing or self.failed:
+            self.over.notify_all()
+
+    def dismiss(self) -> None:
+        for handle in self._handles:
+            if handle.waiter is self:
+                handle.waiter = None
 
 
 class Inbox:
@@ -111,6 +142,8 @@ class Link:
         self._turn = threading.Condition(threading.Lock())  # guards all that follows
         self._tickets, self._serving, self._sending, self._broken = 0, 0, False, False
         self._pending: dict[int, ChannelHandle] = {}
+        self._held: list[memoryview] = []  # frames that wait for the next one, …
+        self._held_body = 0  # … and how much of them is tensors'
         self._reserved: int | None = None
         name = f"{channel.rank}-{peer}"
         self._sender = ThreadPoolExecutor(1, f"podium-send-{name}")  # starts its thread when first used
@@ -123,20 +156,29 @@ class Link:
             self._check_whole()
             self._pending[number] = handle
 
-    def transmit(self, buffers: list[memoryview], *, later: bool = False) -> None:
-        """Send a frame. `later` lets one that cannot go at once go from the sender's thread when this has returned."""
-        large = sum(buffer.nbytes for buffer in buffers) > _INLINE_BYTES
+    def transmit(self, buffers: list[memoryview], *, later: bool = False, more: bool = False) -> None:
+        """Send a frame. `later` lets one that cannot go at once go from the sender's thread when this has returned.
+
+        `more`: another follows at once; a frame without a body of its own waits for it and travels with it.
+        """
         with self._turn:
             self._check_whole()
+            self._held += buffers
+            self._held_body += sum(buffer.nbytes for buffer in buffers[1:])
+            if more and len(buffers) == 1 and len(self._held) < _HELD_FRAMES:
+                return
+            buffers, self._held = self._held, []
+            body, self._held_body = self._held_body, 0
+            large = sum(buffer.nbytes for buffer in buffers) > _INLINE_BYTES
             ticket, self._tickets = self._tickets, self._tickets + 1
             if later and (large or ticket != self._serving):
                 # An error breaks the link, and so reaches whoever waits for the reply.
-                self._sender.submit(self._send, ticket, buffers)
+                self._sender.submit(self._send, ticket, buffers, body)
                 return
-        self._send(ticket, buffers)
+        self._send(ticket, buffers, body)
 
-    def _send(self, ticket: int, buffers: list[memoryview]) -> None:
-        """The one place where frames are written, one at a time and in order."""
+    def _send(self, ticket: int, buffers: list[memoryview], body: int) -> None:
+        """The one place where frames are written, in order; `body` of their bytes are tensors'."""
         with self._turn:
             came = self._serving == ticket or self._turn.wait_for(
                 lambda: self._broken or self._serving == ticket, self.channel.deadline_s
@@ -156,7 +198,7 @@ class Link:
             with self._turn:
                 self._sending, self._serving = False, self._serving + 1
                 self._turn.notify_all()
-        self.channel.count(sent=(wire - buffers[0].nbytes, wire))
+        self.channel.count(sent=(body, wire))
 
     def _give_up(self) -> DeadlineExceeded:
         took = f"{self.channel.deadline_s:g} s"

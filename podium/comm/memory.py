@@ -148,7 +148,13 @@ class MemoryCommunicator(Communicator):
         self._deliver(to, Message(self.rank, kind, meta, tuple(t.clone() for t in body)))
 
     def call(
-        self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
+        self,
+        to: int,
+        kind: str,
+        meta: Meta,
+        body: Sequence[Tensor] = (),
+        into: Sequence[Tensor] | None = None,
+        more: bool = False,
     ) -> Handle:
         handle = Pending(self.rank, f"call {kind!r} to rank {to}", into)
         with self._world.changed:
@@ -159,7 +165,7 @@ class MemoryCommunicator(Communicator):
         self._deliver(to, Message(self.rank, kind, meta, tuple(t.clone() for t in body), number))
         return handle
 
-    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = (), more: bool = False) -> None:
         self.traffic.sent += nbytes_of(body)
         with self._world.changed:
             handle, _ = self._world.calls.pop(to.call)

@@ -89,21 +89,27 @@ class RealCommunicator(Communicator):
         self._need_channel().send(to, kind, meta, _on_cpu(body))
 
     def call(
-        self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
+        self,
+        to: int,
+        kind: str,
+        meta: Meta,
+        body: Sequence[Tensor] = (),
+        into: Sequence[Tensor] | None = None,
+        more: bool = False,
     ) -> Handle:
         self.traffic.sent += nbytes_of(body)
         landing = (
             None if into is None else [t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for t in into]
         )
         asked = _Call(to, kind, meta, _on_cpu(body), into, landing)
-        handle = self._issue(asked)
+        handle = self._issue(asked, more)
         self._calls[handle] = asked
         return handle
 
-    def _issue(self, asked: _Call) -> ChannelHandle:
+    def _issue(self, asked: _Call, more: bool = False) -> ChannelHandle:
         channel = self._need_channel()
         try:
-            return channel.call(asked.to, asked.kind, asked.meta, asked.body, asked.landing)
+            return channel.call(asked.to, asked.kind, asked.meta, asked.body, asked.landing, more)
         except Lost as error:
             if self._relocate is None or asked.to not in self.servers:
                 raise
@@ -111,9 +117,9 @@ class RealCommunicator(Communicator):
             handle.error = error  # to be dealt with when it is waited for: an issue never waits
             return handle
 
-    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = (), more: bool = False) -> None:
         self.traffic.sent += nbytes_of(body)
-        self._need_channel().reply(to, meta, _on_cpu(body))
+        self._need_channel().reply(to, meta, _on_cpu(body), more)
 
     def recv(self, deadline_s: float | None = None) -> Message:
         message = self._need_channel().recv(self.deadline_s if deadline_s is None else deadline_s)

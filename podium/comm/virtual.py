@@ -345,7 +345,13 @@ class VirtualCommunicator(Communicator):
         self._transfer(to, message.body, lambda: self._world.deliver(to, message))
 
     def call(
-        self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
+        self,
+        to: int,
+        kind: str,
+        meta: Meta,
+        body: Sequence[Tensor] = (),
+        into: Sequence[Tensor] | None = None,
+        more: bool = False,
     ) -> Handle:
         handle = Pending(self.rank, f"call {kind!r} to rank {to}", into)
         number = self._world.new_call(handle, to)
@@ -360,7 +366,7 @@ class VirtualCommunicator(Communicator):
         self._transfer(to, message.body, arrive)
         return handle
 
-    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+    def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = (), more: bool = False) -> None:
         handle, _ = self._world.calls[to.call]
         message = Message(self.rank, to.kind, meta, tuple(t.clone() for t in body), to.call)
 

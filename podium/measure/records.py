@@ -28,7 +28,7 @@ KINDS: dict[str, str] = {
     "begin": "a rank is ready: role, parameters, buckets, device",
     "step": "one step of one worker: step, position, samples, loss, step_ns, wait_ns, sent, received (bytes)",
     "eval": "validation: step, epoch, position, loss, metrics, eval_ns",
-    "arrival": "a server took up a message: source, what, lease, range; their order is the run's order",
+    "arrival": "a server took up a message: source, what, lease, range; with updates, their order is the run's order",
     "update": "a server applied gradients: version, worker, range, staleness, lease, first (of stretch), pushes, lead",
     "dropped": "a server dropped a push that was too stale: worker, lease, staleness",
     "worker_lost": "a server heard that a worker is gone: worker, leases (that go back)",
@@ -79,7 +79,10 @@ class Recorder:
 
 def to_json(value: Any) -> str:
     """One line of strict JSON; a number that is not finite becomes a string, since JSON has none."""
-    return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False, default=_plain)
+    try:
+        return _JSON.encode(value)
+    except ValueError:  # most records are finite, and looking at every number first costs more than writing them
+        return _JSON.encode(_finite(value))
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -139,3 +142,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return _finite(value.item())
     raise TypeError(f"a record cannot hold a {type(value).__name__}")
+
+
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_plain)

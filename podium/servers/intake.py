@@ -55,6 +55,10 @@ class Intake(ABC):
         """There is nothing left to do for these: nobody shall wait for them."""
 
     @abstractmethod
+    def wake(self, worker: int) -> None:
+        """One that rested has something to do after all."""
+
+    @abstractmethod
     def lose(self, worker: int) -> None:
         """A worker is gone."""
 
@@ -87,6 +91,8 @@ class Streams(Intake):
         unit, source = meta["unit"], message.source
         if meta["lease"] not in self.once[unit]:
             self._apply(message, unit)
+        else:
+            server.note(message)
         self._held[source].append((message, server.copies.sent))
         if meta["last"]:
             self.clocks.tick(source, server.comm.clock.now_ns())
@@ -140,6 +146,9 @@ class Streams(Intake):
         self.clocks.resting |= workers
         self._release_all()
 
+    def wake(self, worker: int) -> None:
+        self.clocks.resting.discard(worker)
+
     def hear(self, message: Message) -> None:
         if "rest" in message.meta:
             self.rest(set(message.meta["rest"]))
@@ -192,6 +201,8 @@ class Gathers(Intake):
 
     def push(self, message: Message) -> None:
         server, key = self.server, (message.source, message.meta["lease"])
+        if not self._by_steps:
+            server.note(message)
         if self._lost is not None:
             return server.answer(message, {"lost": self._lost})
         parts = self._parts[key]
@@ -278,6 +289,9 @@ class Gathers(Intake):
             waiting = {push.lease for push in self.gathering.waiting}
             self._take(None, last=not self.server.rules.wait and cursor.exhausted and set(cursor.open) <= waiting)
 
+    def wake(self, worker: int) -> None:
+        self.gathering.resting.discard(worker)
+
     def lose(self, worker: int) -> None:
         server = self.server
         self.gathering.forget(worker)
@@ -290,8 +304,10 @@ class Gathers(Intake):
             if push.source == worker:  # all servers have it, so it will count
                 server.cursor.applied(push.lease)
         server.cursor.lost(worker)
-        waiting = [(push.source, push.lease) for push in self.gathering.waiting]
-        self._decide({"forget": [key for key in self._parts if key[0] == worker and key not in waiting]})
+        kept = [push.lease for push in self.gathering.waiting if push.source == worker]
+        for key in [key for key in self._have if key[0] == worker and key[1] not in kept]:
+            del self._have[key]
+        self._decide({"forget": worker, "except": kept})
         self._take(None)
 
     # Doing what was decided, on every server alike.
@@ -307,8 +323,10 @@ class Gathers(Intake):
         if "settled" in decision:
             self._settled = True
             return self.server.let_go()
-        for source, lease in decision.get("forget", ()):
-            self._parts.pop((source, lease), None)
+        if "forget" in decision:
+            kept = decision["except"]
+            for key in [key for key in self._parts if key[0] == decision["forget"] and key[1] not in kept]:
+                del self._parts[key]
         for source, lease in decision.get("drop", ()):
             self._drop((source, lease))
             self._dropped.add((source, lease))
@@ -503,6 +521,8 @@ class Gathers(Intake):
         while self._answered and self._answered[0][2] <= server.copies.acknowledged:
             messages, facts, _ = self._answered.pop(0)
             for message in messages:
+                if message.source in server.gone:
+                    continue
                 lease = {}
                 if message.meta["last"] and server.cursor is not None:
                     lease = server.lend(message.source)

@@ -4,8 +4,9 @@ Servers hold stretches of the flat buffers, balanced by bytes to the element and
 layers: one huge layer is simply shared. A stretch never mixes two parameter groups, so one set of hyper-parameters
 rules it.
 
-What travels in one message is a unit: those ranges of one server that lie in one bucket, at most `unit_bytes` of them.
-So gradients can leave while backward still runs, and parameters come back while others are still on their way out.
+What travels in one message is a unit: neighbouring ranges of one server, at most `unit_bytes` of them, ready when the
+last bucket that they touch is. So gradients can leave while backward still runs, and parameters come back while others
+are still on their way out.
 
 An embedding that travels by rows is cut between rows, and each server's part of it is a range and a unit of its own, of
 which only those rows travel that somebody touched.
@@ -48,7 +49,7 @@ class Range(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Ranges that travel together: numbers `first` to `stop` of their server, all of one bucket."""
+    """Ranges that travel together: numbers `first` to `stop` of their server, ready with this bucket."""
 
     bucket: int
     first: int
@@ -97,13 +98,13 @@ def _clip(pieces: Sequence[Piece], r: Range, start: int, stop: int) -> Range:
 
 
 def _group(cut: Sequence[tuple[int, Range]], sizes: Sequence[int], unit_bytes: int) -> list[Unit]:
-    """Neighbours of one bucket share a unit while they fit; a server without ranges has one unit, which is empty."""
+    """Neighbours share a unit while they fit; a server without ranges has one unit, which is empty."""
     units: list[Unit] = []
     room = 0
     for n, (bucket, r) in enumerate(cut):
         size = (r.stop - r.start) * sizes[r.buffer]
-        if units and units[-1].bucket == bucket and size <= room and not r.row:
-            units[-1] = units[-1]._replace(stop=n + 1)
+        if units and size <= room and not r.row:
+            units[-1] = units[-1]._replace(bucket=bucket, stop=n + 1)
         else:
             units.append(Unit(bucket, n, n + 1))
             room = 0 if r.row else unit_bytes

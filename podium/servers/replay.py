@@ -38,11 +38,7 @@ class AsRecorded(Arrivals):
     """Draws and pushes in the order of a recorded run; what comes early is held back."""
 
     def __init__(self, records: Iterable[Record], rank: int) -> None:
-        self._script = deque(
-            (r["source"], r["what"], r["lease"], r["range"])
-            for r in records
-            if r["kind"] == "arrival" and r["rank"] == rank
-        )
+        self._script = deque(filter(None, (_arrival(r) for r in records if r["rank"] == rank)))
         self._held: list[Message] = []
 
     def next(self, comm: Communicator) -> Message:
@@ -77,3 +73,12 @@ class AsRecorded(Arrivals):
                 self._script.popleft()
                 return message
         return None
+
+
+def _arrival(row: Record) -> tuple[int, str, int, int] | None:
+    """What came, from whom: a push that was applied as it came has no record but its update's."""
+    if row["kind"] == "arrival":
+        return row["source"], row["what"], row["lease"], row["range"]
+    if row["kind"] == "update" and "pushes" not in row:
+        return row["worker"], "push", row["lease"], row["range"]
+    return None

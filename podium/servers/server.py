@@ -37,7 +37,7 @@ from podium.servers.intake import Gathers, Intake, Streams
 from podium.servers.mitigation import make_mitigation
 from podium.servers.ranges import Layout, Unit, lay_out
 from podium.servers.replay import Arrivals, AsTheyCome
-from podium.servers.shard import Shard
+from podium.servers.shard import Shard, unit_of
 
 PATIENCE = 12
 """How many deadlines of silence a server, or a worker at its gate, puts up with: somebody may be validating."""
@@ -133,10 +133,10 @@ class Server:
         with contextlib.suppress(Lost):
             self.comm.send(server, kind, meta, body)
 
-    def answer(self, message: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
+    def answer(self, message: Message, meta: Meta, body: Sequence[Tensor] = (), more: bool = False) -> None:
         """Reply, to one that may be gone by now."""
         with contextlib.suppress(Lost):
-            self.comm.reply(message, meta, body)
+            self.comm.reply(message, meta, body, more)
 
     # A stretch begins.
 
@@ -227,13 +227,14 @@ class Server:
         lease = self.cursor.draw(worker)
         if lease is None:
             return {}
+        self.intake.wake(worker)
         return {"lease": lease.number, "piece": list(lease.piece), "of": lease.step}
 
     # Gradients.
 
     def _push(self, message: Message) -> None:
+        unit_of(self.shard.units, message.meta["unit"])
         if self.seed_meta["leases"]:
-            self.note(message)
             self._heard(message, (message.meta["lease"],))
         self._notice_loss(message)
         self.intake.push(message)
@@ -269,7 +270,7 @@ class Server:
             known = message.meta["version"]
             params = self.shard.rows_since(unit, known if known <= self.versions[unit] else -1)
         self.mitigation.gave(message.source, unit, params)
-        self.answer(message, {"version": self.versions[unit], **meta}, params)
+        self.answer(message, {"version": self.versions[unit], **meta}, params, more=not message.meta["last"])
 
     # Ends.
 
@@ -329,7 +330,10 @@ class Server:
     # Records.
 
     def note(self, message: Message) -> None:
-        """The order of arrivals is the run's order: with it the run can be replayed."""
+        """The order of arrivals is the run's order: with it the run can be replayed.
+
+        A push that is applied as it comes needs no record of its own: its update says as much.
+        """
         meta = message.meta
         self.recorder.write(
             "arrival",

@@ -50,13 +50,9 @@ class _Engine:
         self.fast = FlatOptimizer(self.optimizer, self.parts, self.pieces, params, nowhere)
 
     def step(self, grads: Sequence[Tensor], options: Options, unused: Collection[int]) -> None:
-        self.fast.point_at(grads)
         for group, given in zip(self.optimizer.param_groups, options, strict=True):
             group.update(given)
-        for p, piece in zip(self.parts, self.owners, strict=True):
-            if piece in unused:
-                p.grad = None
-        self.fast.step(all_used=not any(piece in unused for piece in self.owners))
+        self.fast.step_on(grads, {n for n, piece in enumerate(self.owners) if piece in unused} if unused else ())
 
 
 class _RowEngine(_Engine):
@@ -71,8 +67,8 @@ class _RowEngine(_Engine):
 
     def step(self, grads: Sequence[Tensor], options: Options, unused: Collection[int]) -> None:
         index, values = grads
-        if not index.numel():
-            return
+        if self.owners[0] in unused:
+            return  # one that was used elsewhere counts its step here too: Adagrad's rate may fall with every one
         table = nn.Parameter(self.params[0].view(-1, self._row))
         # Checked here, where the rows come in; torch would warn of every sparse tensor that it makes unchecked.
         table.grad = torch.sparse_coo_tensor(index[None], values, table.shape, is_coalesced=True, check_invariants=True)

@@ -354,7 +354,8 @@ class _Pushes:
         for m, layout in enumerate(self.state.layouts):
             for u, unit in enumerate(layout.units[:-1]):
                 if unit.bucket == bucket:
-                    self._call(m, u, {"early": self.worker.comm.in_backward, "last": False})
+                    early = self.worker.comm.in_backward
+                    self._call(m, u, {"early": early, "last": False}, more=not early)
 
     def finish(self, loss: float) -> None:
         """Send what is left."""
@@ -375,7 +376,7 @@ class _Pushes:
         for m, layout in enumerate(self.state.layouts):
             self._call(m, len(layout.units) - 1, facts)
 
-    def _call(self, m: int, u: int, facts: Meta) -> None:
+    def _call(self, m: int, u: int, facts: Meta, more: bool = False) -> None:
         worker, layout = self.worker, self.state.layouts[m]
         ranges = layout.units[u].of(layout.ranges)
         meta = {
@@ -391,7 +392,8 @@ class _Pushes:
         if rows:
             body = self._rows(ranges[0])
         self.units.append((m, u))
-        self.calls.append(worker.comm.call(worker.comm.servers[m], "push", meta, body, None if rows else into))
+        server = worker.comm.servers[m]
+        self.calls.append(worker.comm.call(server, "push", meta, body, None if rows else into, more))
 
     def _rows(self, r: Range) -> list[Tensor]:
         """The touched rows of a range, numbered from its own first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from podium.comm import frames
 from podium.comm.arena import Arena, Neighbour, Place
 from podium.comm.base import DEPARTED, Message
 from podium.comm.channel import Channel
@@ -117,8 +119,8 @@ def test_a_place_where_nothing_lies_is_refused(start: Start) -> None:
         "another segment's inode": (first._replace(inode=second.inode), (1000,)),
         "no such file": (first._replace(file=9999), (1000,)),
         "a pipe or a socket": (first._replace(file=0), (1000,)),
-        "a file on disk": (Place(*strange["file"], 0), (1,)),
-        "not sealed": (Place(*strange["unsealed"], 0), (1,)),
+        "a file on disk": (first._replace(file=strange["file"][0], inode=strange["file"][1]), (1,)),
+        "not sealed": (first._replace(file=strange["unsealed"][0], inode=strange["unsealed"][1]), (1,)),
         "before the beginning": (first._replace(offset=-4), (1,)),
         "between two elements": (first._replace(offset=2), (1,)),
         "past the end": (first._replace(offset=first.offset + 4), (1 << 20,)),
@@ -213,6 +215,9 @@ def answers(pipe: Connection, listen: str, with_arena: bool) -> None:
             for theirs, place in zip(message.body, message.landing, strict=True):
                 torch.mul(theirs, 2, out=place)
             channel.reply(message, {"landed": True}, message.landing)
+        elif message.kind == "shape":
+            numbers = torch.arange(math.prod(message.meta["shape"]), dtype=frames.DTYPES[message.meta["dtype"]])
+            channel.reply(message, {}, [numbers.view(message.meta["shape"])])
         else:
             doubled = [t * 2 for t in message.body]
             channel.reply(message, {"landed": message.landing is not None}, doubled)
@@ -333,6 +338,25 @@ def test_only_what_lies_inside_is_spared_the_way(
     sent, received = moved()[:2]
     assert sent == 4 * 300 + (0 if body_inside else 4 * LARGE)
     assert received == (0 if into_inside == "all" else 4 * (LARGE + 300))
+
+
+@pytest.mark.parametrize("here", ["tcp", "unix"], indirect=True)
+def test_a_reply_may_differ_in_shape_from_where_it_lands(here: Channel, meet: Callable[..., int]) -> None:
+    meet()
+    into = in_arena(here, torch.zeros(6))
+    here.wait([here.call(1, "shape", {"shape": [2, 3], "dtype": "float32"}, [], [into])])
+    assert into.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("here", ["tcp", "unix"], indirect=True)
+@pytest.mark.parametrize(("shape", "dtype"), [([1], "float32"), ([6], "float64")])
+def test_a_reply_that_does_not_fit_ends_the_connection(
+    here: Channel, meet: Callable[..., int], shape: list[int], dtype: str
+) -> None:
+    meet()
+    call = here.call(1, "shape", {"shape": shape, "dtype": dtype}, [], [in_arena(here, torch.zeros(6))])
+    with pytest.raises(Lost, match="was offered for it"):
+        here.wait([call])
 
 
 def test_it_works_in_both_directions(here: Channel, meet: Callable[..., int]) -> None:

@@ -207,7 +207,7 @@ class Restarted:
             self.held[worker] = lease
 
     def finish(self, worker: int) -> None:
-        """All servers have applied it; what the worker did before is told with its last unit, and brings a new lease."""
+        """All servers have applied it; its last unit tells what the worker did before, and brings a new lease."""
         self.pushing.discard(worker)
         lease = self.held.pop(worker)
         self.hear(worker, (lease.number,))

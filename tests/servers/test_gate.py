@@ -1,4 +1,4 @@
-"""The gate: no interleaving of pushes, rests and losses opens it too far, and none leaves anybody before it for ever."""
+"""The gate: no interleaving of pushes, rests and losses opens it too far, or keeps anybody before it for ever."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def rules_that_gather(draw: st.DrawFn) -> Rules:
 
 
 class Crowd:
-    """Workers that push, rest and die, by chance; under `wait` one that has pushed does nothing until it is answered."""
+    """Workers that push, rest and die, by chance; under `wait` one that has pushed does nothing before its answer."""
 
     def __init__(self, rules: Rules, workers: int, chance: random.Random) -> None:
         self.gathering, self.chance = Gathering(rules, range(workers)), chance

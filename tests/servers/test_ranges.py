@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from hypothesis import assume, given, settings
@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
-from podium.flat import Flat, Piece
+from podium.flat import Bucket, Flat, Piece
 from podium.servers.ranges import Range, divide_ranges, lay_out
+
+T = TypeVar("T")
 
 WIDTHS = (4, 8)
 
@@ -92,14 +94,15 @@ def test_a_range_is_a_view_of_the_buffer() -> None:
 
 
 class Numbers(nn.Module):
-    """Parameters of given sizes, dtypes and groups."""
+    """Parameters of given sizes and dtypes, and embeddings of given rows."""
 
-    def __init__(self, sizes: Sequence[int], doubles: Sequence[bool]) -> None:
+    def __init__(self, sizes: Sequence[int], doubles: Sequence[bool], tables: Sequence[tuple[int, int]]) -> None:
         super().__init__()
         kinds = [torch.float64 if double else torch.float32 for double in doubles]
         self.all = nn.ParameterList(
             nn.Parameter(torch.randn(n, dtype=kind)) for n, kind in zip(sizes, kinds, strict=True)
         )
+        self.tables = nn.ModuleList(nn.Embedding(rows, width, sparse=True) for rows, width in tables)
 
 
 class Model(NamedTuple):
@@ -108,25 +111,32 @@ class Model(NamedTuple):
     groups: list[int]
     bucket_bytes: int
     first_bucket_bytes: int
+    tables: list[tuple[int, int]] = []  # noqa: RUF012  # nobody changes it
+    """Rows and width of embeddings that travel by rows."""
 
     def flat(self) -> Flat:
-        model = Numbers(self.sizes, self.doubles)
+        model = Numbers(self.sizes, self.doubles, self.tables)
         present = sorted(set(self.groups))
         groups = [[p for p, g in zip(model.all, self.groups, strict=True) if g == group] for group in present]
+        groups[0] += list(model.tables.parameters())
         optimizer = SGD([{"params": group} for group in groups], lr=0.1)
-        return Flat(model, optimizer, self.bucket_bytes, self.first_bucket_bytes)
+        return Flat(model, optimizer, self.bucket_bytes, self.first_bucket_bytes, rows=True)
 
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     count = draw(st.integers(1, 10))
-    several = {"min_size": count, "max_size": count}
+
+    def several(each: st.SearchStrategy[T]) -> list[T]:
+        return draw(st.lists(each, min_size=count, max_size=count))
+
     return Model(
-        draw(st.lists(st.one_of(st.just(1), st.integers(0, 90), st.integers(200, 700)), **several)),
-        draw(st.lists(st.booleans(), **several)),
-        draw(st.lists(st.integers(0, 2), **several)),
+        several(st.one_of(st.just(1), st.integers(0, 90), st.integers(200, 700))),
+        several(st.booleans()),
+        several(st.integers(0, 2)),
         draw(st.integers(1, 5000)),
         draw(st.integers(1, 3000)),
+        draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), max_size=2)),
     )
 
 
@@ -151,16 +161,25 @@ def test_units_hold_every_element_once(model: Model, servers: int, unit_bytes: i
 
 @settings(max_examples=40)
 @given(*LAID_OUT)
-def test_units_are_of_one_bucket_within_their_size_and_in_order(model: Model, servers: int, unit_bytes: int) -> None:
+def test_units_keep_to_their_size_and_are_ready_with_the_last_bucket_that_they_touch(
+    model: Model, servers: int, unit_bytes: int
+) -> None:
     flat = model.flat()
     for ranges, units in lay_out(flat, servers, unit_bytes):
         assert [unit.bucket for unit in units] == sorted(unit.bucket for unit in units)
         for unit in units:
-            mine, bucket = unit.of(ranges), flat.buckets[unit.bucket]
+            mine = unit.of(ranges)
             numbers = [r.stop - r.start for r in mine]
             nbytes = sum(r.of(flat.params).nbytes for r in mine)
-            assert nbytes <= unit_bytes or numbers == [1]
-            assert all(r.buffer == bucket.buffer and bucket.start <= r.start < r.stop <= bucket.stop for r in mine)
+            assert nbytes <= unit_bytes or numbers == [1] or (len(mine) == 1 and mine[0].row)
+            buckets = [n for r in mine for n, b in enumerate(flat.buckets) if _holds(b, r)]
+            assert len(buckets) == len(mine), "a range lies in one bucket"
+            assert buckets == sorted(buckets)
+            assert not buckets or unit.bucket == buckets[-1]
+
+
+def _holds(bucket: Bucket, r: Range) -> bool:
+    return bucket.buffer == r.buffer and bucket.start <= r.start < r.stop <= bucket.stop
 
 
 @settings(max_examples=40)
@@ -182,11 +201,27 @@ def test_parts_of_a_cut_range_still_say_where_they_lie(model: Model, servers: in
 @settings(max_examples=40)
 @given(*LAID_OUT)
 def test_no_server_holds_a_twentieth_more_than_the_mean(model: Model, servers: int, unit_bytes: int) -> None:
-    """Of any model with a hundred elements for each."""
+    """Of any model with a hundred elements for each; where embeddings are cut between rows, but for one row."""
     flat = model.flat()
     assume(sum(model.sizes) >= 100 * servers)
     held = [sum(r.of(flat.params).nbytes for r in ranges) for ranges, _ in lay_out(flat, servers, unit_bytes)]
-    assert max(held) <= 1.05 * sum(held) / servers
+    row_bytes = max((4 * width for _, width in model.tables), default=0)
+    assert max(held) <= 1.05 * sum(held) / servers + row_bytes
+
+
+@settings(max_examples=40)
+@given(*LAID_OUT)
+def test_embeddings_that_travel_by_rows_are_cut_between_rows(model: Model, servers: int, unit_bytes: int) -> None:
+    flat = model.flat()
+    for ranges, units in lay_out(flat, servers, unit_bytes):
+        for unit in units:
+            by_rows = [r for r in unit.of(ranges) if r.row]
+            assert not by_rows or len(unit.of(ranges)) == 1
+            for r in by_rows:
+                (part,) = r.parts
+                assert r.row == flat.pieces[part.piece].row == flat.pieces[part.piece].shape[1]
+                assert part.start % r.row == part.stop % r.row == 0
+    assert sum(piece.row > 0 for piece in flat.pieces) == len(model.tables)
 
 
 @settings(max_examples=40)

@@ -57,7 +57,7 @@ def test_a_replay_replays_too(tmp_path: Path) -> None:
 def test_a_record_that_ends_too_early_is_refused(tmp_path: Path) -> None:
     raced = Path(run(tmp_path / "raced", "threads").run_dir)
     lines = (raced / "records.jsonl").read_text().splitlines()
-    arrivals = [n for n, line in enumerate(lines) if json.loads(line)["kind"] == "arrival"]
+    arrivals = [n for n, line in enumerate(lines) if json.loads(line)["kind"] in ("arrival", "update")]
     (raced / "records.jsonl").write_text("\n".join(lines[: arrivals[10]]) + "\n")
     with pytest.raises(RecordError, match="the record ends before"):
         run(tmp_path / "again", "virtual", replay=str(raced))

@@ -1,4 +1,4 @@
-"""A server's protocol: real servers in the memory world, driven by workers written out by hand, who die where they like.
+"""A server's protocol: real servers in the memory world, driven by workers written by hand, who die where they like.
 
 The model begins with zeros and moves by plain SGD with a rate of 1; the gradient over slice k is 2**k everywhere. So
 each parameter tells, bit by bit, which slices have moved it: once all is done it is -(2**slices - 1), on every server,
@@ -22,6 +22,7 @@ from podium.comm.base import DEPARTED, Communicator, Handle, Message, Meta
 from podium.errors import DeadlineExceeded
 from podium.flat import Flat
 from podium.measure.records import Record, Recorder
+from podium.servers.copies import Copies
 from podium.servers.gate import Rules
 from podium.servers.ranges import lay_out
 from podium.servers.server import Server, options_of
@@ -192,20 +193,23 @@ def _used(flat: Flat, flats: Sequence[Tensor]) -> list[float]:
     return [x for piece in flat.pieces for x in piece.view(flats[piece.buffer]).flatten().tolist()]
 
 
-def serve(comm: Communicator) -> Served:
+def serve(comm: Communicator, replicas: int) -> Served:
     flat, optimizer = make_flat()
     recorder = Recorder(comm.rank)
-    server = Server(comm, flat, optimizer, unit_bytes=UNIT_BYTES, recorder=recorder)
+    copies = Copies(replicas=replicas)
+    server = Server(comm, flat, optimizer, unit_bytes=UNIT_BYTES, recorder=recorder, copies=copies)
     server.serve()
     return Served(recorder.kept, [x for p in server.shard.params for x in p.tolist()], server)
 
 
-def play(*scripts: Callable[[Fake], Any], servers: int = 1, wait_s: float = WAIT_S) -> tuple[list[Any], list[Served]]:
+def play(
+    *scripts: Callable[[Fake], Any], servers: int = 1, wait_s: float = WAIT_S, replicas: int = 1
+) -> tuple[list[Any], list[Served]]:
     """One worker per script; what they returned, and the servers. One that raises `Died` has died."""
 
     def main(comm: Communicator) -> Any:
         if comm.rank in comm.servers:
-            return serve(comm)
+            return serve(comm, replicas)
         return scripts[comm.rank](Fake(comm, wait_s))
 
     outcomes = Memory().attempt(main, len(scripts), servers, deadline_s=wait_s)
@@ -325,7 +329,6 @@ def test_the_push_of_a_worker_that_dies_before_its_answer_counts_once(mode: str,
     assert all(set(server.params) == all_of(6) for server in served)
 
 
-@pytest.mark.xfail(strict=True, reason="a gathered push of a worker that is gone is answered, with a lease")
 @pytest.mark.parametrize("mode", ["in step", "backup"])
 def test_nothing_is_lent_to_the_dead(mode: str) -> None:
     """Its push waits for the survivor's and counts; were it lent another slice then, nobody would ever do that."""
@@ -348,20 +351,44 @@ def test_nothing_is_lent_to_the_dead(mode: str) -> None:
 def test_whoever_dies_and_when_every_slice_moves_every_parameter_once(mode: str, servers: int) -> None:
     chance = random.Random(f"{mode} {servers}")
     for _ in range(6):
-        deaths = [float("inf"), *(chance.randrange(1, 14) for _ in range(3))]
+        deaths = [float("inf"), *(chance.randrange(-1, 14) for _ in range(3))]
 
         def worker(fake: Fake, deaths: Sequence[float] = deaths) -> list[float]:
             if fake.comm.rank == 0:
                 fake.seed(MODES[mode], slices=16)
             fake.comm.barrier()
             fake.dies_after = deaths[fake.comm.rank]
-            fake.dies_waiting = not MODES[mode].wait  # see `test_nothing_is_lent_to_the_dead`
+            if fake.dies_after < 0:
+                raise Died
+            fake.dies_waiting = True
             fake.work()
             return fake.home()
 
         outcomes, served = play(*[worker] * 4, servers=servers)
         assert set(outcomes[0]) == all_of(16), f"deaths after {deaths} units"
         assert all(set(server.params) == all_of(16) for server in served)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_copy_is_what_it_is_a_copy_of(mode: str) -> None:
+    """Also of what a worker did that dies on the way; and nobody is answered before the copy is there."""
+
+    def worker(fake: Fake) -> list[float]:
+        if fake.comm.rank == 0:
+            fake.seed(MODES[mode], slices=10)
+        fake.comm.barrier()
+        fake.dies_after = 9 if fake.comm.rank == 1 else float("inf")
+        fake.work()
+        return fake.home()
+
+    (params, _, other), served = play(*[worker] * 3, servers=3, replicas=2)
+    assert set(params) == set(other) == all_of(10)
+    for n, copied in enumerate(served):
+        holder, mine = served[(n + 1) % 3].server.copies, copied.server
+        twin = holder._twins[mine.comm.rank]
+        assert all(torch.equal(p, q) for p, q in zip(twin.shard.params, mine.shard.params, strict=True))
+        assert twin.facts["versions"] == mine.versions
+        assert [set(once) for once in twin.facts["once"]] == mine.intake.once
 
 
 # Gates.

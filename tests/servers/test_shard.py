@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from podium.errors import ConfigError
 from podium.flat import Flat
 from podium.servers.moments import pack, parts_of, unpack
-from podium.servers.ranges import lay_out
+from podium.servers.ranges import Layout, Unit, lay_out
 from podium.servers.server import options_of
 from podium.servers.shard import Shard, unit_of
 
@@ -45,7 +45,8 @@ class Mixed(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.3))
         self.exact = nn.Parameter(torch.randn(11, dtype=torch.float64))
         self.last = nn.Linear(7, 5)
-        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(3, 4, 2)
+        self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch documents it
 
 
 def two_groups(model: nn.Module, make: Make) -> Optimizer:
@@ -136,9 +137,7 @@ def _in_memory_order(value: Tensor, stride: tuple[int, ...], start: int, stop: i
 
 @pytest.mark.parametrize("groups", [one_group, two_groups])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_stepping_unit_by_unit_is_torchs_optimizer_in_bits(
-    kind: str, groups: Callable[[nn.Module, Make], Optimizer]
-) -> None:
+def test_stepping_unit_by_unit_is_torchs_optimizer_in_bits(kind: str, groups: Callable[..., Optimizer]) -> None:
     both = Servers(partial(groups, make=OPTIMIZERS[kind]))
     for _ in range(5):
         both.step()
@@ -278,12 +277,105 @@ def test_the_norm_of_nothing_is_zero() -> None:
 
 @pytest.mark.parametrize("unit", [-1, 2, "0", None, 1.0])
 def test_a_unit_that_there_is_not_is_refused(unit: object) -> None:
-    units = Servers(partial(one_group, make=OPTIMIZERS["sgd"]), servers=1, unit_bytes=1 << 20).layouts[0].units[:2]
     with pytest.raises(ConfigError, match="one of 2 units"):
-        unit_of(units, unit)
+        unit_of([Unit(0, 0, 1), Unit(1, 1, 3)], unit)
 
 
 @pytest.mark.parametrize("make", [partial(Adam, fused=True), torch.optim.Adadelta])
 def test_optimizers_that_cannot_be_cut_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="cannot run on ranges of the parameters"):
         Servers(partial(one_group, make=make))
+
+
+# By rows.
+
+
+class Tables:
+    """An embedding that travels by rows, on servers and in plain PyTorch."""
+
+    def __init__(self, make: Make, servers: int = 3, rows: int = 30) -> None:
+        torch.manual_seed(1)
+        self.plain, home = (nn.Embedding(rows, 4, sparse=True) for _ in range(2))
+        home.load_state_dict(self.plain.state_dict())
+        self.optimizer, self.home_optimizer = make(self.plain.parameters()), make(home.parameters())
+        self.flat = Flat(home, self.home_optimizer, bucket_bytes=1 << 20, rows=True)
+        self.shards = []
+        for layout in lay_out(self.flat, servers, 1 << 20):
+            shard = Shard(self.flat, self.home_optimizer, layout)
+            state = dict(self.home_optimizer.state.get(self.flat.parameters[0], {}))
+            states = parts_of(shard.ranges, partial(_always, state), lambda _, t: t.reshape(-1))
+            meta, body = pack(shard.ranges, states, [torch.float32])
+            shard.load([r.of(self.flat.params) for r in shard.ranges], meta, body)
+            self.shards.append(shard)
+        self.version = 0
+
+    def step(self, rows: Sequence[int]) -> None:
+        """One step of both, by gradients of these rows."""
+        self.version += 1
+        index, values = torch.tensor(rows, dtype=torch.int64), torch.randn(len(rows), 4)
+        weight = self.plain.weight
+        options = options_of(self.optimizer)
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            weight.grad = torch.sparse_coo_tensor(index[None], values, weight.shape, is_coalesced=True)
+            self.optimizer.step()
+        for shard in self.shards:
+            first, stop = self.rows_of(shard)
+            mine = (index >= first) & (index < stop)
+            shard.step(0, [index[mine] - first, values[mine]], options, [], self.version)
+
+    def rows_of(self, shard: Shard) -> tuple[int, int]:
+        (part,) = shard.ranges[0].parts
+        return part.start // 4, part.stop // 4
+
+    def assert_same_parameters(self) -> None:
+        table = torch.cat([p for shard in self.shards for p in shard.params]).view(-1, 4)
+        assert torch.equal(table, self.plain.weight)
+
+
+def _always(state: dict[str, Any], _piece: int) -> dict[str, Any]:
+    return state
+
+
+TABLES: dict[str, Make] = {
+    "sgd": partial(SGD, lr=0.1),
+    "adagrad": partial(Adagrad, lr=0.05),
+    "adagrad, decaying": partial(Adagrad, lr=0.05, lr_decay=0.2),
+}
+TOUCHED: tuple[list[int], ...] = ([0, 7, 29], [], [3, 4, 5], [12], list(range(30)), [0, 1])
+"""Rows of successive steps; often none of some server's."""
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_stepped_by_rows_is_torchs_sparse_step_in_bits(kind: str) -> None:
+    both = Tables(TABLES[kind])
+    for rows in TOUCHED:
+        both.step(rows)
+        both.assert_same_parameters()
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_tables_moments_travel_too(kind: str) -> None:
+    both = Tables(TABLES[kind])
+    for rows in TOUCHED:
+        both.step(rows)
+        for n, shard in enumerate(both.shards):
+            fresh = Shard(both.flat, both.home_optimizer, Layout(shard.ranges, shard.units))
+            meta, body = shard.dump()
+            fresh.load(shard.params, meta, body)
+            both.shards[n] = fresh
+    both.assert_same_parameters()
+
+
+def test_rows_that_changed_since_a_version_are_known() -> None:
+    both = Tables(TABLES["sgd"])
+    for rows in TOUCHED:
+        both.step(rows)
+    for known in range(len(TOUCHED) + 1):
+        changed = {row for rows in TOUCHED[known:] for row in rows}
+        found = set()
+        for shard in both.shards:
+            index, values = shard.rows_since(0, known)
+            first, _ = both.rows_of(shard)
+            found |= {first + row for row in index.tolist()}
+            assert torch.equal(values, both.plain.weight.detach()[index + first])
+        assert found == changed
