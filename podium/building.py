@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from podium.servers.server import Server
 from podium.strategies.base import Strategy
 from podium.task import BufferPolicy, Task
 from podium.worker import Worker
+
+_MOST_LANES = 4
+"""Threads that move a server's parameters: memory gives no more to more of them."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +138,10 @@ def make_server(job: Job, comm: Communicator, recorder: Recorder, *, replaces: b
         comm,
         flat,
         optimizer,
-        unit_bytes=job.strategy.bucket_bytes,
         recorder=recorder,
         arrivals=arrivals,
         copies=_copies(job, comm),
+        lanes=0 if comm.shares_process else min(_MOST_LANES, len(os.sched_getaffinity(0))),
     )
     if replaces:
         where = server.copies.restore()

@@ -213,7 +213,7 @@ def _serve(
 
     own_model, own_optimizer = copy.deepcopy((model, optimizer))  # the worker's own stay untouched
     flat = Flat(own_model, own_optimizer, strategy.bucket_bytes)  # laid out as the workers' is
-    server = Server(comm, flat, own_optimizer, unit_bytes=strategy.bucket_bytes, recorder=node.recorder(comm.rank))
+    server = Server(comm, flat, own_optimizer, recorder=node.recorder(comm.rank))
     if alone:
         run_server(server)
         raise SystemExit(0)

@@ -29,6 +29,10 @@ CUT_ELEMENTS = 1 << 19
 this size stays in the cache, with its gradient and its moments, between two passes."""
 
 
+_CUTS_AT_ONCE = 2
+"""How many cuts are stepped by one call when they are written elsewhere at once: a call costs as much as half a cut."""
+
+
 class _Stretch(NamedTuple):
     """Pieces that lie side by side in one buffer and one group, and the cuts that they are stepped in."""
 
@@ -49,7 +53,7 @@ class FlatOptimizer:
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
     ) -> None:
-        self.optimizer, self.parameters, self.pieces = optimizer, parameters, pieces
+        self.optimizer, self.parameters, self.pieces, self._params = optimizer, parameters, pieces, params
         self._linked = False
         self._stretches: list[_Stretch] = []
         self._counts: list[tuple[Tensor, Tensor]] = []
@@ -63,9 +67,17 @@ class FlatOptimizer:
             self._linked = False
             self.optimizer.step()
             return
+        self._take_options()
+        self._fast.step()
+        self._has_stepped()
+
+    def _take_options(self) -> None:
+        """The owner's hyper-parameters are the ones that count."""
+        assert self._fast is not None
         for fast, slow in zip(self._fast.param_groups, self.optimizer.param_groups, strict=True):
             fast.update((k, v) for k, v in slow.items() if k != "params")
-        self._fast.step()
+
+    def _has_stepped(self) -> None:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks at
         if not self._linked:  # the first step makes the state
             self._link()
@@ -79,6 +91,32 @@ class FlatOptimizer:
             for i, (p, piece) in enumerate(zip(self.parameters, self.pieces, strict=True)):
                 p.grad = None if i in unused else piece.view(grads[piece.buffer])
         self.step(all_used=not unused)
+
+    def step_into(self, grads: Sequence[Tensor], out: Sequence[Tensor], unused: Collection[int] = ()) -> None:
+        """The same, and write the parameters to `out`, a few cuts at a time, while they are still in the cache."""
+        if unused or self._fast is None or not self._linked or self._has_hooks():
+            self.step_on(grads, unused)
+            for mine, theirs in zip(out, self._params, strict=True):
+                mine.copy_(theirs)
+            return
+        self._take_options()
+        places: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        for stretch in self._stretches:
+            start = stretch.start
+            for cut in stretch.cuts:
+                place = slice(start, start + cut.numel())
+                places.append((cut, grads[stretch.buffer][place], out[stretch.buffer][place]))
+                cut.grad = None
+                start += cut.numel()
+        for first in range(0, len(places), _CUTS_AT_ONCE):
+            now = places[first : first + _CUTS_AT_ONCE]
+            for cut, grad, _ in now:
+                cut.grad = grad
+            self._fast.step()
+            for cut, _, landing in now:
+                landing.copy_(cut.detach())
+                cut.grad = None
+        self._has_stepped()
 
     def _point_at(self, grads: Sequence[Tensor]) -> None:
         for stretch in self._stretches:

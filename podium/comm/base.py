@@ -111,6 +111,8 @@ class Communicator(ABC):
     waited_ns: int = 0
     """Time spent waiting for others, on the world's clock."""
 
+    shares_memory = False
+    """Whether messages to ranks of this host move no bytes."""
     shares_process = False
     """Whether other ranks compute in this process, so that torch's global generator has to be swapped."""
 

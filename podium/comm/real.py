@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, final
 
@@ -63,6 +64,8 @@ class RealCommunicator(Communicator):
         super().__init__(rank, tuple(workers), tuple(servers), clock, deadline_s=deadline_s)
         self._group, self._channel, self._relocate = group, channel, relocate
         self._calls: dict[ChannelHandle, _Call] = {}
+        self._counting = threading.Lock()
+        self.shares_memory = channel is not None and channel.arena is not None
         if group is not None:
             # Who was lost since all joined is missed in the first exchange, where it can be dealt with.
             with contextlib.suppress(Lost):
@@ -118,7 +121,8 @@ class RealCommunicator(Communicator):
             return handle
 
     def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = (), more: bool = False) -> None:
-        self.traffic.sent += nbytes_of(body)
+        with self._counting:  # a server answers from several threads
+            self.traffic.sent += nbytes_of(body)
         self._need_channel().reply(to, meta, _on_cpu(body), more)
 
     def recv(self, deadline_s: float | None = None) -> Message:

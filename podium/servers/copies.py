@@ -208,6 +208,7 @@ class Copies:
         raise Lost(f"server {comm.rank} was lost before there was a copy of it")
 
     def _state(self) -> dict[str, Any]:
+        self.server.lanes.settle()
         return {"seed": self.server.seed_meta, "facts": self._all_facts(), **_dump(self.server.shard)}
 
     def _facts(self) -> Meta:

@@ -85,6 +85,7 @@ class Streams(Intake):
         super().__init__(server)
         self.clocks = Clocks(server.rules, set(server.workers))
         self._held: dict[int, list[tuple[Message, int]]] = defaultdict(list)  # with the copy each must wait for
+        self._landed: set[tuple[int, int]] = set()  # (source, unit): parameters that are written already
 
     def push(self, message: Message) -> None:
         server, meta = self.server, message.meta
@@ -111,7 +112,11 @@ class Streams(Intake):
         staleness = max(0, server.versions[unit] - meta["version"])
         options = scaled(meta["options"], server.mitigation.rate(staleness))
         grads = server.mitigation.mend(message.source, unit, message.body, server.shard.of(unit))
-        server.apply(unit, grads, options, meta["unused"], [meta["lease"]])
+        at_once = server.rules.bound is None and not meta["early"] and not self._held[message.source]
+        out = message.landing if at_once and server.by_lane(unit) else None
+        server.apply(unit, grads, options, meta["unused"], [meta["lease"]], out)
+        if out is not None:
+            self._landed.add((message.source, unit))
         self.once[unit].add(meta["lease"])
         lead = {} if server.rules.bound is None else {"lead": self.clocks.lead(message.source)}
         server.record_update(message.source, unit, staleness, meta["lease"], **lead)
@@ -132,7 +137,9 @@ class Streams(Intake):
             lease = {}
             if message.meta["last"] and message.meta["lend"] and server.cursor is not None:
                 lease = server.lend(source)
-            server.give(message, lease)
+            landed = (source, message.meta["unit"]) in self._landed
+            self._landed.discard((source, message.meta["unit"]))
+            server.give(message, lease, landed)
 
     def _release_all(self) -> None:
         for source in sorted(self._held):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from podium.errors import UnknownName
 
 class Mitigation(ABC):
     """Changes a stale gradient, or the rate at which it is applied."""
+
+    compares: ClassVar[bool] = False
+    """Whether it looks at parameters, then and now."""
 
     def rate(self, staleness: int) -> float:
         """What the learning rate of this push is multiplied by."""
@@ -59,6 +62,8 @@ class StalenessLR(Mitigation):
 @final
 class DelayCompensation(Mitigation):
     """g + lambda g g (w - w_then), elementwise."""
+
+    compares = True
 
     def __init__(self, strength: float, adaptive: bool, decay: float = 0.95, epsilon: float = 1e-7) -> None:
         self.strength, self.adaptive, self.decay, self.epsilon = strength, adaptive, decay, epsilon

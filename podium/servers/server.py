@@ -34,6 +34,7 @@ from podium.servers.copies import Copies
 from podium.servers.cursor import Cursor
 from podium.servers.gate import Rules
 from podium.servers.intake import Gathers, Intake, Streams
+from podium.servers.lanes import Lanes
 from podium.servers.mitigation import make_mitigation
 from podium.servers.ranges import Layout, Unit, lay_out
 from podium.servers.replay import Arrivals, AsTheyCome
@@ -41,6 +42,10 @@ from podium.servers.shard import Shard, unit_of
 
 PATIENCE = 12
 """How many deadlines of silence a server, or a worker at its gate, puts up with: somebody may be validating."""
+
+
+_LANE_BYTES = 16 << 20
+"""A server with fewer bytes of parameters moves them itself."""
 
 
 class Server:
@@ -52,15 +57,17 @@ class Server:
         flat: Flat,
         optimizer: Optimizer,
         *,
-        unit_bytes: int,
         recorder: Recorder,
         arrivals: Arrivals | None = None,
         copies: Copies | None = None,
+        lanes: int = 0,
     ) -> None:
+        """`lanes`: threads that move units, beside this loop; with none, the loop does it itself."""
         self.comm, self.recorder = comm, recorder
+        self.lanes = Lanes(lanes, comm.deadline_s)
         self.copies = copies or Copies()
         self.copies.server = self
-        self._flat, self._optimizer, self._unit_bytes = flat, optimizer, unit_bytes
+        self._flat, self._optimizer, self._unit_bytes = flat, optimizer, 8 << 20
         self._arrivals = arrivals or AsTheyCome()
         self.servers = comm.servers
         self.shard = self.make_shard(comm.rank, comm.servers)
@@ -107,6 +114,7 @@ class Server:
                 do[message.kind](message)
             else:
                 raise CommError(f"server {self.comm.rank}: rank {message.source} sent an unknown {message.kind!r}")
+        self.lanes.close()
         self.copies.close()
 
     def _next(self) -> Message:
@@ -150,9 +158,10 @@ class Server:
 
     def begin(self, meta: Meta) -> None:
         """Make ready for what a seed says; parameters and optimizer state come separately."""
+        self.lanes.settle()
         self.seed_meta = {k: v for k, v in meta.items() if k != "state"}
-        if tuple(meta["servers"]) != self.servers:
-            self.servers = tuple(meta["servers"])
+        if (tuple(meta["servers"]), meta["unit_bytes"]) != (self.servers, self._unit_bytes):
+            self.servers, self._unit_bytes = tuple(meta["servers"]), meta["unit_bytes"]
             self.shard = self.make_shard(self.comm.rank, self.servers)
         self.rules = Rules.from_dict(meta["rules"])
         self.mitigation = make_mitigation(meta["mitigation"], meta["strength"])
@@ -252,25 +261,49 @@ class Server:
             self.recorder.write("lost_updates", self.comm.clock.now_ns(), range=unit, updates=ahead)
 
     def apply(
-        self, unit: int, grads: Sequence[Tensor], options: Sequence[Meta], unused: Sequence[int], slices: Sequence[int]
+        self,
+        unit: int,
+        grads: Sequence[Tensor],
+        options: Sequence[Meta],
+        unused: Sequence[int],
+        slices: Sequence[int],
+        out: Sequence[Tensor] | None = None,
     ) -> None:
-        """Move one unit by gradients over these slices."""
+        """Move one unit by gradients over these slices; `out`: where its parameters are wanted at once, too."""
         self.versions[unit] += 1
-        self.shard.step(unit, grads, options, unused, self.versions[unit])
+        if self.by_lane(unit):
+            shard, version = self.shard, self.versions[unit]
+            self.lanes.run(unit, lambda: shard.step(unit, grads, options, unused, version, out))
+        else:
+            self.lanes.settle()
+            self.shard.step(unit, grads, options, unused, self.versions[unit])
         touched = grads if self.shard.by_rows(unit) else self.shard.of(unit)
         self.comm.clock.touch(sum(p.nbytes for p in touched))
         self.updates += unit == 0
         self.copies.moved(unit, grads, options, unused, slices)
 
-    def give(self, message: Message, meta: Meta) -> None:
-        """Answer a push with its unit's parameters."""
+    def by_lane(self, unit: int) -> bool:
+        """Whether a lane moves this unit.
+
+        Not where the loop itself has to see it as it is now (its rows, what mends it, its copies), nor where there is
+        so little to move that handing it over would take longer.
+        """
+        if not self.lanes or self.shard.nbytes < _LANE_BYTES:
+            return False
+        return not (self.shard.by_rows(unit) or self.copies.holders or self.mitigation.compares)
+
+    def give(self, message: Message, meta: Meta, landed: bool = False) -> None:
+        """Answer a push with its unit's parameters; `landed`: they are where the worker wants them."""
         unit = message.meta["unit"]
-        params = self.shard.of(unit)
+        params, facts = self.shard.of(unit), {"version": self.versions[unit], **meta}
+        if self.by_lane(unit):
+            body = message.landing if landed and message.landing is not None else params
+            return self.lanes.run(unit, lambda: self.answer(message, facts, body))
         if self.shard.by_rows(unit):
             known = message.meta["version"]
             params = self.shard.rows_since(unit, known if known <= self.versions[unit] else -1)
         self.mitigation.gave(message.source, unit, params)
-        self.answer(message, {"version": self.versions[unit], **meta}, params, more=not message.meta["last"])
+        self.answer(message, facts, params, more=not message.meta["last"])
 
     # Ends.
 
@@ -285,6 +318,7 @@ class Server:
         self.intake.settle()
         if not self.intake.settled:
             return
+        self.lanes.settle()
         meta, state = self.shard.dump()
         for waiting in self._left.values():
             if not self.seed_meta:

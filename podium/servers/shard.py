@@ -49,10 +49,16 @@ class _Engine:
         nowhere = [torch.zeros_like(p) for p in params]
         self.fast = FlatOptimizer(self.optimizer, self.parts, self.pieces, params, nowhere)
 
-    def step(self, grads: Sequence[Tensor], options: Options, unused: Collection[int]) -> None:
+    def step(
+        self, grads: Sequence[Tensor], options: Options, unused: Collection[int], out: Sequence[Tensor] | None = None
+    ) -> None:
         for group, given in zip(self.optimizer.param_groups, options, strict=True):
             group.update(given)
-        self.fast.step_on(grads, {n for n, piece in enumerate(self.owners) if piece in unused} if unused else ())
+        left_out = {n for n, piece in enumerate(self.owners) if piece in unused} if unused else ()
+        if out is None:
+            self.fast.step_on(grads, left_out)
+        else:
+            self.fast.step_into(grads, out, left_out)
 
 
 class _RowEngine(_Engine):
@@ -65,7 +71,10 @@ class _RowEngine(_Engine):
         self.changed = torch.zeros(rows, dtype=torch.int64)
         """By row: the version that it was last changed in."""
 
-    def step(self, grads: Sequence[Tensor], options: Options, unused: Collection[int]) -> None:
+    def step(
+        self, grads: Sequence[Tensor], options: Options, unused: Collection[int], out: Sequence[Tensor] | None = None
+    ) -> None:
+        assert out is None, "rows are not written anywhere else"
         index, values = grads
         if self.owners[0] in unused:
             return  # one that was used elsewhere counts its step here too: Adagrad's rate may fall with every one
@@ -102,16 +111,13 @@ class Shard:
             )
         self.ranges, self.units = layout
         self.params = [r.of(flat.params).detach().clone() for r in self.ranges]
+        self.nbytes = sum(p.nbytes for p in self.params)
         self._dtypes = [p.dtype for p in flat.params]
         self._engines = [self._engine(optimizer, unit) for unit in self.units]
 
     def _engine(self, optimizer: Optimizer, unit: Unit) -> _Engine:
         params, ranges = unit.of(self.params), unit.of(self.ranges)
         return (_RowEngine if any(r.row for r in ranges) else _Engine)(optimizer, params, ranges)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(p.nbytes for p in self.params)
 
     def of(self, unit: int) -> Sequence[Tensor]:
         """The parameters of one unit."""
@@ -122,11 +128,20 @@ class Shard:
         return isinstance(self._engines[unit], _RowEngine)
 
     def step(
-        self, unit: int, grads: Sequence[Tensor], options: Options, unused: Collection[int], version: int = 0
+        self,
+        unit: int,
+        grads: Sequence[Tensor],
+        options: Options,
+        unused: Collection[int],
+        version: int = 0,
+        out: Sequence[Tensor] | None = None,
     ) -> None:
-        """One optimizer step of one unit, which makes it `version`; pieces in `unused` are left alone."""
+        """One optimizer step of one unit, which makes it `version`; pieces in `unused` are left alone.
+
+        `out`: where the unit's parameters are wanted, too.
+        """
         engine = self._engines[unit]
-        engine.step(grads, options, unused)
+        engine.step(grads, options, unused, out)
         if isinstance(engine, _RowEngine):
             engine.changed[grads[0]] = version
 

@@ -88,8 +88,10 @@ class ParameterServer(Strategy[PSState]):
     """How many servers hold each range; with 2 or more, a lost server loses nothing."""
     snapshot_every: int = 100
     """Updates between two snapshots of a server, from which it is restored when nobody has a copy; 0: none."""
+    unit_bytes: int | None = None
+    """How much travels in one message: 8 MB over a network, 32 MB in shared memory, when not given."""
     bucket_bytes: int = 8 << 20
-    """Gradients travel in units of at most this size."""
+    """Gradients are ready in buckets of about this size."""
 
     def __post_init__(self) -> None:
         for name in ("servers", "groups", "replicas", "bucket_bytes"):
@@ -103,6 +105,8 @@ class ParameterServer(Strategy[PSState]):
                 f"parameter-server: staleness_high must be at least staleness ({self.staleness}), "
                 f"got {self.staleness_high}"
             )
+        if self.unit_bytes is not None and self.unit_bytes < 1:
+            raise ConfigError(f"parameter-server: unit_bytes must be at least 1, got {self.unit_bytes}")
         if self.lease is not None and self.lease < 1:
             raise ConfigError(f"parameter-server: lease must be at least 1 sample, got {self.lease}")
         if self.lr_scale is not None and not self.lr_scale > 0:
@@ -160,7 +164,7 @@ class ParameterServer(Strategy[PSState]):
         workers = worker.comm.size
         if self.mode == "backup" and self.backups >= workers:
             raise ConfigError(f"parameter-server: backups must be below the number of workers, {workers}")
-        layouts = lay_out(worker.flat, len(worker.comm.servers), self.bucket_bytes)
+        layouts = lay_out(worker.flat, len(worker.comm.servers), self._unit_bytes(worker))
         state = PSState(layouts, [[0] * len(layout.units) for layout in layouts])
         worker.next_lease, worker.lease_done = None, -1
         if self.prefetch:
@@ -283,7 +287,11 @@ class ParameterServer(Strategy[PSState]):
             "end": worker.horizon,
             "batch_size": worker.batch_size,
             "parts": self._parts(worker),
+            "unit_bytes": self._unit_bytes(worker),
         }
+
+    def _unit_bytes(self, worker: Worker) -> int:
+        return self.unit_bytes or (32 << 20 if worker.comm.shares_memory else 8 << 20)
 
     def _rules(self, worker: Worker) -> Rules:
         workers = worker.comm.size

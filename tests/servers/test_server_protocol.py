@@ -109,6 +109,7 @@ class Fake:
             "position": 0,
             "end": slices * SLICE,
             "batch_size": 2 * SLICE,
+            "unit_bytes": UNIT_BYTES,
             "parts": 2,
             "state": {},
         }
@@ -197,7 +198,7 @@ def serve(comm: Communicator, replicas: int) -> Served:
     flat, optimizer = make_flat()
     recorder = Recorder(comm.rank)
     copies = Copies(replicas=replicas)
-    server = Server(comm, flat, optimizer, unit_bytes=UNIT_BYTES, recorder=recorder, copies=copies)
+    server = Server(comm, flat, optimizer, recorder=recorder, copies=copies)
     server.serve()
     return Served(recorder.kept, [x for p in server.shard.params for x in p.tolist()], server)
 
