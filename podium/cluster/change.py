@@ -102,6 +102,11 @@ class Changes:
         self.announced += 1
         self._announce(self.announced)
 
+    def call_together(self) -> None:
+        """Somebody waits for a plan: let the others end their stretch and come for it, too."""
+        self.announced += 1
+        self._announce(self.announced)
+
     def drop(self, rank: int) -> None:
         """This newcomer will not come."""
         if self.present is not None:

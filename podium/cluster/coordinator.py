@@ -99,6 +99,7 @@ class Coordinator:
         self._waiting_since: float | None = None  # when the first of the present generation reported
         self._generation, self._fruitless, self._furthest = 0, 0, 0
         self._grouped: list[int] = []  # members of the present generation, once there was a plan
+        self._called_for = -1  # the generation whose workers were last called together
         self._changes = Changes(rules, self._roster, start=start, give_up=self._give_up, announce=self._announce)
         self._blame: tuple[float, PodiumError] | None = None  # since when somebody blames an unknown other
         self._stop_sent = False
@@ -225,6 +226,11 @@ class Coordinator:
         self._waiting[message.source] = message
         self._changes.move_on()
         self._settle()
+        waits_still = message.source in self._waiting and message.source in self._roster.workers
+        if waits_still and self._roster.servers and self._called_for != self._generation:
+            # Where workers meet at servers, the others may train on for long before they miss anybody.
+            self._called_for = self._generation
+            self._changes.call_together()
 
     def _where(self, message: Message) -> None:
         self._members[message.source].seen = time.monotonic()

@@ -62,6 +62,9 @@ class Intake(ABC):
     def lose(self, worker: int) -> None:
         """A worker is gone."""
 
+    def leave(self, worker: int) -> None:
+        """A worker is through with this stretch, and will not push again."""
+
     def hear(self, message: Message) -> None:
         """A word from another server."""
 
@@ -298,6 +301,12 @@ class Gathers(Intake):
 
     def wake(self, worker: int) -> None:
         self.gathering.resting.discard(worker)
+
+    def leave(self, worker: int) -> None:
+        # At the end all leave after the same step. One that leaves earlier has missed a peer that the others may not
+        # miss, and they must not wait for it.
+        if self._by_steps and self.server.is_first and self._lost is None:
+            self._decide({"abort": worker})
 
     def lose(self, worker: int) -> None:
         server = self.server

@@ -6,6 +6,7 @@ One loop, one message at a time, so updates cannot race. What workers ask of it:
     draw    a worker wants a lease (first server only); otherwise its next one comes with the answer to its push
     push    one unit of a worker's gradients; the answer is that unit's parameters, now or when the gate opens
     leave   a worker is through; once all are, each gets parameters and optimizer state to take home
+    skip    a worker takes no part in this stretch
     retire  this server is no longer needed
 
 How pushes become updates is the intake's part (`intake.py`), who may go on the gate's (`gate.py`), leases the
@@ -81,6 +82,7 @@ class Server:
         """Updates of the first unit in all."""
         self.cursor: Cursor | None = None
         self.gone: set[int] = set()
+        self._skipped: set[int] = set()
         self.stopping = self.pausing = False
         self._parked: dict[int, Message] = {}
         self._left: dict[int, Message] = {}
@@ -99,6 +101,7 @@ class Server:
             "draw": self._draw,
             "push": self._push,
             "leave": self._leave,
+            "skip": self._skip,
             "retire": self._retire,
             **self.copies.does,
             "have": self._word,
@@ -128,8 +131,8 @@ class Server:
 
     @property
     def live(self) -> list[int]:
-        """Workers of this stretch that are still there."""
-        return [w for w in self.workers if w not in self.gone]
+        """Workers of this stretch that are still there, and take part."""
+        return [w for w in self.workers if w not in self.gone and w not in self._skipped]
 
     @property
     def is_first(self) -> bool:
@@ -169,6 +172,7 @@ class Server:
         self.versions = [0] * len(self.shard.units)
         self._left.clear()
         self._through.clear()
+        self._skipped.clear()
         self._parked.clear()
         self._fresh = {(w, u) for w in self.workers for u in range(len(self.shard.units))}
         self.stopping = self.pausing = False
@@ -309,6 +313,13 @@ class Server:
 
     def _leave(self, message: Message) -> None:
         self._left[message.source] = message
+        self.intake.leave(message.source)
+        self.let_go()
+
+    def _skip(self, message: Message) -> None:
+        self._skipped.add(message.source)
+        self._lose(message.source)
+        self.answer(message, {})
         self.let_go()
 
     def let_go(self) -> None:
@@ -394,14 +405,28 @@ class Server:
         self._fresh.discard((worker, unit))
 
 
-def options_of(optimizer: Optimizer, lr_scale: float = 1.0) -> list[dict[str, Any]]:
-    """Each group's numbers, to travel with a push: where it lies in the order decides them, not when it arrives."""
+def options_of(optimizer: Optimizer, share: float = 1.0, lr_scale: float | None = None) -> list[Meta]:
+    """Each group's numbers, to travel with a push: where it lies in the order decides them, not when it arrives.
+
+    For an update of that `share` of a global batch. What decays by a factor per step (momentum, Adam's betas, RMSprop's
+    alpha) is raised to that power, so that it looks back over as many samples as it was meant to; the rate is
+    multiplied by the share, and such that momentum carries as far in all. `lr_scale` takes the share's place there.
+    """
     options = []
     for group in optimizer.param_groups:
         plain = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in group.items()}
         numbers = {k: v for k, v in plain.items() if _is_number(v)}
-        several = {k: v for k, v in group.items() if isinstance(v, tuple) and all(map(_is_number, v))}  # Adam's betas
-        options.append({**numbers, **several, "lr": float(numbers["lr"]) * lr_scale})
+        several = {k: v for k, v in group.items() if isinstance(v, tuple) and all(map(_is_number, v))}
+        rate = share if lr_scale is None else lr_scale
+        if share != 1.0:
+            if (m := numbers.get("momentum", 0)) > 0:
+                numbers["momentum"] = m**share
+                rate *= (1 - m**share) / (1 - m)
+            if "alpha" in numbers:
+                numbers["alpha"] **= share
+            if "betas" in several:
+                several["betas"] = tuple(beta**share for beta in several["betas"])
+        options.append({**numbers, **several, "lr": float(numbers["lr"]) * rate})
     return options
 
 

@@ -10,7 +10,9 @@ Dean et al., Large Scale Distributed Deep Networks, NIPS 2012 (asynchronous SGD)
 Scaling, once for all modes. An update is made from U samples: the global batch B under `sync`, `ssp` with staleness 0,
 `backup` and `gba`; one lease under `async`, `ssp` and `dssp`; a group's leases under `softsync`. Its gradient is the
 mean over those samples, and its learning rate the task's own times U / B (the linear rule), unless `lr_scale` says
-otherwise. With `mitigation=staleness-lr` the rate is divided by the staleness in place of that.
+otherwise; with `mitigation=staleness-lr` the rate is divided by the staleness in place of that. Momentum, Adam's betas
+and RMSprop's alpha are raised to the power U / B, so that they look back over as many samples as in one process: with
+eight workers and a momentum of 0.9 per update, LeNet-5 diverged; with 0.9 to the power of an eighth it does not.
 """
 
 from __future__ import annotations
@@ -175,7 +177,8 @@ class ParameterServer(Strategy[PSState]):
                 self._seed(worker, state)
             worker.comm.barrier()
         except Lost:
-            self.finish(worker, state)  # the others may be at it already, and wait for us to be through
+            # The others may be at it already: they shall not wait for us.
+            worker.comm.wait(*(worker.comm.call(server, "skip", {}) for server in worker.comm.servers))
             raise
         return state
 
@@ -327,11 +330,14 @@ class ParameterServer(Strategy[PSState]):
             return batch.weight * self._parts(worker) / self._group(worker.comm.size)
         return 1.0
 
-    def rate(self, worker: Worker) -> float:
-        """What the learning rate of an update is multiplied by."""
-        if self.lr_scale is not None:
-            return self.lr_scale
-        if self._in_step or self.mode in ("backup", "gba") or self.mitigation == "staleness-lr":
+    def options(self, worker: Worker) -> list[Meta]:
+        """The optimizer's settings for one update."""
+        by_staleness = self.mitigation == "staleness-lr" and self._streams
+        return options_of(worker.optimizer, self._share(worker), 1.0 if by_staleness else self.lr_scale)
+
+    def _share(self, worker: Worker) -> float:
+        """An update's samples over those of a global step."""
+        if self._in_step or self.mode in ("backup", "gba"):
             return 1.0
         leases = self._group(worker.comm.size) if self.mode == "softsync" else 1
         return min(1.0, leases / self._parts(worker))
@@ -345,7 +351,7 @@ class _Pushes:
         self.calls: list[Handle] = []
         self.units: list[tuple[int, int]] = []  # (server, unit) of each call
         self.lease = batch.lease if strategy.feed == "cursor" else worker.position
-        self._options = options_of(worker.optimizer, strategy.rate(worker))
+        self._options = strategy.options(worker)
         self._batch, self._prefetch = batch, strategy.prefetch
         self._grads, self._params = worker.flat.grads, worker.params
         self._sent = 0  # buckets

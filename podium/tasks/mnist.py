@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,26 +13,33 @@ from torch.nn.functional import cross_entropy
 from podium.data.base import ArrayDataset, Data
 from podium.data.idx import read_idx_pair
 from podium.task import Task, accuracy
-from podium.tasks.recipes import Sgd, need_data_dir
+from podium.tasks.recipes import AdamRecipe, Sgd, need_data_dir
 
 
 def mnist_lenet5(
     *,
     data_dir: str | None = None,
-    lr: float = 0.05,
+    optimizer: Literal["sgd", "adam"] = "sgd",
+    lr: float | None = None,
     momentum: float = 0.5,
     weight_decay: float = 0.0,
     batch_size: int = 64,
     epochs: int = 10,
 ) -> Task:
-    """MNIST with LeNet-5 (61,706 parameters); `data_dir` holds the four IDX files, packed (.gz) or not."""
+    """MNIST with LeNet-5 (61,706 parameters); `data_dir` holds the four IDX files, packed (.gz) or not.
+
+    `lr` is 0.05 for `sgd` and 0.001 for `adam`, which has no `momentum`, when not given.
+    """
+    make: Sgd | AdamRecipe = Sgd(lr=0.05 if lr is None else lr, momentum=momentum, weight_decay=weight_decay)
+    if optimizer == "adam":
+        make = AdamRecipe(lr=0.001 if lr is None else lr, weight_decay=weight_decay)
     folder = need_data_dir("mnist-lenet5", data_dir, "train-images-idx3-ubyte, train-labels-idx1-ubyte and t10k-…")
     return Task(
         name="mnist-lenet5",
         model=lenet5,
         data=partial(mnist, folder),
         loss=cross_entropy,
-        optimizer=Sgd(lr=lr, momentum=momentum, weight_decay=weight_decay),
+        optimizer=make,
         metrics={"accuracy": accuracy},
         batch_size=batch_size,
         epochs=epochs,

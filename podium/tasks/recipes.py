@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from podium.errors import ConfigError, DataError
@@ -35,6 +35,22 @@ class Sgd:
     def __call__(self, model: nn.Module) -> Optimizer:
         params = [p for p in model.parameters() if p.requires_grad]
         return SGD(params, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AdamRecipe:
+    """Makes an Adam optimizer for a model's trainable parameters, with torch's own settings but for the rate."""
+
+    lr: float
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lr, int | float) or not self.lr >= 0:
+            raise ConfigError(f"Adam: lr must be a number of 0 or more, got {self.lr!r}")
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        return Adam([p for p in model.parameters() if p.requires_grad], lr=self.lr, weight_decay=self.weight_decay)
 
 
 def cosine(optimizer: Optimizer, total_steps: int) -> LRScheduler:

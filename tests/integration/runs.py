@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -47,10 +46,6 @@ def at_gate(folder: Path, act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def signal_at_gate(folder: Path, rank: int, number: int) -> threading.Thread:
-    return at_gate(folder, lambda: os.kill(pid_of(rank), number))
-
-
 def parameters(result: RunResult) -> torch.Tensor:
     tensors = load_tensors(Path(result.model))
     return torch.cat([tensors[name].reshape(-1).double() for name in sorted(tensors)])
@@ -87,12 +82,10 @@ def _torn(run_dir: str | Path, step: int) -> bool:
 def audit_samples(run_dir: str | Path) -> None:
     """Every sample of every epoch was leased once, and every lease was applied once by every server."""
     updates = records_of(run_dir, "update")
-    pushed = [row["lease"] for row in updates]
-    servers = {row["rank"] for row in updates}
-    for server in servers:
-        applied = sorted(row["lease"] for row in updates if row["rank"] == server)
-        assert applied == list(range(len(applied))), f"server {server}"
-    assert len(pushed) == len(set(pushed)) * len(servers)
+    for server, part in {(row["rank"], row["range"]) for row in updates}:
+        applied = [row["lease"] for row in updates if (row["rank"], row["range"]) == (server, part)]
+        assert len(applied) == len(set(applied)), f"server {server}"
+        assert set(applied) == {row["lease"] for row in updates}, f"server {server}"
     steps = sorted((row["position"] - row["samples"], row["samples"]) for row in records_of(run_dir, "step"))
     seen = [position + i for position, count in steps for i in range(count)]
     assert seen == list(range(EPOCHS * SAMPLES))

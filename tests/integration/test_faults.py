@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from podium.checkpoint import find_checkpoint
 from podium.config import RunResult
-from podium.errors import Lost
 from tests.integration.faults import NOISY, STEPS, TASK, Faults
 from tests.integration.processes import finish, podium, settings
-from tests.integration.runs import audit_steps, distance, records_of, signal_at_gate, train
+from tests.integration.runs import audit_steps, distance, records_of, train
 
 
 @pytest.fixture(scope="module")
@@ -129,58 +126,3 @@ def test_a_step_that_is_done_again_finds_generator_and_buffers_as_they_were(tmp_
     assert broken.lost == [1]
     assert broken.param_hash["0"] == after.param_hash["0"]
     assert distance(broken, after) == 0.0  # the buffers, too
-
-
-SERVED = {
-    "sync, worker": ("sync", "dedicated", 1, "worker 1"),
-    "sync, server": ("sync", "dedicated", 2, "server 2"),
-    "sync, both in one": ("sync", "colocated", 0, "worker 0 with server 2"),
-    "async, worker": ("async", "dedicated", 1, "worker 1"),
-    "async, server": ("async", "dedicated", 2, "server 2"),
-    "async, both in one": ("async", "colocated", 0, "worker 0 with server 2"),
-}
-
-
-@pytest.mark.parametrize(("mode", "placement", "rank", "named"), SERVED.values(), ids=SERVED.keys())
-def test_a_parameter_server_run_that_loses_a_process_says_which(
-    tmp_path: Path, mode: str, placement: str, rank: int, named: str
-) -> None:
-    waits = 1 if rank == 0 else 0
-    acting = signal_at_gate(tmp_path, rank, signal.SIGKILL)
-    with pytest.raises(Lost) as caught:
-        train(
-            tmp_path,
-            Faults().gate(waits, step=6),
-            strategy=f"parameter-server:mode={mode},placement={placement}",
-            workers=2,
-        )
-    acting.join()
-    first = str(caught.value).splitlines()[0]
-    assert first.startswith(f"{named} was lost: killed by SIGKILL")
-    assert "step" in first
-    check_records(tmp_path, rank)
-
-
-@pytest.mark.parametrize(("mode", "rank", "named"), [("sync", 1, "worker 1"), ("async", 2, "server 2")])
-def test_a_parameter_server_run_does_not_wait_for_a_stopped_process(
-    tmp_path: Path, mode: str, rank: int, named: str
-) -> None:
-    acting = signal_at_gate(tmp_path, rank, signal.SIGSTOP)
-    with pytest.raises(Lost, match=f"^{named} was lost: silent for .* last heard of at step"):
-        train(
-            tmp_path,
-            Faults().gate(0, step=6),
-            strategy=f"parameter-server:mode={mode}",
-            workers=2,
-            heartbeat_s=1.0,
-            deadline_s=60.0,
-        )
-    acting.join()
-    check_records(tmp_path, rank)
-
-
-def check_records(out: Path, lost: int) -> None:
-    (run_dir,) = [path for path in out.iterdir() if path.is_dir()]
-    assert records_of(run_dir, "step")
-    assert [row["lost"] for row in records_of(run_dir, "lost")] == [lost]
-    assert os.listdir(run_dir / "logs")
