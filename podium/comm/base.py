@@ -172,6 +172,14 @@ class Communicator(ABC):
     def recv(self, deadline_s: float | None = None) -> Message:
         """The next message from anyone, in order of arrival. A departure is a message."""
 
+    @property
+    def addresses(self) -> Mapping[int, str]:
+        """Where other endpoints listen, in worlds where that has to be known."""
+        return {}
+
+    def introduce(self, addresses: Mapping[int, str]) -> None:
+        """Learn where others listen."""
+
     def watch(self, ranks: Sequence[int]) -> None:
         """See to it that `recv` tells of the departure of these, also of one that never says a word to us."""
 

@@ -107,9 +107,9 @@ class Channel:
     def watch(self, ranks: Sequence[int]) -> None:
         """Connect to these, if nobody has yet, so that `recv` tells when they depart; returns at once.
 
-        One that cannot be reached counts as departed.
+        One that cannot be reached counts as departed; one whose address is not known will have to come by itself.
         """
-        strange = [rank for rank in ranks if rank not in self._links and rank != self.rank]
+        strange = [rank for rank in ranks if rank not in self._links and rank in self._addresses]
         if strange:
             name = f"podium-watch-{self.rank}"
             threading.Thread(target=self._meet, args=(strange,), name=name, daemon=True).start()

@@ -130,6 +130,14 @@ class RealCommunicator(Communicator):
         self.traffic.received += nbytes_of(message.body)
         return message
 
+    @property
+    def addresses(self) -> Mapping[int, str]:
+        channel = self._need_channel()
+        return {**channel.address_book, self.rank: channel.address}
+
+    def introduce(self, addresses: Mapping[int, str]) -> None:
+        self._need_channel().introduce(addresses)
+
     def watch(self, ranks: Sequence[int]) -> None:
         self._need_channel().watch(ranks)
 

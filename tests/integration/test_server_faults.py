@@ -271,9 +271,10 @@ class TestScaling:
         members = [row["members"] for row in records_of(result.run_dir, "regroup")]
         assert len(members[-1]) == 4 and len(set(result.param_hash.values())) == 1
 
-    def test_workers_and_servers_join_an_asynchronous_run(self, tmp_path: Path) -> None:
+    def test_workers_and_servers_join_a_run_with_leases(self, tmp_path: Path) -> None:
+        """Bounded, so that the other worker does not do all the work while the first is at the gate."""
         acting = self._scale_at_gate(tmp_path, workers=3, servers=2)
-        result = train(tmp_path, Faults().gate(0, step=9), strategy="parameter-server:mode=async", workers=2)
+        result = train(tmp_path, Faults().gate(0, step=9), strategy="parameter-server:mode=ssp", workers=2)
         acting.join()
         assert result.status == "finished"
         regroup = records_of(result.run_dir, "regroup")[-1]
