@@ -182,7 +182,7 @@ class Server:
             position, end, batch_size = meta["position"], meta["end"], meta["batch_size"]
             self.cursor = Cursor(order, position, end, batch_size, meta["parts"], empty=self.rules.all_workers)
         self.intake = Streams(self) if self.rules.streams else Gathers(self, fed_by_steps=not meta["leases"])
-        self.comm.introduce({rank: address for rank, address in meta.get("addresses", ())})
+        self.comm.introduce(dict(meta["addresses"]))
         self.comm.watch(self.live)  # also those that may be gone before they have said a word to us
 
     def _departures_before(self) -> None:

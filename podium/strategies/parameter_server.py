@@ -279,7 +279,7 @@ class ParameterServer(Strategy[PSState]):
         """What is to be done in this stretch, as servers need to know it."""
         return {
             "workers": list(worker.comm.workers),
-            "addresses": [[r, a] for r, a in worker.comm.addresses.items() if r in worker.comm.workers],
+            "addresses": list(worker.comm.addresses.items()),
             "servers": list(worker.comm.servers),
             "rules": self._rules(worker).to_dict(),
             "mitigation": self.mitigation,

@@ -134,7 +134,7 @@ def test_tables_come_back_from_json_as_they_were() -> None:
 
 
 def test_the_tables_of_a_run_agree_with_its_result_and_the_bound_is_kept(tmp_path: Path) -> None:
-    strategy = {"mode": "ssp", "staleness": 2, "servers": 2, "bucket_bytes": 8000}
+    strategy = {"mode": "ssp", "staleness": 2, "servers": 2, "unit_bytes": 8000}
     fields: dict[str, Any] = {"workers": 3, "launcher": "virtual", "steps": 12, "run_dir": str(tmp_path / "run")}
     result = podium.train("digits-mlp", strategy="parameter-server", strategy_options=strategy, **fields)
     found = tables_of(read_records(tmp_path / "run"), bound=2)

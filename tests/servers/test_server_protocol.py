@@ -100,6 +100,7 @@ class Fake:
         work = {
             "workers": list(self.comm.workers if workers is None else workers),
             "servers": list(self.comm.servers),
+            "addresses": [],
             "rules": rules.to_dict(),
             "mitigation": "none",
             "strength": None,
