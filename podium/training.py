@@ -327,9 +327,9 @@ class Training:
     def _dismiss(self, servers: Sequence[int]) -> None:
         """Let servers that are no longer needed go."""
         if not self._retired and self.comm.rank == self.comm.workers[0]:
-            calls = [self.comm.call(server, "retire", {}) for server in servers]
-            with suppress(Lost):  # it is gone already
-                self.comm.wait(*calls)
+            for server in servers:
+                with suppress(Lost):  # it is gone already
+                    self.comm.wait(self.comm.call(server, "retire", {}))
 
     # Beginning and end.
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from podium.servers.server import Server
 
 
+_WRITE_S = 300.0
+"""How long a snapshot may take to be written."""
+
+
 class _Twin:
     """Another server's shard, kept in step with it."""
 
@@ -73,6 +77,7 @@ class Copies:
         if self.holders:
             self._tell("mirror_seed", {}, [_as_tensor(self._state())])
         self._save()
+        self._join()  # before anybody is told that the stretch has begun
 
     def moved(
         self, unit: int, grads: Sequence[Tensor], options: Sequence[Meta], unused: Sequence[int], slices: Sequence[int]
@@ -81,7 +86,8 @@ class Copies:
         if self.holders:
             meta = {"unit": unit, "options": list(options), "unused": list(unused), "slices": list(slices)}
             self._tell("mirror", {**meta, **self._facts()}, grads)
-        if self._every and unit == 0 and self.server.updates - self._saved_at >= self._every:
+        whole = unit == len(self.server.shard.units) - 1  # between two units of one update, they would be of two versions
+        if self._every and whole and self.server.updates - self._saved_at >= self._every:
             self._save()
 
     def _tell(self, kind: str, meta: Meta, body: Sequence[Tensor]) -> None:
@@ -117,7 +123,8 @@ class Copies:
 
     def _mirror_seed(self, message: Message) -> None:
         state = bytes_to_tree(message.body[0].numpy().tobytes(), f"state of server {message.source}")
-        shard = self.server.make_shard(message.source, tuple(state["seed"]["servers"]))
+        seed = state["seed"]
+        shard = self.server.make_shard(message.source, tuple(seed["servers"]), seed["unit_bytes"])
         _load(shard, state)
         self._twins[message.source] = _Twin(shard, state["seed"], state["facts"])
         self.server.tell(message.source, "mirrored", {"number": message.meta["number"]})
@@ -161,7 +168,11 @@ class Copies:
 
     def _join(self) -> None:
         if self._writer is not None:
-            self._writer.join()
+            self._writer.join(_WRITE_S)
+            if self._writer.is_alive():
+                raise CheckpointError(
+                    f"server {self.server.comm.rank}: its snapshot was not written in {_WRITE_S:g} s; is the disk stuck?"
+                )
             self._writer = None
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None

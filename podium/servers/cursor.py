@@ -39,7 +39,8 @@ class Cursor:
         self.batch_size, self.parts, self._empty = batch_size, parts, empty
         self.open: dict[int, tuple[int, Lease]] = {}  # lease -> who has it
         self.returned: deque[Lease] = deque()
-        self._cut: deque[Lease] = deque()  # the rest of the step that is being lent
+        self._cut: deque[Lease] = deque()  # the rest of the step that is being lent, …
+        self._step: Slice | None = None  # … and that step
         self._ahead: dict[int, int] = {}
         """After a restart: slices that this cursor has yet to come to, and who has each of them already, …"""
         self._done: set[int] = set()
@@ -75,9 +76,15 @@ class Cursor:
         return None if lease.number in self._done else lease
 
     def _cut_step(self) -> None:
-        step = self.order.slice_at(self.position, min(self.batch_size, self.end - self.position))
+        self._step = self.order.slice_at(self.position, min(self.batch_size, self.end - self.position))
+        self._cut_from(0)
+
+    def _cut_from(self, first: int) -> None:
+        """The slices of the present step from this one on."""
+        step = self._step
+        assert step is not None
         shares = [1.0] * self.parts
-        leases = [Lease(share_of(step, shares, i), step.count, i) for i in range(self.parts)]
+        leases = [Lease(share_of(step, shares, i), step.count, i) for i in range(first, self.parts)]
         self._cut.extend(lease for lease in leases if lease.piece.count or self._empty)
 
     def applied(self, number: int) -> None:
@@ -131,7 +138,7 @@ class Cursor:
             "end": self.end,
             "open": [[who, *_plain(lease)] for who, lease in self.open.values()],
             "returned": [_plain(lease) for lease in self.returned],
-            "cut": [_plain(lease) for lease in self._cut],
+            "cut": [list(self._step or ()), self._cut[0].share] if self._cut else None,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -140,7 +147,11 @@ class Cursor:
         leases = [(who, _lease(*plain)) for who, *plain in state["open"]]
         self.open = {lease.number: (who, lease) for who, lease in leases}
         self.returned = deque(_lease(*plain) for plain in state["returned"])
-        self._cut = deque(_lease(*plain) for plain in state["cut"])
+        self._cut.clear()
+        if state["cut"] is not None:
+            piece, first = state["cut"]
+            self._step = Slice(*piece)
+            self._cut_from(first)
         self._strangers = {who for who, _ in self.open.values()}
 
     def heard_of(self, worker: int, holds: Collection[int]) -> None:

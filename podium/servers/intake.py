@@ -117,10 +117,10 @@ class Streams(Intake):
         grads = server.mitigation.mend(message.source, unit, message.body, server.shard.of(unit))
         at_once = server.rules.bound is None and not meta["early"] and not self._held[message.source]
         out = message.landing if at_once and server.by_lane(unit) else None
+        self.once[unit].add(meta["lease"])  # before: a snapshot that is taken now must know of it
         server.apply(unit, grads, options, meta["unused"], [meta["lease"]], out)
         if out is not None:
             self._landed.add((message.source, unit))
-        self.once[unit].add(meta["lease"])
         lead = {} if server.rules.bound is None else {"lead": self.clocks.lead(message.source)}
         server.record_update(message.source, unit, staleness, meta["lease"], **lead)
 
@@ -205,6 +205,7 @@ class Gathers(Intake):
         self._facts: Meta = {}
         self._dropped: set[Key] = set()
         self._settled = server.is_first
+        self._let_go = False
         self._answered: list[tuple[list[Message], Meta, int]] = []  # waiting for a copy
 
     # Taking in.
@@ -233,7 +234,14 @@ class Gathers(Intake):
             self._execute(meta)
         elif message.kind == "norm":
             self._measured(message.source, meta["norm"])
+        elif message.kind == "hello" and server.is_first:
+            for have in self._have.values():
+                have.discard(message.source)  # what it had it has no more
+            if self._let_go:
+                server.tell(message.source, "decision", {"settled": True})
         elif message.kind == "hello" and message.source == server.servers[0]:
+            # What it had not finished deciding it will decide anew.
+            self._measuring, self._backlog, self._sum, self._added = None, [], None, []
             whole = [k for k, parts in self._parts.items() if len(parts) == len(server.shard.units)]
             for source, lease in [*self._told, *whole]:
                 server.tell(message.source, "have", {"source": source, "lease": lease, "unit": source})
@@ -245,10 +253,19 @@ class Gathers(Intake):
             return self._decide({"abort": self._lost}, only=rank)
         have = self._have[key]
         have.add(rank)
+        if self._measuring is not None and rank != server.comm.rank:
+            self._tell_again(key, rank)
         if key in self._decided:  # it comes again: its server was lost before it could answer
             return self._decide({"answer": [key]}, only=rank)
         if have >= set(server.servers) and self._is_complete(key):
             self._consider(key)
+
+    def _tell_again(self, key: Key, rank: int) -> None:
+        """While norms are gathered: a server that was restored has the pushes again, and is told once more."""
+        assert self._measuring is not None
+        step, norms = self._measuring
+        if key in step and rank not in norms and all(rank in self._have[k] for k in step):
+            self.server.tell(rank, "decision", {"add": step, "step": step, "answer": self._pending_answer})
 
     def _is_complete(self, key: Key) -> bool:
         return len(self._parts.get(key, ())) == len(self.server.shard.units)
@@ -257,12 +274,13 @@ class Gathers(Intake):
 
     def _consider(self, key: Key) -> None:
         server, meta = self.server, self._last_of(key).meta
-        staleness = max(0, server.versions[0] - meta["version"])
+        staleness = max(0, server.versions[meta["unit"]] - meta["version"])
         push = Push(*key, samples=meta["samples"], staleness=staleness)
         if server.cursor is not None:
             server.cursor.applied(meta["done"])
             server.wishes(meta)
-        if key[1] in self.once[0]:  # it was done before: by another worker, or by the server that we replace
+        waits = not self._by_steps and any(other.lease == push.lease for other in self.gathering.waiting)
+        if key[1] in self.once[0] or waits:  # it was done before: by another worker, or by the server that we replace
             self._decide({"answer": [key]})
         elif not self.gathering.add(push):
             if server.cursor is not None:
@@ -370,7 +388,7 @@ class Gathers(Intake):
             server.comm.clock.now_ns(),
             worker=key[0],
             lease=key[1],
-            staleness=max(0, server.versions[0] - message.meta["version"]),
+            staleness=max(0, server.versions[message.meta["unit"]] - message.meta["version"]),
         )
 
     def _add(self, keys: Sequence[Key]) -> None:
@@ -380,7 +398,7 @@ class Gathers(Intake):
             parts = self._parts.get(key)
             if parts is None or len(parts) < len(server.shard.units):
                 continue  # this server was restored in between: what it lacks counts as lost
-            if key[1] in self.once[0]:
+            if key[1] in self.once[0] or (not self._by_steps and any(lease == key[1] for _, lease in self._added)):
                 continue  # the first server was restored in between, and this one has done it
             self._added.append(key)
             meta, grads = self._last_of(key).meta, self._mended(key)
@@ -417,6 +435,7 @@ class Gathers(Intake):
     def _begin_sum(self, grads: list[list[Tensor]], alone: bool) -> list[list[Tensor]]:
         if alone:  # used where it lies, and not written to
             return grads
+        self.server.lanes.settle()  # the last sum may still be read by them
         by_rows = [self.server.shard.by_rows(unit) for unit in range(len(grads))]
         if not self._scratch:
             self._scratch = [
@@ -473,8 +492,8 @@ class Gathers(Intake):
         staleness = {key: self._staleness(key) for key in added}
         slices = [lease for _, lease in added]
         for number, unit in enumerate(grads):
+            self.once[number].update(slices)  # before: a snapshot that is taken now must know of them
             server.apply(number, unit, total.options, sorted(total.unused), slices)
-            self.once[number].update(slices)
         last = [self._last_of(key).meta for key in added if key in self._parts]
         self._facts = {
             "stop": any(m["stop"] for m in last),
@@ -508,7 +527,8 @@ class Gathers(Intake):
     def _staleness(self, key: Key) -> int:
         if key not in self._parts:
             return 0
-        return max(0, self.server.versions[0] - int(self._last_of(key).meta["version"]))
+        meta = self._last_of(key).meta
+        return max(0, self.server.versions[meta["unit"]] - int(meta["version"]))
 
     def _remember(self, key: Key) -> None:
         for recent in (self._told,) if key in self._dropped else (self._told, self._decided):
@@ -552,6 +572,7 @@ class Gathers(Intake):
     def settle(self) -> None:
         server = self.server
         if server.is_first:
+            self._let_go = True
             for other in server.servers[1:]:
                 server.tell(other, "decision", {"settled": True})
 

@@ -83,6 +83,7 @@ class Server:
         self.cursor: Cursor | None = None
         self.gone: set[int] = set()
         self._skipped: set[int] = set()
+        self._acquainted: set[tuple[int, int]] = set()  # (worker, unit) that a restored server has answered
         self.stopping = self.pausing = False
         self._parked: dict[int, Message] = {}
         self._left: dict[int, Message] = {}
@@ -190,9 +191,9 @@ class Server:
         for worker in sorted(self.gone.intersection(self.workers)):
             self._lose(worker)
 
-    def make_shard(self, rank: int, servers: Sequence[int]) -> Shard:
+    def make_shard(self, rank: int, servers: Sequence[int], unit_bytes: int | None = None) -> Shard:
         """The shard of one of these servers; of one that is not among them yet, an empty one."""
-        layouts = lay_out(self._flat, len(servers), self._unit_bytes)
+        layouts = lay_out(self._flat, len(servers), unit_bytes or self._unit_bytes)
         layout = layouts[servers.index(rank)] if rank in servers else Layout([], [Unit(0, 0, 0)])
         return Shard(self._flat, self._optimizer, layout)
 
@@ -305,14 +306,23 @@ class Server:
             body = message.landing if landed and message.landing is not None else params
             return self.lanes.run(unit, lambda: self.answer(message, facts, body))
         if self.shard.by_rows(unit):
-            known = message.meta["version"]
-            params = self.shard.rows_since(unit, known if known <= self.versions[unit] else -1)
+            params = self.shard.rows_since(unit, self._known(message))
         self.mitigation.gave(message.source, unit, params)
         self.answer(message, facts, params, more=not message.meta["last"])
+
+    def _known(self, message: Message) -> int:
+        """The version of a unit's rows that a worker has; none, where it has it from the server that we replace."""
+        asked = (message.source, message.meta["unit"])
+        if self.copies.restored and asked not in self._acquainted:
+            self._acquainted.add(asked)
+            return -1
+        return int(message.meta["version"])
 
     # Ends.
 
     def _leave(self, message: Message) -> None:
+        if message.source not in self.workers:  # one that has come since, and has nothing here to take home
+            return self.answer(message, {"empty": True})
         self._left[message.source] = message
         self.intake.leave(message.source)
         self.let_go()

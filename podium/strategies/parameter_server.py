@@ -76,7 +76,8 @@ class ParameterServer(Strategy[PSState]):
     placement: Literal["dedicated", "colocated"] = "dedicated"
     """Whether servers have processes of their own or live in the workers'."""
     lease: int | None = None
-    """Samples per push, where workers lease them; the global batch divided by the workers when not given."""
+    """Samples per push, at most, where workers lease them: a global step is cut into equal slices of no more than this.
+    The global batch divided by the workers when not given."""
     lr_scale: float | None = None
     """What the learning rate of an update is multiplied by; its samples / global batch when not given."""
     overlap: bool = True
@@ -123,6 +124,11 @@ class ParameterServer(Strategy[PSState]):
             raise ConfigError(f"parameter-server: mitigation={self.mitigation} has no meaning with mode={self.mode}")
         if self.prefetch and (self.mode not in ("async", "ssp", "dssp") or not self._streams):
             raise ConfigError(f"parameter-server: prefetch works with mode=async, ssp or dssp, got mode={self.mode}")
+        if self.prefetch and self.mitigation.startswith("dc-asgd"):
+            raise ConfigError(
+                f"parameter-server: mitigation={self.mitigation} cannot go with prefetch: a server knows which parameters "
+                "it gave last, not which ones a worker that ran ahead has used"
+            )
         if self.replicas > max(1, self.servers):
             raise ConfigError(
                 f"parameter-server: replicas must be at most the number of servers ({self.servers}), "
@@ -184,7 +190,7 @@ class ParameterServer(Strategy[PSState]):
 
     def step(self, worker: Worker, state: PSState, batch: Batch) -> Tensor:
         batch = batch._replace(weight=self._weight(worker, batch))
-        pushes = _Pushes(self, worker, state, batch)
+        pushes = _Pushes(self, worker, state, batch)  # remembers the versions that are computed on
         early = self.overlap and not self.prefetch and (self.feed == "step" or worker.clip_norm is None)
         loss = worker.backward(batch, on_ready=pushes.bucket_ready if early else None)
         if self.feed == "cursor" and worker.clip_norm is not None:
@@ -338,9 +344,13 @@ class ParameterServer(Strategy[PSState]):
 
     def _share(self, worker: Worker) -> float:
         """An update's samples over those of a global step."""
-        if self._in_step or self.mode in ("backup", "gba"):
+        if self.mode in ("sync", "gba"):
             return 1.0
-        leases = self._group(worker.comm.size) if self.mode == "softsync" else 1
+        leases = 1
+        if self._in_step or self.mode == "backup":
+            leases = worker.comm.size - (self.backups if self.mode == "backup" else 0)
+        elif self.mode == "softsync":
+            leases = self._group(worker.comm.size)
         return min(1.0, leases / self._parts(worker))
 
 
@@ -355,6 +365,7 @@ class _Pushes:
         self._options = strategy.options(worker)
         self._batch, self._prefetch = batch, strategy.prefetch
         self._grads, self._params = worker.flat.grads, worker.params
+        self._versions = [list(versions) for versions in state.versions]
         self._sent = 0  # buckets
 
     def go_from(self, state: PSState) -> None:
@@ -397,7 +408,7 @@ class _Pushes:
         meta = {
             "unit": u,
             "lease": self.lease,
-            "version": self.state.versions[m][u],
+            "version": self._versions[m][u],
             "options": self._options,
             "unused": worker.unused_among(part.piece for r in ranges for part in r.parts),
             **facts,
