@@ -353,6 +353,7 @@ class Training:
             role="worker",
             parameters=sum(p.numel() for p in worker.flat.parameters),
             buckets=worker.buckets,
+            shares_memory=self.comm.shares_memory,
             device=str(self.device),
             total_steps=self.total_steps,
             samples=self.order.samples,

@@ -200,15 +200,28 @@ def prepare(config: RunConfig, task: Task | None = None, *, chosen: Path | None 
     found = task or load_task(config.task, config.task_options, config.data_dir)
     full = resolved(config, found, run_dir)
     if full.replay is not None:
+        strategy = _as_recorded(strategy, Path(full.replay))
         _check_replay(full, strategy, Path(full.replay))
     return Job(full, found, strategy, run_dir, task_is_named=task is None)
+
+
+def _as_recorded(strategy: Strategy[Any], recorded_dir: Path) -> Strategy[Any]:
+    """The strategy with what the recorded run left to its world, such as the size of its messages."""
+    asked = read_manifest(recorded_dir)["strategy"]
+    for candidate in (strategy.as_recorded(True), strategy.as_recorded(False)):
+        if repr(candidate) == asked:  # it was a replay itself, and says so
+            return candidate
+    begins = (row for row in read_records(recorded_dir) if row["kind"] == "begin" and row["role"] == "worker")
+    return strategy.as_recorded(next(begins, {}).get("shares_memory", False)) if repr(strategy) == asked else strategy
 
 
 def _check_replay(config: RunConfig, strategy: Strategy[Any], recorded_dir: Path) -> None:
     """A recorded order can only be followed by the run that was recorded."""
     manifest = read_manifest(recorded_dir)
-    recorded = {**manifest["config"], "strategy": manifest["strategy"]}
-    now = {**json.loads(to_json(config.to_dict())), "strategy": repr(strategy)}
+    recorded, now = manifest["config"], json.loads(to_json(config.to_dict()))
+    asked = make_strategy(config.strategy, config.strategy_options, config.workers)
+    if manifest["strategy"] not in (repr(strategy), repr(asked)):
+        recorded, now = {**recorded, "strategy": manifest["strategy"]}, {**now, "strategy": repr(asked)}
     decisive = ("task", "task_options", "strategy", "workers", "seed", "epochs", "steps")
     for name in (*decisive, "batch_size", "accumulate", "clip_norm", "autocast", "checkpoint_every", "resume"):
         if recorded[name] != now[name]:

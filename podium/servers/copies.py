@@ -86,7 +86,7 @@ class Copies:
         if self.holders:
             meta = {"unit": unit, "options": list(options), "unused": list(unused), "slices": list(slices)}
             self._tell("mirror", {**meta, **self._facts()}, grads)
-        whole = unit == len(self.server.shard.units) - 1  # between two units of one update, they would be of two versions
+        whole = unit == len(self.server.shard.units) - 1  # before it, the units of one update are of two versions
         if self._every and whole and self.server.updates - self._saved_at >= self._every:
             self._save()
 
@@ -170,8 +170,9 @@ class Copies:
         if self._writer is not None:
             self._writer.join(_WRITE_S)
             if self._writer.is_alive():
+                rank = self.server.comm.rank
                 raise CheckpointError(
-                    f"server {self.server.comm.rank}: its snapshot was not written in {_WRITE_S:g} s; is the disk stuck?"
+                    f"server {rank}: its snapshot was not written in {_WRITE_S:g} s; is the disk stuck?"
                 )
             self._writer = None
         if self._trouble is not None:

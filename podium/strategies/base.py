@@ -57,6 +57,10 @@ class Strategy(ABC, Generic[S]):
         """Fed by its share of a global step, or by the next lease from a cursor."""
         return "step"
 
+    def as_recorded(self, shares_memory: bool) -> Strategy[S]:
+        """This strategy as it was in a recorded run; raises where that cannot be replayed."""
+        return self
+
     @abstractmethod
     def init(self, worker: Worker) -> S: ...
 

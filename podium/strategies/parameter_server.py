@@ -17,6 +17,7 @@ eight workers and a momentum of 0.9 per update, LeNet-5 diverged; with 0.9 to th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, final
@@ -126,8 +127,8 @@ class ParameterServer(Strategy[PSState]):
             raise ConfigError(f"parameter-server: prefetch works with mode=async, ssp or dssp, got mode={self.mode}")
         if self.prefetch and self.mitigation.startswith("dc-asgd"):
             raise ConfigError(
-                f"parameter-server: mitigation={self.mitigation} cannot go with prefetch: a server knows which parameters "
-                "it gave last, not which ones a worker that ran ahead has used"
+                f"parameter-server: mitigation={self.mitigation} cannot go with prefetch: a server knows which "
+                "parameters it gave last, not which ones a worker that ran ahead has used"
             )
         if self.replicas > max(1, self.servers):
             raise ConfigError(
@@ -301,7 +302,13 @@ class ParameterServer(Strategy[PSState]):
         }
 
     def _unit_bytes(self, worker: Worker) -> int:
-        return self.unit_bytes or (32 << 20 if worker.comm.shares_memory else 8 << 20)
+        return self.unit_bytes or _unit_bytes(worker.comm.shares_memory)
+
+    def as_recorded(self, shares_memory: bool) -> ParameterServer:
+        if self.mode == "dssp" or self.replicas > 1:
+            what = "mode=dssp (its gate looks at the clock)" if self.mode == "dssp" else "replicas above 1"
+            raise ConfigError(f"replay: parameter-server with {what} cannot be replayed")
+        return dataclasses.replace(self, unit_bytes=self.unit_bytes or _unit_bytes(shares_memory))
 
     def _rules(self, worker: Worker) -> Rules:
         workers = worker.comm.size
@@ -352,6 +359,10 @@ class ParameterServer(Strategy[PSState]):
         elif self.mode == "softsync":
             leases = self._group(worker.comm.size)
         return min(1.0, leases / self._parts(worker))
+
+
+def _unit_bytes(shares_memory: bool) -> int:
+    return 32 << 20 if shares_memory else 8 << 20
 
 
 class _Pushes:

@@ -36,6 +36,25 @@ def test_a_run_that_raced_replays_to_the_same_bits(launcher: str, servers: int, 
     assert again.loss == raced.loss
 
 
+@pytest.mark.parametrize(
+    "options", ["mode=ssp,staleness=1", "mode=softsync", "mode=backup", "mode=async,drop_beyond=1"]
+)
+def test_so_does_one_with_another_gate(options: str, tmp_path: Path) -> None:
+    strategy = f"parameter-server:{options},servers=2"
+    fields: dict[str, Any] = {"strategy": strategy, "workers": 3, "epochs": 3}
+    raced = podium.train(TASK, launcher="local", run_dir=str(tmp_path / "raced"), **fields)
+    again = podium.train(TASK, launcher="virtual", run_dir=str(tmp_path / "again"), replay=raced.run_dir, **fields)
+    assert again.param_hash == raced.param_hash
+
+
+@pytest.mark.parametrize("options", ["mode=dssp", "mode=async,servers=2,replicas=2"])
+def test_what_cannot_be_replayed_is_refused(options: str, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"strategy": f"parameter-server:{options}", "workers": 2, "epochs": 1}
+    raced = podium.train(TASK, launcher="threads", run_dir=str(tmp_path / "raced"), **fields)
+    with pytest.raises(ConfigError, match="cannot be replayed"):
+        podium.train(TASK, launcher="virtual", run_dir=str(tmp_path / "again"), replay=raced.run_dir, **fields)
+
+
 def test_the_order_of_arrivals_is_what_decides(tmp_path: Path) -> None:
     """Otherwise replays would show nothing: uneven workers come to another result, and a replay of them to theirs."""
     cluster = tmp_path / "uneven.toml"

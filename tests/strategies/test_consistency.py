@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 
 from podium.building import Job
 from podium.cluster.description import Cluster, uniform
@@ -121,6 +121,20 @@ def test_backup_workers_are_not_waited_for() -> None:
     assert all(row["staleness"] == 0 for row in backed.servers[0] if row["kind"] == "update")
 
 
+def test_a_prefetched_gradient_says_which_parameters_it_was_computed_on() -> None:
+    """Alone, a worker that computes on is always one update behind."""
+    run = _records(Virtual(), toy(), ParameterServer(mode="async", prefetch=True), 1)
+    stale = [row["staleness"] for row in run.servers[0] if row["kind"] == "update"]
+    assert stale == [0] + [1] * (len(stale) - 1)
+
+
+def test_updates_of_part_of_a_batch_take_that_part_of_the_rate() -> None:
+    """Two workers in step that lease a quarter of the batch each: two small steps of plain PyTorch at half the rate."""
+    mine = train(toy(optimizer="sgd", samples=36), ParameterServer(mode="ssp", staleness=0, lease=3), 2)
+    plain = train_plainly(toy(optimizer=_half_of_sgd, samples=36, batch_size=6))
+    assert_close(mine[0].state, plain.state)
+
+
 def test_gba_makes_updates_of_a_whole_global_batch_at_the_tasks_own_rate() -> None:
     """With one worker that leases a third of the batch, three pushes are one step of plain PyTorch, Adam included."""
     task = toy(optimizer="adamw", samples=36)
@@ -204,6 +218,7 @@ class TestRows:
         ({"mode": "sync", "drop_beyond": 2}, "drop_beyond"),
         ({"mode": "sync", "mitigation": "dc-asgd"}, "mitigation"),
         ({"mode": "gba", "prefetch": True}, "prefetch"),
+        ({"mode": "async", "prefetch": True, "mitigation": "dc-asgd"}, "prefetch"),
         ({"replicas": 2}, "replicas"),
         ({"staleness": -1}, "staleness"),
         ({"groups": 0}, "groups"),
@@ -333,5 +348,5 @@ def _adagrad(model: nn.Module) -> Optimizer:
     return Adagrad(model.parameters(), lr=0.1, eps=1e-3)  # without it, rounding in tiny gradients becomes whole steps
 
 
-def _adam(model: nn.Module) -> Optimizer:
-    return Adam(model.parameters(), lr=0.01)
+def _half_of_sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1)
