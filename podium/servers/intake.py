@@ -236,7 +236,9 @@ class Gathers(Intake):
             self._measured(message.source, meta["norm"])
         elif message.kind == "hello" and server.is_first:
             for have in self._have.values():
-                have.discard(message.source)  # what it had it has no more
+                have.discard(message.source)  # what it had it has no more, until the workers push it again
+            if server.rules.wait:  # nobody was answered yet, so all of it will come
+                self.gathering.waiting.clear()
             if self._let_go:
                 server.tell(message.source, "decision", {"settled": True})
         elif message.kind == "hello" and message.source == server.servers[0]:
