@@ -28,6 +28,7 @@ from torch import Tensor
 
 from podium.comm.base import Message, Meta
 from podium.servers.gate import Clocks, Gathering, Push
+from podium.servers.options import scaled
 
 if TYPE_CHECKING:
     from podium.servers.server import Server
@@ -109,8 +110,6 @@ class Streams(Intake):
             server.serve_parked()
 
     def _apply(self, message: Message, unit: int) -> None:
-        from podium.servers.server import scaled
-
         server, meta = self.server, message.meta
         staleness = max(0, server.versions[unit] - meta["version"])
         options = scaled(meta["options"], server.mitigation.rate(staleness))
@@ -364,8 +363,9 @@ class Gathers(Intake):
             for key in [key for key in self._parts if key[0] == decision["forget"] and key[1] not in kept]:
                 del self._parts[key]
         for source, lease in decision.get("drop", ()):
-            self._drop((source, lease))
-            self._dropped.add((source, lease))
+            if self._is_complete((source, lease)):  # a server that was restored in between may lack it
+                self._drop((source, lease))
+                self._dropped.add((source, lease))
         self._add([(s, n) for s, n in decision.get("add", ())])
         step = [(s, n) for s, n in decision.get("step", ())]
         answer = [(s, n) for s, n in decision.get("answer", ())]

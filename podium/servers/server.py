@@ -43,8 +43,6 @@ from podium.servers.shard import Shard, unit_of
 
 PATIENCE = 12
 """How many deadlines of silence a server, or a worker at its gate, puts up with: somebody may be validating."""
-
-
 _LANE_BYTES = 16 << 20
 """A server with fewer bytes of parameters moves them itself."""
 
@@ -414,37 +412,3 @@ class Server:
             **more,
         )
         self._fresh.discard((worker, unit))
-
-
-def options_of(optimizer: Optimizer, share: float = 1.0, lr_scale: float | None = None) -> list[Meta]:
-    """Each group's numbers, to travel with a push: where it lies in the order decides them, not when it arrives.
-
-    For an update of that `share` of a global batch. What decays by a factor per step (momentum, Adam's betas, RMSprop's
-    alpha) is raised to that power, so that it looks back over as many samples as it was meant to; the rate is
-    multiplied by the share, and such that momentum carries as far in all. `lr_scale` takes the share's place there.
-    """
-    options = []
-    for group in optimizer.param_groups:
-        plain = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in group.items()}
-        numbers = {k: v for k, v in plain.items() if _is_number(v)}
-        several = {k: v for k, v in group.items() if isinstance(v, tuple) and all(map(_is_number, v))}
-        rate = share if lr_scale is None else lr_scale
-        if share != 1.0:
-            if (m := numbers.get("momentum", 0)) > 0:
-                numbers["momentum"] = m**share
-                rate *= (1 - m**share) / (1 - m)
-            if "alpha" in numbers:
-                numbers["alpha"] **= share
-            if "betas" in several:
-                several["betas"] = tuple(beta**share for beta in several["betas"])
-        options.append({**numbers, **several, "lr": float(numbers["lr"]) * rate})
-    return options
-
-
-def scaled(options: Sequence[Meta], factor: float) -> list[Meta]:
-    """These hyper-parameters with the learning rate multiplied."""
-    return [{**group, "lr": group["lr"] * factor} for group in options] if factor != 1.0 else list(options)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -28,8 +28,9 @@ from torch import Tensor
 from podium.errors import ConfigError, Lost
 from podium.servers.gate import Rules
 from podium.servers.moments import pack, parts_of, unpack
+from podium.servers.options import options_of
 from podium.servers.ranges import Layout, Range, lay_out
-from podium.servers.server import PATIENCE, options_of
+from podium.servers.server import PATIENCE
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -346,8 +347,10 @@ class ParameterServer(Strategy[PSState]):
 
     def options(self, worker: Worker) -> list[Meta]:
         """The optimizer's settings for one update."""
-        by_staleness = self.mitigation == "staleness-lr" and self._streams
-        return options_of(worker.optimizer, self._share(worker), 1.0 if by_staleness else self.lr_scale)
+        scale = self.lr_scale
+        if scale is None and self.mitigation == "staleness-lr" and self._streams:
+            scale = 1.0  # the staleness divides it
+        return options_of(worker.optimizer, self._share(worker), scale)
 
     def _share(self, worker: Worker) -> float:
         """An update's samples over those of a global step."""

@@ -24,8 +24,9 @@ from podium.flat import Flat
 from podium.measure.records import Record, Recorder
 from podium.servers.copies import Copies
 from podium.servers.gate import Rules
+from podium.servers.options import options_of
 from podium.servers.ranges import lay_out
-from podium.servers.server import Server, options_of
+from podium.servers.server import Server
 from tests.worlds import Memory
 
 WAIT_S = 20.0

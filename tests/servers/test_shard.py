@@ -15,8 +15,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from podium.errors import ConfigError
 from podium.flat import Flat
 from podium.servers.moments import pack, parts_of, unpack
+from podium.servers.options import options_of
 from podium.servers.ranges import Layout, Unit, lay_out
-from podium.servers.server import options_of
 from podium.servers.shard import Shard, unit_of
 
 Make = Callable[..., Optimizer]
