@@ -274,6 +274,8 @@ class Gathers(Intake):
     # Deciding, on the first server.
 
     def _consider(self, key: Key) -> None:
+        if any((push.source, push.lease) == key for push in self.gathering.waiting):
+            return  # a server that heard of it before the first one was restored says again that it has it
         server, meta = self.server, self._last_of(key).meta
         staleness = max(0, server.versions[meta["unit"]] - meta["version"])
         push = Push(*key, samples=meta["samples"], staleness=staleness)
