@@ -307,6 +307,32 @@ def test_an_update_happens_on_both_servers_or_on_none(mode: str, m: int) -> None
         assert len(server.of("worker_lost")) == 1
 
 
+def test_a_push_that_waits_is_not_taken_up_again_when_a_server_says_once_more_that_it_has_it() -> None:
+    """As one does that heard of the slice before the first server was restored; the push must wait, and count."""
+
+    def first(fake: Fake) -> list[float]:
+        fake.seed(MODES["in step"], slices=4)
+        fake.comm.barrier()
+        lease = fake.draw()["lease"]
+        handles = [fake.push_unit(m, u, lease) for m, u in fake.units]
+        fake.comm.send(fake.comm.servers[0], "have", {"source": fake.comm.rank, "lease": lease, "unit": fake.comm.rank})
+        fake.comm.barrier()
+        answer = fake.wait(*handles)[len(fake.layouts[0].units) - 1].meta
+        fake.versions = dict.fromkeys(fake.units, 1)
+        fake.work(answer, done=lease)
+        return fake.home()
+
+    def second(fake: Fake) -> list[float]:
+        fake.comm.barrier()
+        lease = fake.draw()
+        fake.comm.barrier()
+        fake.work(lease)
+        return fake.home()
+
+    (params, _), _ = play(first, second)
+    assert set(params) == all_of(4)
+
+
 def dies_waiting(fake: Fake) -> None:
     """All servers have the whole of its push."""
     fake.comm.barrier()
