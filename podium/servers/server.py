@@ -9,7 +9,7 @@ One loop, one message at a time, so updates cannot race. What workers ask of it:
     skip    a worker takes no part in this stretch
     retire  this server is no longer needed
 
-How pushes become updates is the intake's part (`intake.py`), who may go on the gate's (`gate.py`), leases the
+How pushes become updates is the intake's part (`streams.py`, `gathers.py`), who may go on the gate's, leases the
 cursor's, copies for the day this server is lost `copies.py`'s.
 
 A lost worker does not end anything. Fed by leases, its open ones are lent to others and training goes on. Fed by shares
@@ -34,12 +34,14 @@ from podium.measure.records import Recorder
 from podium.servers.copies import Copies
 from podium.servers.cursor import Cursor
 from podium.servers.gate import Rules
-from podium.servers.intake import Gathers, Intake, Streams
+from podium.servers.gathers import Gathers
+from podium.servers.intake import Intake
 from podium.servers.lanes import Lanes
 from podium.servers.mitigation import make_mitigation
 from podium.servers.ranges import Layout, Unit, lay_out
 from podium.servers.replay import Arrivals, AsTheyCome
 from podium.servers.shard import Shard, unit_of
+from podium.servers.streams import Streams
 
 PATIENCE = 12
 """How many deadlines of silence a server, or a worker at its gate, puts up with: somebody may be validating."""
