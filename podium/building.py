@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,18 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from podium.codecs import make_codec
+from podium.codecs.dense import Dense
+from podium.collectives import make_collective
 from podium.comm.base import Communicator
-from podium.config import RunConfig
+from podium.config import RunConfig, convert, parse_spec
 from podium.data.base import Data
 from podium.data.order import GlobalOrder
 from podium.errors import ConfigError, DataError
 from podium.flat import Flat
 from podium.generators import generator_state, set_generator_state
 from podium.measure.records import Recorder, read_records
+from podium.reducing import Packing
 from podium.servers.copies import Copies
 from podium.servers.replay import AsRecorded
 from podium.servers.server import Server
@@ -58,12 +63,46 @@ class Job:
         return self.strategy.sends_rows and self.clip_norm is None
 
     @property
+    def packing(self) -> Packing:
+        """How what is sent is packed."""
+        return packing_for(self.config, self.strategy)
+
+    @property
     def buffers(self) -> BufferPolicy:
         return self.config.buffers or self.task.buffers
 
     def total_steps(self, order: GlobalOrder) -> int:
         by_epochs = order.steps(self.batch_size, self.config.epochs or self.task.epochs)
         return min(by_epochs, self.config.steps or by_epochs)
+
+
+def packing_for(config: RunConfig, strategy: Strategy[Any]) -> Packing:
+    """How a strategy's gradients are packed; one that sends none packs none."""
+    return make_packing(config.codec) if strategy.exchanges else Packing(Dense(), feedback=False)
+
+
+def make_packing(spec: str) -> Packing:
+    """From `name` or `name:key=value;key=value`; `feedback` is for whoever sends, all else is the codec's own."""
+    name, options = parse_spec(spec)
+    feedback = options.pop("feedback", None)
+    codec = make_codec(name, options)
+    if feedback is None:
+        return Packing(codec, codec.biased)
+    return Packing(codec, convert(feedback, bool, f"codec {name}: feedback"))
+
+
+def fitted(packing: Packing, optimizer: Optimizer) -> Packing:
+    """The packing for this optimizer: a codec that does the momentum takes it over from there."""
+    codec = packing.codec
+    if not codec.takes_momentum:
+        return packing
+    for group in optimizer.param_groups:
+        codec.check(group)
+    chosen = {(group["momentum"], group["nesterov"]) for group in optimizer.param_groups}
+    if len(chosen) > 1:
+        raise ConfigError(f"codec {codec.name}: all parameter groups must have one momentum, got {sorted(chosen)}")
+    ((momentum, nesterov),) = chosen
+    return Packing(dataclasses.replace(codec, momentum=momentum, nesterov=nesterov), packing.feedback)  # type: ignore[type-var]
 
 
 def open_data(task: Task, workers: int, batch_size: int) -> Data:
@@ -101,6 +140,9 @@ def build_worker(job: Job, comm: Communicator, total_steps: int, device: torch.d
             accumulate=config.accumulate or task.accumulate,
             autocast=config.autocast or task.autocast,
             rows=job.sends_rows,
+            collective=make_collective(*parse_spec(config.collective)),
+            packing=fitted(job.packing, optimizer),
+            seed=config.seed,
         )
         if comm.rank != 0:
             torch.manual_seed(derived_seed(config.seed, comm.rank))
@@ -141,6 +183,8 @@ def make_server(job: Job, comm: Communicator, recorder: Recorder, *, replaces: b
         recorder=recorder,
         arrivals=arrivals,
         copies=_copies(job, comm),
+        codec=job.packing.codec,
+        pull=make_codec(*parse_spec(job.strategy.pull)),
         lanes=0 if comm.shares_process else min(_MOST_LANES, len(os.sched_getaffinity(0))),
     )
     if replaces:

@@ -32,6 +32,10 @@ class RunConfig:
     strategy: str = "all-reduce"
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the strategy (`--set strategy.servers=2`)."""
+    codec: str = "dense"
+    """How gradients are packed for the wire: `NAME[:K=V;…]`."""
+    collective: str = "auto"
+    """How workers add up what they send each other: `NAME[:K=V;…]`."""
     workers: int = 1
     seed: int = 0
     epochs: int | None = None
@@ -268,8 +272,10 @@ def resolve(
             raise ConfigError(f"--set takes KEY=VALUE, got {override!r}")
         _put(values, key.strip(), text.strip())
     name, options = parse_strategy(str(values.get("strategy", RunConfig.strategy)))
+    own, lifted = lift(options)
     values["strategy"] = name
-    values["strategy_options"] = {**options, **values.get("strategy_options", {})}
+    values["strategy_options"] = {**own, **values.get("strategy_options", {})}
+    values.update({key: value for key, value in lifted.items() if key not in values})
     return build(RunConfig, values, who="run")
 
 
@@ -288,8 +294,27 @@ def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
     return name.strip(), options
 
 
+def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
+    """`name` or `name:key=value;key=value` to name and options; commas do, too, where nothing else needs them."""
+    return parse_strategy(text.replace(";", ","))
+
+
+LIFTED = ("codec", "collective")
+"""Settings of a run that may stand among a strategy's options, so that a comparison can have them differ."""
+
+
+def lift(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A strategy's own options, and those that are the run's."""
+    own = {key: value for key, value in options.items() if key not in LIFTED}
+    return own, {key: value for key, value in options.items() if key in LIFTED}
+
+
 def _put(values: dict[str, Any], key: str, text: str) -> None:
     head, dot, tail = key.partition(".")
+    if head in LIFTED and dot:
+        before = str(values.get(head, getattr(RunConfig, head)))
+        values[head] = f"{before}{';' if ':' in before else ':'}{tail.replace('-', '_')}={text}"
+        return
     if head in ("strategy", "task") and dot:
         options = values[f"{head}_options"] = dict(values.get(f"{head}_options", {}))
         options[tail.replace("-", "_")] = parse_value(text) if head == "task" else text

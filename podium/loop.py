@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from podium.building import derived_seed
+from podium.building import derived_seed, fitted, packing_for
 from podium.cluster.process import Node, NodeSpec, settle_in
+from podium.codecs import make_codec
+from podium.collectives import make_collective
 from podium.comm.base import Communicator
 from podium.comm.memory import MemoryWorld
+from podium.config import RunConfig, parse_spec
 from podium.data.base import as_dataset
 from podium.data.order import GlobalOrder
 from podium.errors import ConfigError, Lost, TrainingError
@@ -62,7 +65,10 @@ class Run:
         seed: int = 0,
         schedule: LRScheduler | None = None,
         clip_norm: float | None = None,
+        config: RunConfig | None = None,
     ) -> None:
+        """`config`: what the run was asked for; where there is none, this worker is alone."""
+        asked = config or RunConfig()
         self.strategy, self.comm, self.seed = strategy, comm, seed
         self.worker = Worker(
             model,
@@ -72,6 +78,9 @@ class Run:
             schedule=schedule,
             bucket_bytes=strategy.bucket_bytes,
             clip_norm=clip_norm,
+            collective=make_collective(*parse_spec(asked.collective)),
+            packing=fitted(packing_for(asked, strategy), optimizer),
+            seed=seed,
         )
         self._control, self._recorder = control, recorder
         self._batch: Batch | None = None
@@ -111,6 +120,7 @@ class Run:
         feed: Feed = (CursorFeed if self.strategy.feed == "cursor" else StepFeed)(dataset, order, worker, device)
         if worker.steps_done == 0:
             worker.share_from_first()
+        worker.prepare_exchanges()
         self._state = self.strategy.init(worker)
         try:
             yield from self._until_horizon(feed)
@@ -149,6 +159,7 @@ class Run:
             if not self.strategy.survives_loss:
                 raise
             recover(self.worker, self._control, in_step=True, carried={})
+            self.worker.prepare_exchanges()
             self._state = self.strategy.init(self.worker)
             return torch.tensor(float("nan"))
         meter.record(self._recorder, batch, float(loss))
@@ -202,7 +213,16 @@ def _join_others(node: Node, model: nn.Module, optimizer: Optimizer, options: di
             _serve(node, comms[endpoint], model, optimizer, strategy, alone=spec.rank >= spec.workers)
     if spec.rank:
         torch.manual_seed(derived_seed(torch.initial_seed() % 2**63, spec.rank))
-    return Run(model, optimizer, comms[spec.rank], strategy, node.membership, node.recorder(spec.rank), **options)
+    return Run(
+        model,
+        optimizer,
+        comms[spec.rank],
+        strategy,
+        node.membership,
+        node.recorder(spec.rank),
+        config=config,
+        **options,
+    )
 
 
 def _serve(
@@ -213,7 +233,10 @@ def _serve(
 
     own_model, own_optimizer = copy.deepcopy((model, optimizer))  # the worker's own stay untouched
     flat = Flat(own_model, own_optimizer, strategy.bucket_bytes)  # laid out as the workers' is
-    server = Server(comm, flat, own_optimizer, recorder=node.recorder(comm.rank))
+    packing = packing_for(node.config, strategy)
+    pull = make_codec(*parse_spec(strategy.pull))
+    recorder = node.recorder(comm.rank)
+    server = Server(comm, flat, own_optimizer, recorder=recorder, codec=packing.codec, pull=pull)
     if alone:
         run_server(server)
         raise SystemExit(0)

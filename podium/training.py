@@ -106,6 +106,7 @@ class Training:
     def _stretch(self) -> None:
         worker, strategy = self.worker, self.job.strategy
         worker.flat.check()
+        worker.prepare_exchanges()
         if self._checkpoint_was_missed():
             self._settle_buffers()
             self._checkpoint()
@@ -119,6 +120,7 @@ class Training:
                 raise
             strategy.finish(worker, state)
         if worker.pause_agreed:
+            worker.share_leftovers()
             return self._regroup("somebody joins or leaves, or is gone")  # all begin anew, newcomers too
         self._settle_buffers()
         if self._is_through() and (self.evaluated_at != worker.position or self.loss is None):
@@ -232,7 +234,11 @@ class Training:
         worker, run_dir, began = self.worker, self.job.run_dir, self.comm.clock.now_ns()
         if run_dir is not None:
             step = self._global_step()
-            own = {"rng": worker.generators(), "buffers": {k: v.clone() for k, v in worker.model.named_buffers()}}
+            own = {
+                "rng": worker.generators(),
+                "buffers": {k: v.clone() for k, v in worker.model.named_buffers()},
+                "leftovers": worker.leftovers(),
+            }
             checkpoint.save_own(run_dir, step, self.comm.rank, own)
             if self.comm.size > 1:
                 self.comm.barrier()
@@ -286,7 +292,18 @@ class Training:
             self.worker.set_generators(own["rng"])
             for name, buffer in self.worker.model.named_buffers():
                 buffer.copy_(own["buffers"][name])
+        self._take_leftovers(found)
         self.evaluated_at = self.worker.position  # what was due before the checkpoint was done before it
+
+    def _take_leftovers(self, found: checkpoint.Checkpoint) -> None:
+        """What this worker had not sent when the checkpoint was made; the first takes that of workers now missing."""
+        ranks = [self.comm.rank]
+        if self.comm.index == 0:
+            ranks += [rank for rank in found.members if rank not in self.comm.workers]
+        for rank in ranks:
+            own = found.own(rank)
+            if own is not None and "leftovers" in own:  # older checkpoints have none
+                self.worker.add_leftovers(own["leftovers"])
 
     # A lost rank.
 
@@ -300,9 +317,12 @@ class Training:
         began = self.comm.clock.now_ns()
         first, own_steps = self.comm.workers[0], self.worker.steps_done
         carried = {"evaluated_at": self.evaluated_at, "saved_at": self.saved_at, "began_at": self._began_at}
-        servers = self.comm.servers
+        servers, before = self.comm.servers, self.comm.workers
+        shared = self.worker.pause_agreed
         plan = recover(self.worker, self.control, in_step=self._in_step, carried=carried, late=self._late)
         self._in_step, self.worker.pause_agreed = False, False
+        if shared:
+            self.worker.scale_leftovers(len(before) / max(1, len(set(before).intersection(plan.members))))
         if self.comm.rank not in plan.members:
             self._retired = True
         self.evaluated_at, self.saved_at = carried["evaluated_at"], carried["saved_at"]
@@ -354,6 +374,8 @@ class Training:
             parameters=sum(p.numel() for p in worker.flat.parameters),
             buckets=worker.buckets,
             shares_memory=self.comm.shares_memory,
+            codec=self.job.config.codec,
+            collective=worker.reducer.collective.name,
             device=str(self.device),
             total_steps=self.total_steps,
             samples=self.order.samples,

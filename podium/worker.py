@@ -19,12 +19,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from podium.backward import Backward
+from podium.codecs.base import Memory, Turn
+from podium.codecs.dense import Dense
+from podium.collectives.backend import Backend
+from podium.collectives.base import Collective
 from podium.comm.base import Communicator, Meta
 from podium.data.order import Slice
 from podium.flat import Flat
 from podium.generators import State, generator_state, set_generator_state
 from podium.nests import map_tensors
 from podium.optim import FlatOptimizer
+from podium.reducing import Packing, Reducer, spans_of
 
 
 class Batch(NamedTuple):
@@ -72,6 +77,9 @@ class Worker:
         accumulate: int = 1,
         autocast: str = "off",
         rows: bool = False,
+        collective: Collective | None = None,
+        packing: Packing | None = None,
+        seed: int = 0,
     ) -> None:
         """Moves the model's parameters into flat buffers; cast and move the model before, not after."""
         self.model, self.optimizer, self.comm, self.schedule = model, optimizer, comm, schedule
@@ -110,6 +118,16 @@ class Worker:
         self._samples_since = 0  # since buffers were last made alike
         self._backward = Backward(self)
         self._buffers = [b for b in model.buffers() if b.is_floating_point()]
+        self._seed = seed
+        self.packing = packing or Packing(Dense(), feedback=False)
+        self.memory = Memory(self.flat.grads, sum(p.stop - p.start for p in self.flat.pieces if not p.row))
+        """What the codec remembers of what was left out."""
+        self._momentum = self._give_momentum_away()
+        self._chosen = collective or Backend()
+        self._prepared_for = -1
+        self.reducer = Reducer(comm, self._chosen, self.packing, self.memory)
+        self.spans = spans_of(self.flat)
+        """What each bucket is made of, for a codec."""
         self._before: tuple[State, list[Tensor], int] | None = None
 
     # What strategies use.
@@ -135,6 +153,25 @@ class Worker:
         exchange and must not wait. A worker without samples contributes zeros.
         """
         return self._backward.run(batch, on_ready)
+
+    def issue(self, bucket: int) -> None:
+        """Begin to sum a bucket's gradients over the workers; never waits."""
+        if self.packing.codec.exact:
+            return self.reducer.issue_exactly(self.bucket(bucket))
+        span = self.spans[bucket]
+        self.reducer.issue(span.of(self.flat.grads), span, self.turn)
+        if bucket == self.buckets - 1:
+            self.reducer.issue_exactly(self.flat.tail)
+
+    def complete(self) -> None:
+        """Wait until all issued buckets hold the sums."""
+        self.reducer.complete(self.turn)
+
+    @property
+    def turn(self) -> Turn:
+        """Which step this is, for a codec."""
+        epoch = self.position / max(1, self.samples)
+        return Turn(self.steps_done, epoch, self._seed, self.comm.rank, self.comm.size)
 
     def apply(self, batch: Batch) -> None:
         """Move the parameters by the reduced gradients: the one place where a synchronous step becomes true."""
@@ -167,6 +204,7 @@ class Worker:
     def advance(self, batch: Batch) -> None:
         """A step became true: count it and move on in the order; in synchronous training the schedule follows."""
         self.steps_done += 1
+        self.memory.commit()
         self.position = max(self.position, batch.end)
         if batch.lease < 0:
             self.step_schedule()
@@ -199,6 +237,25 @@ class Worker:
 
     # What the training loop uses.
 
+    def prepare_exchanges(self) -> None:
+        """Make the collective ready for the present members. Collective, and does nothing a second time."""
+        if self._prepared_for != self.comm.generation:
+            self.reducer.collective = self._chosen.prepare(self.comm)
+            self._prepared_for = self.comm.generation
+
+    def share_leftovers(self) -> None:
+        """Before somebody joins or leaves: every worker gets an equal part of what all have not sent. Collective."""
+        for name in sorted(self.memory.of_span):
+            for flat in self.memory.of_span[name]:
+                self.comm.wait(self.comm.all_reduce(flat))
+                flat /= self.comm.size
+
+    def scale_leftovers(self, factor: float) -> None:
+        """Take over the parts of those who have left."""
+        for flats in self.memory.of_span.values():
+            for flat in flats:
+                flat *= factor
+
     def remember(self) -> None:
         """Keep what a step changes besides parameters, so that a failed step leaves no trace."""
         self._before = (self.generators(), [b.clone() for b in self.model.buffers()], self._samples_since)
@@ -210,6 +267,7 @@ class Worker:
         self.set_generators(generators)
         for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(kept)
+        self.reducer.drop()
 
     def forget_agreements(self) -> None:
         """What the workers once agreed on for good they must agree on anew: some may have been in mid-agreement."""
@@ -285,11 +343,48 @@ class Worker:
             "model": {k: v.detach().clone() for k, v in self.model.state_dict().items()},
             "optimizer_class": type(self.optimizer).__name__,
             "optimizer": {names[id(p)]: _cloned(s) for p, s in self.optimizer.state.items()},
-            "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
+            "groups": [self._settings(g) for g in range(len(self.optimizer.param_groups))],
             "schedule": None if self.schedule is None else _plain_state(self.schedule.state_dict()),
             "steps_done": self.steps_done,
             "position": self.position,
         }
+
+    def _settings(self, g: int) -> dict[str, Any]:
+        """A parameter group's settings as the user chose them."""
+        settings = {k: v for k, v in self.optimizer.param_groups[g].items() if k != "params"}
+        return settings if self._momentum is None else {**settings, "momentum": self._momentum[g]}
+
+    def _give_momentum_away(self) -> list[float] | None:
+        """Where the codec does the momentum, the optimizer does none; what it would have done."""
+        codec = self.packing.codec
+        if not codec.takes_momentum:
+            return None
+        before = []
+        for group in self.optimizer.param_groups:
+            codec.check(group)
+            before.append(group["momentum"])
+            group["momentum"] = 0.0
+        return before
+
+    def leftovers(self) -> dict[str, Any]:
+        """What the codec remembers, by name: a checkpoint keeps it as this worker's own."""
+        of_span = {}
+        for name, flats in self.memory.of_span.items():
+            parts = {p.name: flats[p.buffer][p.start : p.stop].clone() for p in self.flat.pieces if not p.row}
+            of_span[name] = parts
+        return {"of_span": of_span, "named": {k: v.clone() for k, v in self.memory.named.items()}}
+
+    def add_leftovers(self, kept: Mapping[str, Any]) -> None:
+        """Take over what a worker, this one or one that is no more, had not sent."""
+        for name, parts in kept["of_span"].items():
+            if name not in self.memory.of_span:
+                self.memory.of_span[name] = [torch.zeros_like(flat) for flat in self.flat.grads]
+            for piece in self.flat.pieces:
+                if piece.name in parts:
+                    mine = self.memory.of_span[name][piece.buffer][piece.start : piece.stop]
+                    mine += parts[piece.name].to(mine.device)
+        for name, tensor in kept["named"].items():
+            self.memory.named.setdefault(name, tensor.to(self.device))
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Become what `state` says; the inverse of `state`."""
@@ -305,6 +400,7 @@ class Worker:
         self.load_optimizer_state(state["optimizer"])
         for group, kept in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(kept)
+        self._momentum = self._give_momentum_away()
         if self.schedule is not None and state["schedule"] is not None:
             self.schedule.load_state_dict(state["schedule"])
         self.steps_done, self.position = state["steps_done"], state["position"]

@@ -17,6 +17,7 @@ import torch
 from podium.cluster.description import Cluster, uniform
 from podium.cluster.inprocess import raise_first
 from podium.cluster.local import fork_server, nullified_main, rendezvous_folder
+from podium.comm.arena import Arena
 from podium.comm.base import Communicator
 from podium.comm.channel import Channel
 from podium.comm.memory import MemoryWorld, WallClock
@@ -72,9 +73,12 @@ class Virtual(World):
 
 @final
 class Real(World):
-    """Processes: gloo over loopback, messages over Unix sockets."""
+    """Processes: gloo over loopback, messages over Unix sockets; memory is shared only where asked for."""
 
     name = "real"
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self.shared = shared
 
     def attempt(self, main: Main, workers: int, servers: int = 0, deadline_s: float = 20.0) -> list[Any]:
         context = fork_server()
@@ -82,7 +86,7 @@ class Real(World):
             started = []
             for rank in range(workers + servers):
                 mine, theirs = context.Pipe()
-                args = (main, rank, workers, servers, folder, deadline_s, theirs)
+                args = (main, rank, workers, servers, folder, deadline_s, self.shared, theirs)
                 process = context.Process(target=_child, args=args, daemon=True)
                 with nullified_main():
                     process.start()
@@ -115,10 +119,10 @@ def _in_process(world: MemoryWorld | VirtualWorld, main: Main) -> list[Any]:
 
 
 def _child(
-    main: Main, rank: int, workers: int, servers: int, folder: Path, deadline_s: float, pipe: Connection
+    main: Main, rank: int, workers: int, servers: int, folder: Path, deadline_s: float, shared: bool, pipe: Connection
 ) -> None:
     torch.set_num_threads(1)
-    comm = _connect(rank, workers, servers, folder, deadline_s)
+    comm = _connect(rank, workers, servers, folder, deadline_s, shared)
     try:
         outcome = main(comm)
     except Exception as error:
@@ -128,7 +132,9 @@ def _child(
     comm.close()
 
 
-def _connect(rank: int, workers: int, servers: int, folder: Path, deadline_s: float) -> RealCommunicator:
+def _connect(
+    rank: int, workers: int, servers: int, folder: Path, deadline_s: float, shared: bool
+) -> RealCommunicator:
     ranks: Sequence[int] = range(workers + servers)
     channel = Channel(rank, secret=b"of this test", listen=f"unix:{folder}/c{rank}", deadline_s=deadline_s)
     channel.introduce({r: f"unix:{folder}/c{r}" for r in ranks})
@@ -138,7 +144,14 @@ def _connect(rank: int, workers: int, servers: int, folder: Path, deadline_s: fl
         look_up(store, f"listens-{r}", START_S)
     group = Group(store, host="127.0.0.1", deadline_s=deadline_s) if rank < workers else None
     return RealCommunicator(
-        rank, range(workers), ranks[workers:], WallClock(), group=group, channel=channel, deadline_s=deadline_s
+        rank,
+        range(workers),
+        ranks[workers:],
+        WallClock(),
+        group=group,
+        channel=channel,
+        deadline_s=deadline_s,
+        arena=Arena() if shared else None,
     )
 
 

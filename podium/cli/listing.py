@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import click
 
@@ -15,15 +16,28 @@ from podium.cli.output import Output
 @options("json")
 @click.pass_obj
 def list_names(out: Output) -> None:
-    """List tasks, strategies and launchers."""
+    """List tasks, strategies, codecs, collectives and launchers."""
+    from podium.codecs import CODECS, find_codec
+    from podium.collectives import COLLECTIVES, find_collective
     from podium.config import LAUNCHERS
     from podium.strategies import STRATEGIES, find_strategy
     from podium.tasks import describe_tasks
 
-    tasks = describe_tasks()
-    strategies = {name: (inspect.getdoc(find_strategy(name)) or "").partition("\n")[0] for name in STRATEGIES}
-    out.document({"tasks": tasks, "strategies": strategies, "launchers": list(LAUNCHERS)})
-    out.say("Tasks", *_table(tasks), "", "Strategies", *_table(strategies), "", f"Launchers: {', '.join(LAUNCHERS)}")
+    found = {
+        "tasks": describe_tasks(),
+        "strategies": _described(STRATEGIES, find_strategy),
+        "codecs": _described(CODECS, find_codec),
+        "collectives": _described(COLLECTIVES, find_collective),
+    }
+    out.document({**found, "launchers": list(LAUNCHERS)})
+    for what, lines in found.items():
+        out.say(what.capitalize(), *_table(lines), "")
+    out.say(f"Launchers: {', '.join(LAUNCHERS)}")
+
+
+def _described(names: Iterable[str], find: Callable[[str], type[Any]]) -> dict[str, str]:
+    """Each name with the first line of what its class says of itself."""
+    return {name: (inspect.getdoc(find(name)) or "").partition("\n")[0] for name in names}
 
 
 def _table(lines: Mapping[str, str]) -> list[str]:

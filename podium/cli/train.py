@@ -13,8 +13,10 @@ from podium.cli.output import Output
 
 @click.command(short_help="Train one task with one strategy.")
 @click.argument("task", required=False)
-@options("strategy", "workers", "seed", "epochs", "steps", "batch_size", "launcher", "cluster", "device", "data_dir")
-@options("out", "resume", "replay", "checkpoint_every", "config", "set", "dry_run", "quiet", "json")
+@options("strategy", "codec", "collective", "workers", "seed", "epochs", "steps", "batch_size", "launcher", "cluster")
+@options(
+    "device", "data_dir", "out", "resume", "replay", "checkpoint_every", "config", "set", "dry_run", "quiet", "json"
+)
 @click.pass_obj
 def train(
     out: Output, /, config_file: str | None, overrides: tuple[str, ...], dry_run: bool, quiet: bool, **given: Any

@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from podium.building import Job
+from podium.building import Job, make_packing
 from podium.cluster.base import Event, Launcher, Plan, Planned
 from podium.cluster.ending import termination_unwinds
-from podium.config import RunConfig, RunResult, build, parse_strategy
+from podium.collectives import make_collective
+from podium.config import LIFTED, RunConfig, RunResult, build, lift, parse_spec, parse_strategy
 from podium.errors import ConfigError, RecordError
 from podium.files import write_atomically
 from podium.measure.manifest import read_manifest, write_manifest
@@ -63,7 +64,8 @@ def train(
         name, given = name_of(strategy), dataclasses.asdict(strategy)  # type: ignore[call-overload]  # all strategies are dataclasses
     else:
         name, given = parse_strategy(strategy)
-    given = {**given, **options.pop("strategy_options", {})}
+    given, lifted = lift({**given, **options.pop("strategy_options", {})})
+    options = {**lifted, **options}
     spec = task if isinstance(task, str) else task.name
     asked = {"task": spec, "strategy": name, "strategy_options": given, "workers": workers, **options}
     config = build(RunConfig, {k: os.fspath(v) if isinstance(v, Path) else v for k, v in asked.items()}, who="train")
@@ -116,7 +118,7 @@ def conclude(job: Planned, reports: Sequence[Report], launcher: str | None = Non
         run_dir=str(run_dir),
         status="stopped" if any(report.stopped for report in reports) else "finished",
         task=config.task,
-        strategy=label_of(config.strategy, job.strategy),
+        strategy=label_of(config.strategy, job.strategy, config),
         workers=config.workers,
         seed=config.seed,
         launcher=launcher or config.launcher,
@@ -240,6 +242,8 @@ def resolved(config: RunConfig, task: Task, run_dir: Path) -> RunConfig:
 def check(config: RunConfig) -> Strategy[Any]:
     """The strategy, if it can run with this many workers and their shares."""
     strategy: Strategy[Any] = make_strategy(config.strategy, config.strategy_options, config.workers)
+    make_packing(config.codec)
+    make_collective(*parse_spec(config.collective))
     if strategy.colocated and strategy.server_count > config.workers:
         raise ConfigError(
             f"{config.strategy}: colocated servers need a worker each ({config.workers}), got {strategy.server_count}"
@@ -272,9 +276,11 @@ def new_run_dir(config: RunConfig) -> Path:
     return Path(config.out) / f"{what}-{strategy}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def label_of(name: str, strategy: Strategy[Any]) -> str:
-    """The strategy's name and the options that differ from the default, as `parameter-server(mode=async)`."""
+def label_of(name: str, strategy: Strategy[Any], config: RunConfig | None = None) -> str:
+    """The strategy's name and what differs from the default, as `parameter-server(mode=async)`."""
     options = []
+    if config is not None and strategy.exchanges:
+        options = [f"{k}={getattr(config, k)}" for k in LIFTED if getattr(config, k) != getattr(RunConfig, k)]
     for field in dataclasses.fields(strategy):  # type: ignore[arg-type]  # all strategies are dataclasses
         value, make = getattr(strategy, field.name), field.default_factory
         if value != (field.default if make is dataclasses.MISSING else make()):

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from podium.comm.schedule import Chain
 from podium.errors import CommError
 
 DEPARTED = "departed"
@@ -64,6 +65,11 @@ class Traffic:
         moved = 2 * nbytes * (size - 1) // size
         self.sent += moved
         self.received += moved
+
+    def count_all_gather(self, nbytes: int, size: int) -> None:
+        """Each worker's part goes through every other."""
+        self.sent += nbytes * (size - 1)
+        self.received += nbytes * (size - 1)
 
     def count_broadcast(self, nbytes: int, is_source: bool, size: int) -> None:
         """The source sends one copy per receiver, as a flat broadcast would."""
@@ -113,6 +119,10 @@ class Communicator(ABC):
 
     shares_memory = False
     """Whether messages to ranks of this host move no bytes."""
+    talks = True
+    """Whether workers can send each other messages, and so exchange by schedule."""
+    shares_host = False
+    """Whether all workers of the present generation can reach each other's memory."""
     shares_process = False
     """Whether other ranks compute in this process, so that torch's global generator has to be swapped."""
 
@@ -138,6 +148,21 @@ class Communicator(ABC):
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         """Copy from rank `source`, in place."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, into: Tensor) -> Handle:
+        """Every worker's flat tensor, in order of their places, into one `size` times as long."""
+
+    @abstractmethod
+    def exchange(self, chains: Sequence[Chain], tensor: Tensor) -> Handle:
+        """Carry out our part of a schedule on a flat tensor. Issued in the same order by all, like collectives."""
+
+    def all_reduce_shared(self, tensor: Tensor) -> Handle:
+        """Sum over the workers, in place, through memory that they share."""
+        raise CommError(f"rank {self.rank}: the workers do not share one host's memory")
+
+    def meet(self) -> None:
+        """Connect to all other workers, so that the first exchange does not have to. Collective."""
 
     # Messages, between any two endpoints.
 

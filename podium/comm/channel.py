@@ -18,10 +18,10 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from torch import Tensor
 
@@ -33,6 +33,9 @@ from podium.comm.link import CLOSE_S, ChannelHandle, Inbox, Link, Waiter
 from podium.comm.sockets import Address, Stream, address_of, listen_at, resolve, shut, tune
 from podium.comm.tls import Guard, Tls, TlsStream
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
+
+if TYPE_CHECKING:
+    from podium.comm.desk import Desk
 
 _HANDSHAKE_S = 5.0
 _RETRY_S = 0.05
@@ -66,6 +69,7 @@ class Channel:
         self.limits = limits or Limits()
         self.inbox = Inbox(self.limits)
         self.traffic, self.wire = Traffic(), Traffic()  # bytes of tensors; bytes at the sockets, handshakes left out
+        self.desk: Desk | None = None
         self._secret = secret
         self._guard = None if tls is None else Guard(tls, deadline_s)
         self._tally = threading.Lock()
@@ -128,6 +132,12 @@ class Channel:
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
         """One way; has taken the body when it returns."""
         self._reach(to).transmit(frames.encode_frame(kind, self.rank, 0, meta, body, self.limits))
+
+    def post(self, to: int, kind: str, meta: Meta, part: Tensor | None, sent: Callable[[], None]) -> None:
+        """One way, and returns at once; the part must not change until `sent` was called, from any thread."""
+        body = () if part is None else (part,)
+        buffers = frames.encode_frame(kind, self.rank, 0, meta, body, self.limits)
+        self._reach(to).transmit(buffers, later=True, sent=sent)
 
     def call(
         self,
@@ -230,6 +240,8 @@ class Channel:
             for token in [token for token, asked in list(self._asked.items()) if asked[0] is link]:
                 self._asked.pop(token, None)
             self._changed.notify_all()
+        if self.desk is not None:
+            self.desk.departed(link.peer)
         what = "this channel was closed" if self._closed else f"rank {link.peer} left{link.why}"
         with self._settled:
             for handle in orphans:

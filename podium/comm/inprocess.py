@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from podium.comm.base import Handle, Message
+from podium.comm.schedule import Key, Running
 from podium.errors import CommError
 
 
@@ -29,10 +32,65 @@ class Pending(Handle):
 
 @dataclass
 class Round:
-    """One collective: who has come, with which tensor."""
+    """One collective: who has come, with which tensor, and where each wants the result."""
 
     tensors: dict[int, Tensor] = field(default_factory=dict)
+    into: dict[int, Tensor] = field(default_factory=dict)
     handles: list[Pending] = field(default_factory=list)
+
+    def join(self, rank: int, tensor: Tensor, into: Tensor | None, handle: Pending) -> None:
+        self.tensors[rank], self.into[rank] = tensor, tensor if into is None else into
+        self.handles.append(handle)
+
+
+Number = tuple[int, int]
+"""Names an exchange by schedule: generation, and which of it."""
+
+
+class Exchanges:
+    """Exchanges by schedule under way in one process: who is at which, and who is through."""
+
+    def __init__(self) -> None:
+        self.open: dict[tuple[int, Number], tuple[Pending, Running]] = {}
+        self._through: dict[Number, set[int]] = defaultdict(set)
+        self._early: dict[tuple[int, Number], list[tuple[int, Key, Tensor]]] = defaultdict(list)
+
+    def register(self, rank: int, number: Number, handle: Pending, running: Running) -> None:
+        """One rank is about to begin its part."""
+        self.open[rank, number] = handle, running
+
+    def begin(self, rank: int, number: Number) -> None:
+        """Start one rank's part, with what came before."""
+        _, running = self.open[rank, number]
+        running.start()
+        for peer, name, part in self._early.pop((rank, number), []):
+            running.arrived(peer, name, part)
+
+    def bring(self, rank: int, number: Number, peer: int, name: Key, part: Tensor) -> None:
+        """A message is here."""
+        found = self.open.get((rank, number))
+        if found is None:
+            self._early[rank, number].append((peer, name, part))
+        else:
+            found[1].arrived(peer, name, part)
+
+    def end(self, rank: int, number: Number) -> None:
+        """One rank's part is through."""
+        self._through[number].add(rank)
+        self.open.pop((rank, number), None)
+
+    def missing(self, number: Number, members: Sequence[int], departed: set[int]) -> list[int]:
+        """Members that are gone without having been through with this exchange."""
+        return [rank for rank in members if rank in departed and rank not in self._through[number]]
+
+    def without(self, rank: int) -> list[Pending]:
+        """Handles that wait in vain now that this rank is gone."""
+        return [handle for (_, number), (handle, _) in list(self.open.items()) if rank not in self._through[number]]
+
+
+def gathered(tensors: list[Tensor]) -> Tensor:
+    """All of them, one after the other."""
+    return torch.cat(tensors)
 
 
 def sum_in_order(tensors: list[Tensor]) -> Tensor:

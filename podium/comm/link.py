@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, final
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from podium.comm import frames
 from podium.comm.arena import neighbour_of
 from podium.comm.base import DEPARTED, Handle, Message
+from podium.comm.desk import GIVE_UP, MOVE
 from podium.comm.frames import Frame, FrameError, Header, Limits
 from podium.comm.sockets import Stream, shut
 from podium.errors import CommError, DeadlineExceeded, Lost
@@ -156,10 +157,18 @@ class Link:
             self._check_whole()
             self._pending[number] = handle
 
-    def transmit(self, buffers: list[memoryview], *, later: bool = False, more: bool = False) -> None:
+    def transmit(
+        self,
+        buffers: list[memoryview],
+        *,
+        later: bool = False,
+        more: bool = False,
+        sent: Callable[[], None] | None = None,
+    ) -> None:
         """Send a frame. `later` lets one that cannot go at once go from the sender's thread when this has returned.
 
-        `more`: another follows at once; a frame without a body of its own waits for it and travels with it.
+        `more`: another follows at once; a frame without a body of its own waits for it and travels with it. `sent` is
+        called once the frame was written.
         """
         with self._turn:
             self._check_whole()
@@ -173,11 +182,11 @@ class Link:
             ticket, self._tickets = self._tickets, self._tickets + 1
             if later and (large or ticket != self._serving):
                 # An error breaks the link, and so reaches whoever waits for the reply.
-                self._sender.submit(self._send, ticket, buffers, body)
+                self._sender.submit(self._send, ticket, buffers, body, sent)
                 return
-        self._send(ticket, buffers, body)
+        self._send(ticket, buffers, body, sent)
 
-    def _send(self, ticket: int, buffers: list[memoryview], body: int) -> None:
+    def _send(self, ticket: int, buffers: list[memoryview], body: int, sent: Callable[[], None] | None = None) -> None:
         """The one place where frames are written, in order; `body` of their bytes are tensors'."""
         with self._turn:
             came = self._serving == ticket or self._turn.wait_for(
@@ -199,6 +208,8 @@ class Link:
                 self._sending, self._serving = False, self._serving + 1
                 self._turn.notify_all()
         self.channel.count(sent=(body, wire))
+        if sent is not None:
+            sent()
 
     def _give_up(self) -> DeadlineExceeded:
         took = f"{self.channel.deadline_s:g} s"
@@ -245,6 +256,10 @@ class Link:
             raise FrameError(f"rank {self.peer} sent {header.kind[:40]!r} in the name of rank {header.source}")
         if header.kind == SHARING:
             return None
+        if header.kind in (MOVE, GIVE_UP):
+            if self.channel.desk is None or header.call:
+                raise FrameError(f"rank {self.peer} sent {header.kind!r}, and no exchange goes on here")
+            return self.channel.desk.place(header)
         if header.call < 0:
             handle = self._pending.get(-header.call)
             if handle is None:
@@ -260,6 +275,9 @@ class Link:
         if header.kind == SHARING:
             self.shares = self.channel.arena is not None
             return
+        if header.kind in (MOVE, GIVE_UP):
+            assert self.channel.desk is not None
+            return self.channel.desk.arrived(header, frame.body)
         message = Message(header.source, header.kind, header.meta, frame.body, landing=frame.landing)
         if header.call < 0:
             with self._turn:

@@ -6,6 +6,7 @@ in rank order, so a collective gives the same bits however the threads race.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -16,8 +17,12 @@ from typing import final
 from torch import Tensor
 
 from podium.comm.base import DEPARTED, Clock, Communicator, Handle, Message, Meta, nbytes_of
-from podium.comm.inprocess import Pending, Round, land, sum_in_order
+from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, land, sum_in_order
+from podium.comm.schedule import Chain, Key, Running
 from podium.errors import DeadlineExceeded, Lost
+
+Parcel = tuple[Number, int, Key, Tensor]
+"""Part of an exchange: which, from which member, its name, its elements."""
 
 
 @final
@@ -43,6 +48,8 @@ class MemoryWorld:
         self.inboxes: dict[int, deque[Message]] = {r: deque() for r in self.members + self.servers}
         self.calls: dict[int, tuple[Pending, int]] = {}  # call -> its handle, who was asked
         self.rounds: dict[tuple[int, int], Round] = {}
+        self.exchanges = Exchanges()  # used without `changed`, each rank its own
+        self.parcels: dict[int, deque[Parcel]] = {r: deque() for r in self.members}
         self.departed: set[int] = set()
         self._calls_made = 0
         self.ranks = [
@@ -83,6 +90,8 @@ class MemoryWorld:
                 if rank not in round_.tensors:
                     for handle in round_.handles:
                         self._fail(handle, rank)
+            for handle in self.exchanges.without(rank):
+                self._fail(handle, rank)
             self.changed.notify_all()
 
     def new_call(self, handle: Pending, to: int) -> int:
@@ -111,7 +120,7 @@ class MemoryCommunicator(Communicator):
         deadline_s: float,
     ) -> None:
         super().__init__(rank, workers, servers, clock, deadline_s=deadline_s)
-        self._world, self._issued = world, 0
+        self._world, self._issued, self._exchanged = world, 0, 0
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         self.traffic.count_all_reduce(nbytes_of([tensor]), self.size)
@@ -122,17 +131,63 @@ class MemoryCommunicator(Communicator):
         place = self.workers.index(source)
         return self._collective(tensor, "broadcast", lambda tensors: tensors[place].clone())
 
-    def _collective(self, tensor: Tensor, what: str, combine: Callable[[list[Tensor]], Tensor]) -> Handle:
+    def all_gather(self, tensor: Tensor, into: Tensor) -> Handle:
+        self.traffic.count_all_gather(nbytes_of([tensor]), self.size)
+        return self._collective(tensor, "all-gather", gathered, into)
+
+    def exchange(self, chains: Sequence[Chain], tensor: Tensor) -> Handle:
+        world, number, members = self._world, (self.generation, self._exchanged), self.workers
+        self._exchanged += 1
+        handle = Pending(self.rank, f"exchange {number[1]} of generation {number[0]}")
+
+        def post(peer: int, name: Key, part: Tensor) -> None:
+            self.traffic.sent += part.nbytes
+            with world.changed:
+                world.parcels[members[peer]].append((number, self.index, name, part.clone()))
+                world.changed.notify_all()
+            running.sent()
+
+        def finished() -> None:
+            with world.changed:
+                handle.finished = True
+                world.exchanges.end(self.rank, number)
+                world.changed.notify_all()
+
+        running = Running(chains, tensor, post, finished)
+        with world.changed:
+            gone = world.exchanges.missing(number, members, world.departed)
+            if gone:
+                world._fail(handle, gone[0])
+                return handle
+            world.exchanges.register(self.rank, number, handle, running)
+        world.exchanges.begin(self.rank, number)
+        return handle
+
+    def _take_parcels(self) -> bool:
+        """Deal with what other ranks have sent for exchanges; whether there was something."""
+        parcels = self._world.parcels.get(self.rank, deque())
+        for n in itertools.count():
+            with self._world.changed:
+                if not parcels:
+                    return n > 0
+                number, peer, name, part = parcels.popleft()
+            if number[0] == self.generation:
+                self.traffic.received += part.nbytes
+                self._world.exchanges.bring(self.rank, number, peer, name, part)
+        raise AssertionError("unreachable")
+
+    def _collective(
+        self, tensor: Tensor, what: str, combine: Callable[[list[Tensor]], Tensor], into: Tensor | None = None
+    ) -> Handle:
         world, key = self._world, (self.generation, self._issued)
         self._issued += 1
         handle = Pending(self.rank, f"{what} {key[1]} of generation {key[0]}")
         with world.changed:
             round_ = world.rounds.setdefault(key, Round())
-            round_.tensors[self.rank] = tensor
-            round_.handles.append(handle)
+            round_.join(self.rank, tensor, into, handle)
             if len(round_.tensors) == self.size:
                 result = combine([round_.tensors[r] for r in self.workers])
-                for mine in round_.tensors.values():
+                for mine in round_.into.values():
                     mine.copy_(result)
                 for waiting in round_.handles:
                     waiting.finished = True
@@ -191,8 +246,15 @@ class MemoryCommunicator(Communicator):
 
     def _wait(self, handles: Sequence[Handle], deadline_s: float) -> list[Message | None]:
         pending = [h for h in handles if isinstance(h, Pending)]
-        with self._world.changed:
-            if not self._world.changed.wait_for(lambda: all(h.finished for h in pending), deadline_s):
+        world, until = self._world, time.monotonic() + deadline_s
+        parcels = world.parcels.get(self.rank, deque())
+        while not all(h.finished for h in pending) and time.monotonic() < until:
+            if not self._take_parcels():
+                with world.changed:
+                    over = lambda: bool(parcels) or all(h.finished for h in pending)  # noqa: E731
+                    world.changed.wait_for(over, until - time.monotonic())
+        with world.changed:
+            if not all(h.finished for h in pending):
                 late = next(h for h in pending if not h.finished)
                 raise DeadlineExceeded(f"rank {self.rank}: {late.what} did not end in {deadline_s:g} s")
         for handle in pending:
@@ -209,7 +271,7 @@ class MemoryCommunicator(Communicator):
         servers: Sequence[int] | None = None,
         addresses: Mapping[int, str] | None = None,
     ) -> None:
-        self.generation, self.workers, self._issued = generation, tuple(members), 0
+        self.generation, self.workers, self._issued, self._exchanged = generation, tuple(members), 0, 0
         self.servers = self.servers if servers is None else tuple(servers)
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, final
@@ -10,14 +11,18 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from podium.comm.arena import Arena
 from podium.comm.base import Clock, Communicator, Handle, Message, Meta, nbytes_of
+from podium.comm.board import Address, Board, BoardHandle, can_share
 from podium.comm.channel import Channel
+from podium.comm.desk import Desk, ExchangeHandle
 from podium.comm.link import ChannelHandle
-from podium.comm.sockets import Address
+from podium.comm.schedule import Chain
+from podium.comm.sockets import Address as SocketAddress
 from podium.comm.torch_dist import Group
 from podium.errors import CommError, Lost
 
-Relocate = Callable[[int, Address], Address]
+Relocate = Callable[[int, SocketAddress], SocketAddress]
 """Where a server is now that was lost at this address; blocks until it is there, raises `Lost` if it never will be."""
 
 
@@ -59,17 +64,30 @@ class RealCommunicator(Communicator):
         channel: Channel | None,
         deadline_s: float,
         relocate: Relocate | None = None,
+        arena: Arena | None = None,
     ) -> None:
-        """`relocate`: where a lost server is to be found again; calls to it are then repeated there."""
+        """`relocate`: where a lost server is to be found again; calls to it are then repeated there.
+
+        `arena`: memory that is shared with the others of this host, who then are all there are.
+        """
         super().__init__(rank, tuple(workers), tuple(servers), clock, deadline_s=deadline_s)
         self._group, self._channel, self._relocate = group, channel, relocate
         self._calls: dict[ChannelHandle, _Call] = {}
         self._counting = threading.Lock()
         self.shares_memory = channel is not None and channel.arena is not None
+        self._arena = arena if arena is not None or channel is None else channel.arena
+        self.talks = channel is not None
+        self._board: Board | None = None
+        self._desk = None if channel is None else Desk(channel)
+        self._exchanges = 0
         if group is not None:
             # Who was lost since all joined is missed in the first exchange, where it can be dealt with.
             with contextlib.suppress(Lost):
-                group.form(0, self.index, self.size)
+                self._form()
+
+    @property
+    def shares_host(self) -> bool:  # type: ignore[override]  # it changes with the generation
+        return self._board is not None
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         group = self._need_group()
@@ -81,11 +99,40 @@ class RealCommunicator(Communicator):
         self.traffic.count_broadcast(nbytes_of([tensor]), self.rank == source, self.size)
         return CollectiveHandle(group, group.broadcast(tensor, self.workers.index(source)))
 
+    def all_gather(self, tensor: Tensor, into: Tensor) -> Handle:
+        group = self._need_group()
+        self.traffic.count_all_gather(nbytes_of([tensor]), self.size)
+        if self._board is not None:
+            return self._board.all_gather(tensor, into)
+        return CollectiveHandle(group, group.all_gather(tensor, into))
+
+    def all_reduce_shared(self, tensor: Tensor) -> Handle:
+        if self._board is None:
+            return super().all_reduce_shared(tensor)
+        self.traffic.count_all_reduce(nbytes_of([tensor]), self.size)
+        return self._board.all_reduce(tensor)
+
+    def exchange(self, chains: Sequence[Chain], tensor: Tensor) -> Handle:
+        self._need_channel()
+        assert self._desk is not None
+        moves = [move for chain in chains for move in chain]
+        size = tensor.element_size()
+        self.traffic.sent += size * sum(m.stop - m.start for m in moves if m.kind == "send")
+        self.traffic.received += size * sum(m.stop - m.start for m in moves if m.kind != "send")
+        self._exchanges += 1
+        staged = tensor if tensor.device.type == "cpu" else tensor.cpu()
+        handle = self._desk.issue(self._exchanges, self.workers, chains, staged)
+        handle.home = None if staged is tensor else tensor
+        return handle
+
+    def meet(self) -> None:
+        others = {rank: self.addresses[rank] for rank in self.workers if rank != self.rank}
+        self._need_channel().connect_all(others)
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        arena = None if self._channel is None else self._channel.arena
-        if arena is None or device.type != "cpu":
+        if self._arena is None or device.type != "cpu":
             return super().allocate(numel, dtype, device)
-        return arena.allocate(numel, dtype)
+        return self._arena.allocate(numel, dtype)
 
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
         self.traffic.sent += nbytes_of(body)
@@ -146,6 +193,13 @@ class RealCommunicator(Communicator):
         for handle in handles:
             if isinstance(handle, CollectiveHandle):
                 self._need_group().wait(handle.key)
+            elif isinstance(handle, BoardHandle):
+                self._wait_shared(handle, deadline_s)
+            elif isinstance(handle, ExchangeHandle):
+                assert self._desk is not None
+                self._desk.wait(handle, deadline_s)
+                if handle.home is not None:
+                    handle.home.copy_(handle.tensor)
         if not calls:
             return [None] * len(handles)
         answers = self._answers(calls, deadline_s)
@@ -181,7 +235,17 @@ class RealCommunicator(Communicator):
         channel = self._need_channel()
         channel.introduce({server: self._relocate(server, channel.address_book.get(server, ""))})
 
+    def _wait_shared(self, handle: BoardHandle, deadline_s: float) -> None:
+        if self._board is None and not handle.done:
+            raise Lost("a collective failed: the group was dropped")
+        if self._board is not None:
+            self._board.wait(handle, deadline_s)
+
     def abandon(self) -> None:
+        if self._board is not None:
+            self._board.close()
+        if self._desk is not None and self.size > 1:
+            self._desk.give_up("the group was dropped", self.workers)
         self._need_group().drop()
 
     def regroup(
@@ -195,9 +259,40 @@ class RealCommunicator(Communicator):
         self.servers = self.servers if servers is None else tuple(servers)
         if addresses and self._channel is not None:
             self._channel.introduce(addresses)
-        self._need_group().form(generation, self.index, self.size)
+        self._form()
+
+    def _form(self) -> None:
+        """Become a group again: the backend's, the host's, and that of exchanges by schedule."""
+        group, self._exchanges = self._need_group(), 0
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        if self._desk is not None:
+            self._desk.form(self.generation)
+        group.form(self.generation, self.index, self.size)
+        if self._arena is not None and self.size > 1 and can_share():
+            self._board = self._open_board(group, self._arena)
+
+    def _open_board(self, group: Group, arena: Arena) -> Board | None:
+        """Meet the others of this host in memory; all of them, or nobody does."""
+        board = Board(arena, self.deadline_s)
+        words = group.tell_all(self.generation, self.index, self.size, json.dumps(board.address.to_json()))
+        found = {rank: Address.from_json(json.loads(word)) for rank, word in zip(self.workers, words, strict=True)}
+        refused = torch.zeros(1)
+        try:
+            board.meet(self.rank, {rank: address for rank, address in found.items() if rank != self.rank})
+        except (OSError, ValueError):
+            refused += 1
+        group.wait(group.all_reduce(refused))
+        if refused.item() > 0:
+            board.close()
+            return None
+        return board
 
     def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+            self._board = None
         if self._group is not None:
             self._group.drop()
         if self._channel is not None:

@@ -10,7 +10,6 @@ out the whole timeout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, FileStore, PrefixStore, TCPStore
 
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
@@ -80,7 +79,7 @@ class Group:
         self._alone = size == 1
         if self._alone:
             return
-        store = PrefixStore(f"generation-{generation}", self._store)
+        store = self._part(generation)
         try:
             self._group = self._make(store, index, size)
         except (dist.DistError, RuntimeError) as error:
@@ -101,6 +100,21 @@ class Group:
         options.rootRank = source_index
         return self._issue("broadcast", [tensor], options)
 
+    def all_gather(self, tensor: Tensor, into: Tensor) -> int:
+        if self._alone:
+            into.copy_(tensor)
+            return self.all_reduce(tensor)
+        return self._issue("_allgather_base", into, tensor, AllgatherOptions())
+
+    def tell_all(self, generation: int, index: int, size: int, word: str) -> list[str]:
+        """Everybody's word, in order of their places; raises Lost when one does not say it in time."""
+        store = self._part(generation)
+        publish(store, f"word-{index}", word)
+        try:
+            return [look_up(store, f"word-{other}", self._forming_s) for other in range(size)]
+        except DeadlineExceeded as error:
+            raise Lost(f"generation {generation}: {error}") from error
+
     def wait(self, key: int) -> None:
         """Until this exchange is done; raises Lost when it failed."""
         failure = self._try(key)
@@ -120,14 +134,17 @@ class Group:
         work = self._works.get(key)
         return work is None or bool(work.is_completed())
 
-    def _issue(self, what: str, tensors: Sequence[Tensor], options: Any) -> int:
+    def _part(self, generation: int) -> Any:
+        return PrefixStore(f"generation-{generation}", self._store)
+
+    def _issue(self, what: str, *arguments: Any) -> int:
         self._issued += 1
         if self._alone:  # there is nothing to do
             return self._issued
         if self._group is None:
             raise Lost("a collective could not be issued: there is no group")
         try:
-            self._works[self._issued] = getattr(self._group, what)(tensors, options)
+            self._works[self._issued] = getattr(self._group, what)(*arguments)
         except RuntimeError as error:
             raise Lost(f"a collective could not be issued: {_first_line(error)}") from None
         return self._issued

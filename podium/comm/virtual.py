@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from podium.comm.base import DEPARTED, Clock, Communicator, Handle, Message, Meta, nbytes_of
-from podium.comm.inprocess import Pending, Round, land, sum_in_order
+from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, land, sum_in_order
 from podium.comm.network import Network, Terrain, make_network
+from podium.comm.schedule import Chain, Key, Running
 from podium.errors import CommError, DeadlineExceeded, Lost
 
 HEADER_BYTES = 256
@@ -78,6 +79,7 @@ class VirtualWorld:
         self.inboxes: dict[int, deque[Message]] = {r: deque() for r in self.members + self.servers}
         self.calls: dict[int, tuple[Pending, int]] = {}
         self.rounds: dict[tuple[int, int], Round] = {}
+        self.exchanges = Exchanges()
         self.collective_free = 0
         self.departed: set[int] = set()
         self._lanes: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)
@@ -139,6 +141,8 @@ class VirtualWorld:
             if rank not in round_.tensors:
                 for handle in round_.handles:
                     self.finish(handle, Lost(f"rank {rank} is gone ({handle.what})"))
+        for handle in self.exchanges.without(rank):
+            self.finish(handle, Lost(f"rank {rank} is gone ({handle.what})"))
 
     def _tell_departure(self, to: int, rank: int, failed: bool) -> None:
         if self._seats[to].alive:
@@ -274,7 +278,11 @@ class VirtualClock(Clock):
         self.catch_up(self._backward_from + round(self._backward_ns * fraction))
 
     def touch(self, nbytes: int) -> None:
-        self.local += round(nbytes / self._memory_bytes_per_s * 1e9)
+        self.local += self.moving_ns(nbytes)
+
+    def moving_ns(self, nbytes: int) -> int:
+        """How long it takes to go through so many bytes of memory."""
+        return round(nbytes / self._memory_bytes_per_s * 1e9)
 
     def _jitter(self) -> float:
         """Lognormal with mean 1, drawn from (seed, rank, pass): adding a rank shifts nobody's draws."""
@@ -295,7 +303,7 @@ class VirtualCommunicator(Communicator):
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.virtual_clock = VirtualClock(world, rank)
         super().__init__(rank, world.members, world.servers, self.virtual_clock)
-        self._world, self._issued = world, 0
+        self._world, self._issued, self._exchanged = world, 0, 0
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         nbytes = nbytes_of([tensor])
@@ -312,7 +320,62 @@ class VirtualCommunicator(Communicator):
         place = self.workers.index(source)
         return self._collective(tensor, "broadcast", lambda tensors: tensors[place].clone(), cost)
 
-    def _collective(self, tensor: Tensor, what: str, combine: Callable[[list[Tensor]], Tensor], cost_ns: int) -> Handle:
+    def all_gather(self, tensor: Tensor, into: Tensor) -> Handle:
+        self.traffic.count_all_gather(nbytes_of([tensor]), self.size)
+        nodes = [self._world.node_of[r] for r in self.workers]
+        cost = round(self._world.cluster.ring_seconds(nbytes_of([into]), nodes) * 1e9 / 2)  # half a ring: gather only
+        return self._collective(tensor, "all-gather", gathered, cost, into)
+
+    def exchange(self, chains: Sequence[Chain], tensor: Tensor) -> Handle:
+        world, number, members = self._world, (self.generation, self._exchanged), self.workers
+        self._exchanged += 1
+        handle = Pending(self.rank, f"exchange {number[1]} of generation {number[0]}")
+
+        def post(peer: int, name: Key, part: Tensor) -> None:
+            self._post(members[peer], number, members.index(self.rank), name, part.clone())
+            running.sent()
+
+        def finished() -> None:
+            world.exchanges.end(self.rank, number)
+            world.finish(handle)
+
+        def start() -> None:
+            gone = world.exchanges.missing(number, members, world.departed)
+            if gone:
+                world.finish(handle, Lost(f"rank {gone[0]} is gone ({handle.what})"))
+            else:
+                world.exchanges.register(self.rank, number, handle, running)
+                world.exchanges.begin(self.rank, number)
+
+        running = Running(chains, tensor, post, finished)
+        world.at(self.virtual_clock.local, self.rank, start)
+        return handle
+
+    def _post(self, to: int, number: Number, index: int, name: Key, part: Tensor) -> None:
+        """Send part of an exchange, now: the network card does so, whatever this rank is busy with."""
+        world, receiver = self._world, self._world.ranks[to]
+        self.traffic.sent += part.nbytes
+
+        def bring() -> None:
+            receiver.traffic.received += part.nbytes
+            if number[0] == receiver.generation:
+                world.exchanges.bring(to, number, index, name, part)
+
+        def arrive() -> None:
+            world.at(world.now + receiver.virtual_clock.moving_ns(part.nbytes), to, bring)
+
+        landed = partial(world.arrived, self.rank, to, world.dispatch(self.rank, to, arrive))
+        a, b = world.node_of[self.rank], world.node_of[to]
+        world.network.start(a, b, part.nbytes + HEADER_BYTES, self.rank, landed)
+
+    def _collective(
+        self,
+        tensor: Tensor,
+        what: str,
+        combine: Callable[[list[Tensor]], Tensor],
+        cost_ns: int,
+        into: Tensor | None = None,
+    ) -> Handle:
         world, key = self._world, (self.generation, self._issued)
         self._issued += 1
         handle = Pending(self.rank, f"{what} {key[1]} of generation {key[0]}")
@@ -320,8 +383,7 @@ class VirtualCommunicator(Communicator):
 
         def join() -> None:
             round_ = world.rounds.setdefault(key, Round())
-            round_.tensors[self.rank] = tensor
-            round_.handles.append(handle)
+            round_.join(self.rank, tensor, into, handle)
             gone = [r for r in members if r in world.departed and r not in round_.tensors]
             if gone:
                 world.finish(handle, Lost(f"rank {gone[0]} is gone ({handle.what})"))
@@ -332,7 +394,7 @@ class VirtualCommunicator(Communicator):
         def complete(round_: Round) -> None:
             del world.rounds[key]
             result = combine([round_.tensors[r] for r in members])
-            for mine in round_.tensors.values():
+            for mine in round_.into.values():
                 mine.copy_(result)
             for waiting in round_.handles:
                 world.finish(waiting)
@@ -414,7 +476,7 @@ class VirtualCommunicator(Communicator):
         servers: Sequence[int] | None = None,
         addresses: Mapping[int, str] | None = None,
     ) -> None:
-        self.generation, self.workers, self._issued = generation, tuple(members), 0
+        self.generation, self.workers, self._issued, self._exchanged = generation, tuple(members), 0, 0
         self.servers = self.servers if servers is None else tuple(servers)
 
 

@@ -26,6 +26,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from podium.codecs.base import Codec
+from podium.codecs.dense import Dense
 from podium.comm.base import DEPARTED, Communicator, Message, Meta
 from podium.data.order import GlobalOrder
 from podium.errors import CommError, DeadlineExceeded, Lost
@@ -42,6 +44,7 @@ from podium.servers.ranges import Layout, Unit, lay_out
 from podium.servers.replay import Arrivals, AsTheyCome
 from podium.servers.shard import Shard, unit_of
 from podium.servers.streams import Streams
+from podium.servers.wires import Wires
 
 PATIENCE = 12
 """How many deadlines of silence a server, or a worker at its gate, puts up with: somebody may be validating."""
@@ -62,13 +65,19 @@ class Server:
         arrivals: Arrivals | None = None,
         copies: Copies | None = None,
         lanes: int = 0,
+        codec: Codec | None = None,
+        pull: Codec | None = None,
     ) -> None:
-        """`lanes`: threads that move units, beside this loop; with none, the loop does it itself."""
+        """`lanes`: threads that move units, beside this loop; with none, the loop does it itself.
+
+        `codec`: how pushes are packed; `pull`: how answers to them are.
+        """
         self.comm, self.recorder = comm, recorder
         self.lanes = Lanes(lanes, comm.deadline_s)
         self.copies = copies or Copies()
         self.copies.server = self
         self._flat, self._optimizer, self._unit_bytes = flat, optimizer, 8 << 20
+        self.wires = Wires(flat, codec or Dense(), pull or Dense())
         self._arrivals = arrivals or AsTheyCome()
         self.servers = comm.servers
         self.shard = self.make_shard(comm.rank, comm.servers)
@@ -169,6 +178,7 @@ class Server:
             self.shard = self.make_shard(self.comm.rank, self.servers)
         self.rules = Rules.from_dict(meta["rules"])
         self.mitigation = make_mitigation(meta["mitigation"], meta["strength"])
+        self.wires.begin()
         self.workers = tuple(meta["workers"])
         self.versions = [0] * len(self.shard.units)
         self._left.clear()
@@ -248,7 +258,9 @@ class Server:
     # Gradients.
 
     def _push(self, message: Message) -> None:
-        unit_of(self.shard.units, message.meta["unit"])
+        unit = unit_of(self.shard.units, message.meta["unit"])
+        if not self.shard.by_rows(unit):
+            message = self.wires.unpack(message, self.shard.units[unit].of(self.shard.ranges))
         if self.seed_meta["leases"]:
             self._heard(message, (message.meta["lease"],))
         self._notice_loss(message)
@@ -296,7 +308,8 @@ class Server:
         """
         if not self.lanes or self.shard.nbytes < _LANE_BYTES:
             return False
-        return not (self.shard.by_rows(unit) or self.copies.holders or self.mitigation.compares)
+        seen = self.shard.by_rows(unit) or self.copies.holders or self.mitigation.compares
+        return not (seen or self.wires.packs_answers)
 
     def give(self, message: Message, meta: Meta, landed: bool = False) -> None:
         """Answer a push with its unit's parameters; `landed`: they are where the worker wants them."""
@@ -307,8 +320,18 @@ class Server:
             return self.lanes.run(unit, lambda: self.answer(message, facts, body))
         if self.shard.by_rows(unit):
             params = self.shard.rows_since(unit, self._known(message))
+        elif self.wires.packs_answers:
+            return self._give_packed(message, facts, params)
         self.mitigation.gave(message.source, unit, params)
         self.answer(message, facts, params, more=not message.meta["last"])
+
+    def _give_packed(self, message: Message, facts: Meta, params: Sequence[Tensor]) -> None:
+        """Answer with what has changed since the last answer, packed."""
+        unit = message.meta["unit"]
+        ranges = self.shard.units[unit].of(self.shard.ranges)
+        body, held = self.wires.pack(message.source, unit, ranges, params, self.versions[unit])
+        self.mitigation.gave(message.source, unit, held)
+        self.answer(message, {**facts, "packed": body is not params}, body, more=not message.meta["last"])
 
     def _known(self, message: Message) -> int:
         """The version of a unit's rows that a worker has; none, where it has it from the server that we replace."""

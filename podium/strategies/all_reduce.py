@@ -3,6 +3,8 @@
 Buckets go out as soon as backward has filled them, so that communication hides behind the rest of backward. Parameters
 move only once all buckets are reduced, so a step that loses a rank has not happened and can be done again.
 
+Which collective adds them up, and how they are packed, is the run's choice (`collective`, `codec`).
+
 Li et al., PyTorch Distributed, VLDB 2020, describes bucketing and overlap.
 """
 
@@ -17,14 +19,13 @@ from podium.errors import ConfigError
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from podium.comm.base import Handle
     from podium.worker import Batch, Worker
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Strategy[None]):
-    """Synchronous data parallelism through the backend's collective."""
+    """Synchronous data parallelism by summed gradients."""
 
     name: ClassVar[str] = "all-reduce"
     survives_loss: ClassVar[bool] = True
@@ -42,15 +43,10 @@ class AllReduce(Strategy[None]):
         return None
 
     def step(self, worker: Worker, state: None, batch: Batch) -> Tensor:
-        exchanges: list[Handle] = []
-
-        def exchange(bucket: int) -> None:
-            exchanges.append(worker.comm.all_reduce(worker.bucket(bucket)))
-
-        loss = worker.backward(batch, on_ready=exchange if self.overlap else None)
+        loss = worker.backward(batch, on_ready=worker.issue if self.overlap else None)
         if not self.overlap:
             for bucket in range(worker.buckets):
-                exchange(bucket)
-        worker.comm.wait(*exchanges)
+                worker.issue(bucket)
+        worker.complete()
         worker.apply(batch)
         return loss

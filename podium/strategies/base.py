@@ -26,12 +26,16 @@ class Strategy(ABC, Generic[S]):
 
     name: ClassVar[str]
     max_workers: ClassVar[int | None] = None
+    exchanges: ClassVar[bool] = True
+    """Whether gradients are sent anywhere, so that codecs and collectives have a part in it."""
     survives_loss: ClassVar[bool] = False
     """Whether training goes on among the survivors after `step` raised `Lost`, and workers may join and leave."""
     replaces_servers: ClassVar[bool] = False
     """Whether a lost server can be restored from a copy."""
     bucket_bytes: int = 8 << 20
     """Gradients travel in buckets of about this size; a bucket is never smaller than a tensor."""
+    pull: str = "dense"
+    """The codec that packs what servers answer."""
     replicas: int = 1
     """How many servers hold each range."""
     snapshot_every: int = 0

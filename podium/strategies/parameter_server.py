@@ -25,7 +25,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
+from podium.codecs import make_codec
+from podium.codecs.base import Span, Turn
+from podium.config import parse_spec
 from podium.errors import ConfigError, Lost
+from podium.reducing import span_of
 from podium.servers.gate import Rules
 from podium.servers.moments import pack, parts_of, unpack
 from podium.servers.options import options_of
@@ -47,6 +51,7 @@ class PSState:
     outbox: list[Tensor] = field(default_factory=list)  # prefetch: gradients on their way, …
     inbox: list[Tensor] = field(default_factory=list)  # … and the parameters that come back
     pending: _Pushes | None = None
+    spans: list[list[Span]] = field(default_factory=list)  # of each server's ranges, for a codec
 
 
 @final
@@ -89,6 +94,8 @@ class ParameterServer(Strategy[PSState]):
     rows: bool = True
     """Whether only touched rows travel of embeddings with `sparse=True`; needs SGD without momentum, or Adagrad,
     without weight decay, and goes with neither clipping, `prefetch` nor DC-ASGD: then all of them travel."""
+    pull: str = "dense"
+    """The codec that packs what servers answer, `NAME[:K=V;…]`; the run's `codec` packs what workers push."""
     replicas: int = 1
     """How many servers hold each range; with 2 or more, a lost server loses nothing."""
     snapshot_every: int = 100
@@ -130,6 +137,13 @@ class ParameterServer(Strategy[PSState]):
             raise ConfigError(
                 f"parameter-server: mitigation={self.mitigation} cannot go with prefetch: a server knows which "
                 "parameters it gave last, not which ones a worker that ran ahead has used"
+            )
+        if make_codec(*parse_spec(self.pull)).takes_momentum:
+            raise ConfigError(f"parameter-server: pull={self.pull} packs gradients, and servers answer with parameters")
+        if self.prefetch and self.packs_answers:
+            raise ConfigError(
+                f"parameter-server: pull={self.pull} cannot go with prefetch: an answer says what has changed since "
+                "the last one, which a worker that ran ahead has not taken up yet"
             )
         if self.replicas > max(1, self.servers):
             raise ConfigError(
@@ -176,6 +190,8 @@ class ParameterServer(Strategy[PSState]):
             raise ConfigError(f"parameter-server: backups must be below the number of workers, {workers}")
         layouts = lay_out(worker.flat, len(worker.comm.servers), self._unit_bytes(worker))
         state = PSState(layouts, [[0] * len(layout.units) for layout in layouts])
+        state.spans = [[span_of(worker.flat, r) for r in layout.ranges] for layout in layouts]
+        worker.memory.forget()
         worker.next_lease, worker.lease_done = None, -1
         if self.prefetch:
             state.outbox = [torch.zeros_like(g) for g in worker.flat.grads]
@@ -233,6 +249,10 @@ class ParameterServer(Strategy[PSState]):
         if set(answers[0].meta["workers"]) != set(comm.workers):
             worker.pause_agreed = True  # somebody is gone: all hear of it here, and regroup
 
+    @property
+    def packs_answers(self) -> bool:
+        return not make_codec(*parse_spec(self.pull)).exact
+
     # Inside.
 
     def _take(self, worker: Worker, state: PSState) -> None:
@@ -250,6 +270,8 @@ class ParameterServer(Strategy[PSState]):
             state.versions[server][unit] = answer.meta["version"]
             pushes.scatter(server, unit, answer)
             dropped = dropped or answer.meta.get("dropped", False)
+        if dropped:
+            worker.memory.forget()  # these samples will come again
         if self.prefetch:
             for mine, landed in zip(worker.params, state.inbox, strict=True):
                 mine.copy_(landed)
@@ -377,6 +399,8 @@ class _Pushes:
         self.units: list[tuple[int, int]] = []  # (server, unit) of each call
         self.lease = batch.lease if strategy.feed == "cursor" else worker.position
         self._options = strategy.options(worker)
+        self._pull = make_codec(*parse_spec(strategy.pull))
+        self._turn = worker.turn
         self._batch, self._prefetch = batch, strategy.prefetch
         self._grads, self._params = worker.flat.grads, worker.params
         self._versions = [list(versions) for versions in state.versions]
@@ -431,9 +455,14 @@ class _Pushes:
         rows = bool(ranges) and ranges[0].row > 0
         if rows:
             body = self._rows(ranges[0])
+        elif not worker.packing.codec.exact:
+            spans = layout.units[u].of(self.state.spans[m])
+            body = [worker.packing.pack(g, s, self._turn, worker.memory) for g, s in zip(body, spans, strict=True)]
+            meta["turn"] = list(self._turn)
+        whole = not rows and self._pull.exact
         self.units.append((m, u))
         server = worker.comm.servers[m]
-        self.calls.append(worker.comm.call(server, "push", meta, body, None if rows else into, more))
+        self.calls.append(worker.comm.call(server, "push", meta, body, into if whole else None, more))
 
     def _rows(self, r: Range) -> list[Tensor]:
         """The touched rows of a range, numbered from its own first."""
@@ -444,13 +473,22 @@ class _Pushes:
         return [index[mine] - first, values[mine]]
 
     def scatter(self, m: int, u: int, answer: Message) -> None:
-        """Put rows that came back where they belong; whole ranges have landed by themselves."""
+        """Put what came back where it belongs; whole ranges have landed by themselves."""
         layout = self.state.layouts[m]
         ranges = layout.units[u].of(layout.ranges)
         if ranges and ranges[0].row:
             index, rows = answer.body
             table = ranges[0].of(self._params).view(-1, ranges[0].row)
             table.index_copy_(0, index.to(table.device), rows.to(table.device))
+        elif not self._pull.exact:
+            turn = Turn(step=answer.meta["version"], rank=self.worker.comm.rank)
+            spans = layout.units[u].of(self.state.spans[m])
+            for r, span, tensor in zip(ranges, spans, answer.body, strict=True):
+                mine = r.of(self._params)
+                if answer.meta["packed"]:
+                    self._pull.decode_add(tensor.to(mine.device), mine, span, turn)
+                else:
+                    mine.copy_(tensor)
 
 
 def _collect(

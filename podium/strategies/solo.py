@@ -20,6 +20,7 @@ class Solo(Strategy[None]):
 
     name: ClassVar[str] = "solo"
     max_workers: ClassVar[int | None] = 1
+    exchanges: ClassVar[bool] = False
 
     def init(self, worker: Worker) -> None:
         return None

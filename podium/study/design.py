@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import podium
-from podium.config import RunConfig, build, parse_strategy
+from podium.config import RunConfig, build, lift, parse_strategy
 from podium.errors import ConfigError
 from podium.measure.manifest import git_commit, hardware, versions
 from podium.study.store import Key
@@ -62,7 +62,8 @@ class Design:
         """The configuration of one run. Solo is one worker by nature, whatever the others get."""
         from podium.strategies import find_strategy, make_strategy  # imports torch
 
-        name, options = parse_strategy(cell)
+        name, given = parse_strategy(cell)
+        options, lifted = lift(given)
         values, workers = dict(self.settings), self.workers
         most = find_strategy(name).max_workers
         if most is not None and workers > most:
@@ -70,6 +71,7 @@ class Design:
             values.pop("shares", None)
         make_strategy(name, options, workers)
         values.update(task=self.task, strategy=name, strategy_options=options)
+        values.update(lifted)
         values.update(workers=workers, launcher=self.launcher, seed=seed)
         return build(RunConfig, values, who="compare")
 

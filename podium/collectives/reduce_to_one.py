@@ -1,0 +1,40 @@
+"""Reduce to one: all send to the root, which adds up in member order and sends the sum back.
+
+n bytes, p members: 2 alpha + 2(p-1) n beta + (p-1) n gamma, all of it at the root's link. For two or three members, for
+a few bytes, and as the plainest thing to compare others with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from podium.collectives.base import Scheduled
+from podium.collectives.moves import require_positive, segments, star
+from podium.comm.schedule import Chain
+from podium.errors import ConfigError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ReduceToOne(Scheduled):
+    """One member adds up for all."""
+
+    name: ClassVar[str] = "reduce-to-one"
+
+    root: int = 0
+    """The member that adds up."""
+    segment_bytes: int = 1 << 20
+    """The largest message."""
+
+    def __post_init__(self) -> None:
+        require_positive("ReduceToOne", segment_bytes=self.segment_bytes)
+        if self.root < 0:
+            raise ConfigError(f"ReduceToOne: root must not be negative, got {self.root}")
+
+    def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
+        if self.root >= size:
+            raise ConfigError(f"ReduceToOne: root must be one of the members 0 to {size - 1}, got {self.root}")
+        if size == 1:
+            return []
+        return [star(index, size, self.root, span) for span in segments(0, numel, itemsize, self.segment_bytes)]

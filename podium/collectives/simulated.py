@@ -1,0 +1,105 @@
+"""How long a schedule takes on given links, worked out event by event.
+
+A member has one link up, one link down and one adder, each of which serves one thing at a time, in the order in which
+it was asked. A message holds the sender's link for size / up from when it begins, and the receiver's for size / down
+from alpha later or when that is free; it has arrived when both are through.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from podium.comm.schedule import Chain, Move
+from podium.errors import CommError
+
+Rate = float | Sequence[float]
+"""Bytes per second, for all members or for each."""
+
+
+def simulate(
+    schedules: Sequence[Sequence[Chain]], itemsize: int, alpha: float, up: Rate, down: Rate, gamma: float = 0.0
+) -> float:
+    """Seconds until the last member is through. `alpha` is seconds of latency, `gamma` seconds to add a byte."""
+    return _Exchange(schedules, itemsize, alpha, up, down, gamma).run()
+
+
+class _Exchange:
+    def __init__(
+        self, schedules: Sequence[Sequence[Chain]], itemsize: int, alpha: float, up: Rate, down: Rate, gamma: float
+    ) -> None:
+        members = len(schedules)
+        self._schedules, self._itemsize, self._alpha, self._gamma = schedules, itemsize, alpha, gamma
+        self._up = [up] * members if isinstance(up, int | float) else list(up)
+        self._down = [down] * members if isinstance(down, int | float) else list(down)
+        self._now = 0.0
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0  # things at the same time happen in the order in which they were planned
+        self._at = [[0] * len(chains) for chains in schedules]
+        self._here: set[tuple[int, int, int, int]] = set()  # to, chain, round, from
+        self._queue: list[deque[tuple[int, Move]]] = [deque() for _ in range(members)]
+        self._sending = [False] * members
+        self._down_free = [0.0] * members
+        self._adder_free = [0.0] * members
+
+    def run(self) -> float:
+        for member, chains in enumerate(self._schedules):
+            for c in range(len(chains)):
+                self._go_on(member, c)
+        while self._agenda:
+            self._now, _, action = heapq.heappop(self._agenda)
+            action()
+        if any(at != [len(chain) for chain in chains] for at, chains in zip(self._at, self._schedules, strict=True)):
+            raise CommError("the schedule does not end: a message is awaited that nobody sends")
+        return self._now
+
+    def _later(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (time, self._number, action))
+        self._number += 1
+
+    def _go_on(self, member: int, c: int) -> None:
+        """Take a chain as far as it goes without waiting."""
+        chain = self._schedules[member][c]
+        while self._at[member][c] < len(chain):
+            move = chain[self._at[member][c]]
+            if move.kind == "send":
+                self._queue[member].append((c, move))
+                if not self._sending[member]:
+                    self._begin(member)
+            else:
+                name = (member, c, move.round, move.peer)
+                if name not in self._here:
+                    return
+                self._here.remove(name)
+                if move.kind == "add" and self._gamma:
+                    self._add(member, c, move)
+                    return
+            self._at[member][c] += 1
+
+    def _begin(self, member: int) -> None:
+        """The next message leaves."""
+        self._sending[member] = bool(self._queue[member])
+        if not self._sending[member]:
+            return
+        c, move = self._queue[member].popleft()
+        nbytes = (move.stop - move.start) * self._itemsize
+        sent = self._now + nbytes / self._up[member]
+        received = max(self._now + self._alpha, self._down_free[move.peer]) + nbytes / self._down[move.peer]
+        self._down_free[move.peer] = arrives = max(received, sent + self._alpha)
+        self._later(sent, partial(self._begin, member))
+        self._later(arrives, partial(self._arrive, move.peer, c, move.round, member))
+
+    def _arrive(self, to: int, c: int, round_: int, source: int) -> None:
+        self._here.add((to, c, round_, source))
+        self._go_on(to, c)
+
+    def _add(self, member: int, c: int, move: Move) -> None:
+        seconds = (move.stop - move.start) * self._itemsize * self._gamma
+        self._adder_free[member] = done = max(self._now, self._adder_free[member]) + seconds
+        self._later(done, partial(self._added, member, c))
+
+    def _added(self, member: int, c: int) -> None:
+        self._at[member][c] += 1
+        self._go_on(member, c)

@@ -1,0 +1,307 @@
+"""Collectives among the processes of one host, in memory that they share: nothing is sent.
+
+Every worker has a board, a page of numbers that all others can read. To add up a tensor, each says on its board where
+its own lies (`arrived`), waits for all, adds up *its* part of the elements over all workers in rank order, and writes
+the sum into everybody's tensor; then it says so (`done`), and waits for all again. A part is gone through in blocks
+that stay in the cache, so memory is read once and written once: 2 n bytes per worker, whatever their number.
+
+Sums run in rank order and each element is added up by one worker, so all hold the same bits, those of the memory and
+virtual worlds.
+
+Exchanges are carried out in order, by whoever waits for them, or by a thread of their own where the host has cores to
+spare. A worker that is gone is noticed by its process's end; one that gave up says so on its board.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from podium.comm import futex
+from podium.comm.arena import Arena, Neighbour, Place
+from podium.comm.base import Handle
+from podium.errors import CommError, Lost
+
+_ARRIVED, _DONE, _ABANDONED, _FILE, _INODE, _OFFSET, _NUMEL, _DTYPE = range(8)
+_WORDS = 8
+_WORD_BYTES = 8
+_BLOCK_BYTES = 256 << 10
+_ALIGN = 64  # elements: parts begin at cache lines
+_SPINS = 400
+_SLICE_S = 0.05  # how long to sleep before looking whether a peer is gone
+_STAGE_BYTES = 1 << 20
+_SMALL_BYTES = 64 << 10  # not worth a thread's waking up
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+
+
+class Address(NamedTuple):
+    """Where a worker's board is, as it tells the others."""
+
+    pid: int
+    place: Place
+
+    def to_json(self) -> list[int]:
+        return [self.pid, *self.place]
+
+    @classmethod
+    def from_json(cls, numbers: Sequence[int]) -> Address:
+        return cls(numbers[0], Place(*numbers[1:]))
+
+
+@final
+class BoardHandle(Handle):
+    """An exchange that was issued."""
+
+    def __init__(self, kind: Literal["sum", "gather"], tensor: Tensor, into: Tensor | None) -> None:
+        self.kind, self.tensor, self.into = kind, tensor, into
+        self.finished = False
+        self.error: str | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.finished or self.error is not None
+
+
+class _Page:
+    """One worker's board, seen from here."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.words: memoryview = tensor.numpy().data.cast("B").cast("q")
+        self.address = tensor.data_ptr()
+
+    def sleep(self, word: int, seen: int, seconds: float) -> None:
+        futex.sleep_on(self.address + word * _WORD_BYTES, seen, seconds)
+
+    def write(self, word: int, value: int) -> None:
+        """Write, and wake whoever waits for it."""
+        self.words[word] = value
+        futex.wake(self.address + word * _WORD_BYTES)
+
+
+class _Peer:
+    """Another worker of this host."""
+
+    def __init__(self, rank: int, address: Address) -> None:
+        self.rank = rank
+        self.arena = Neighbour(address.pid)
+        self.page = _Page(self.arena.attach(address.place, torch.int64, (_WORDS,)))
+        self._process = os.pidfd_open(address.pid)
+
+    @property
+    def is_gone(self) -> bool:
+        return bool(select.select([self._process], [], [], 0)[0])
+
+    def close(self) -> None:
+        os.close(self._process)
+
+    def tensor(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """What it has put up to be added."""
+        words = self.page.words
+        if (words[_NUMEL], words[_DTYPE]) != (numel, DTYPES.index(dtype)):
+            theirs = f"{words[_NUMEL]} of {DTYPES[words[_DTYPE]]}"
+            raise CommError(f"rank {self.rank} exchanges {theirs} elements where we exchange {numel} of {dtype}")
+        place = Place(words[_FILE], words[_INODE], words[_OFFSET])
+        return self.arena.attach(place, dtype, (numel,))
+
+
+class Board:
+    """One worker's part in its host's collectives, for one generation."""
+
+    def __init__(self, arena: Arena, deadline_s: float) -> None:
+        self._arena, self._deadline_s = arena, deadline_s
+        page = arena.allocate(_WORDS, torch.int64)
+        place = arena.locate(page)
+        assert place is not None
+        self._page = _Page(page)
+        self.address = Address(os.getpid(), place)
+        self._stage = torch.empty(0, dtype=torch.uint8)
+        self._peers: list[_Peer] = []
+        self._index = self._spins = 0
+        self._turn = threading.Lock()  # held by whoever carries out exchanges
+        self._queue: deque[BoardHandle] = deque()
+        self._number = 0
+        self._error: str | None = None
+        self._work = threading.Semaphore(0)
+        self._engine: threading.Thread | None = None
+
+    def meet(self, rank: int, others: dict[int, Address]) -> None:
+        """Open the others' boards; raises OSError or ValueError where one cannot be reached."""
+        for other in sorted(others):
+            self._peers.append(_Peer(other, others[other]))
+        self._index = sum(other < rank for other in others)
+        cores = len(os.sched_getaffinity(0))
+        self._spins = _SPINS if cores > len(others) else 0
+        if cores > len(others) + 1:
+            self._engine = threading.Thread(target=self._run, name=f"podium-board-{rank}", daemon=True)
+            self._engine.start()
+
+    # Issuing and waiting.
+
+    def all_reduce(self, tensor: Tensor) -> BoardHandle:
+        return self._issue(BoardHandle("sum", tensor, None))
+
+    def all_gather(self, tensor: Tensor, into: Tensor) -> BoardHandle:
+        return self._issue(BoardHandle("gather", tensor, into))
+
+    def _issue(self, handle: BoardHandle) -> BoardHandle:
+        self._queue.append(handle)
+        if self._engine is not None and handle.tensor.nbytes > _SMALL_BYTES:
+            self._work.release()
+        return handle
+
+    def wait(self, handle: BoardHandle, deadline_s: float) -> None:
+        """Carry out exchanges until this one is done; raises `Lost` when it failed."""
+        until = time.monotonic() + deadline_s
+        while not handle.done:
+            if not self._turn.acquire(timeout=max(0.0, until - time.monotonic())):
+                self._fail(f"an exchange did not end in {deadline_s:g} s")
+                break
+            try:
+                self._next(until)
+            finally:
+                self._turn.release()
+        if handle.error is not None:
+            raise Lost(f"a collective failed: {handle.error}")
+
+    def _run(self) -> None:
+        """The thread of its own."""
+        while self._error is None:
+            self._work.acquire()
+            with self._turn:
+                if self._queue:
+                    self._next(time.monotonic() + self._deadline_s)
+
+    def _next(self, until: float) -> None:
+        """Carry out the oldest exchange; called by whoever has the turn."""
+        if not self._queue:
+            return
+        handle = self._queue.popleft()
+        if self._error is None:
+            try:
+                self._carry_out(handle, until)
+                handle.finished = True
+                return
+            except (CommError, OSError, ValueError) as error:
+                self._fail(str(error))
+        handle.error = self._error
+
+    def _fail(self, why: str) -> None:
+        self._error = self._error or why
+        self._page.write(_ABANDONED, 1)
+        futex.wake(self._page.address + _ARRIVED * _WORD_BYTES)
+        futex.wake(self._page.address + _DONE * _WORD_BYTES)
+
+    def close(self) -> None:
+        """Give up what is under way, and let the others know."""
+        self._fail("the group was dropped")
+        self._work.release()
+        with contextlib.suppress(IndexError):
+            while True:
+                self._queue.popleft().error = self._error
+        with self._turn:  # nobody may be looking at a process that we forget
+            for peer in self._peers:
+                peer.close()
+            self._peers = []
+
+    # Carrying out.
+
+    def _carry_out(self, handle: BoardHandle, until: float) -> None:
+        self._number += 1
+        mine = self._put_up(handle.tensor)
+        self._page.write(_ARRIVED, self._number)
+        self._await(_ARRIVED, until)
+        numel, dtype = mine.numel(), mine.dtype
+        tensors = [peer.tensor(dtype, numel) for peer in self._peers]
+        tensors.insert(self._index, mine)
+        if handle.into is None:
+            _add_up(tensors, self._index)
+        else:
+            for row, theirs in zip(handle.into.view(len(tensors), numel), tensors, strict=True):
+                row.copy_(theirs)
+        self._page.write(_DONE, self._number)
+        self._await(_DONE, until)
+        if handle.into is None and mine.data_ptr() != handle.tensor.data_ptr():
+            handle.tensor.view(-1).copy_(mine)
+
+    def _put_up(self, tensor: Tensor) -> Tensor:
+        """Say where the others find it; what does not lie in shared memory is copied there first."""
+        mine, place = tensor.detach().view(-1), self._arena.locate(tensor)
+        if place is None:
+            mine = self._staged(mine)
+            place = self._arena.locate(mine)
+            assert place is not None or tensor.numel() == 0
+        words = self._page.words
+        words[_FILE], words[_INODE], words[_OFFSET] = place or (0, 0, 0)
+        words[_NUMEL], words[_DTYPE] = mine.numel(), _dtype_code(mine.dtype)
+        return mine
+
+    def _staged(self, flat: Tensor) -> Tensor:
+        if flat.nbytes > self._stage.numel():
+            self._stage = self._arena.allocate(max(_STAGE_BYTES, 1 << flat.nbytes.bit_length()), torch.uint8)
+        staged = self._stage[: flat.nbytes].view(flat.dtype)
+        return staged.copy_(flat)
+
+    def _await(self, word: int, until: float) -> None:
+        """Until all others have come as far as we have."""
+        number = self._number
+        for peer in self._peers:
+            words = peer.page.words
+            for _ in range(self._spins):
+                if words[word] >= number:
+                    break
+            while (seen := words[word]) < number:
+                if self._error is not None:
+                    raise Lost(self._error)
+                if words[_ABANDONED]:
+                    raise Lost(f"rank {peer.rank} gave up")
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise Lost(f"rank {peer.rank} did not come in time")
+                peer.page.sleep(word, seen, min(_SLICE_S, left))
+                if peer.is_gone and words[word] < number:
+                    raise Lost(f"rank {peer.rank} is gone")
+
+
+def _add_up(tensors: Sequence[Tensor], index: int) -> None:
+    """Add up our part of the elements, and write the sum into every tensor."""
+    first, size = tensors[0], len(tensors)
+    numel, block = first.numel(), _BLOCK_BYTES // first.element_size()
+    units = -(-numel // _ALIGN)
+    start, stop = units * index // size * _ALIGN, min(numel, units * (index + 1) // size * _ALIGN)
+    for a in range(start, stop, block):
+        b = min(a + block, stop)
+        parts = [tensor[a:b] for tensor in tensors]
+        total = torch.add(parts[0], parts[1], out=parts[0])
+        for part in parts[2:]:
+            total.add_(part)
+        for part in parts[1:]:
+            part.copy_(total)
+
+
+def _dtype_code(dtype: torch.dtype) -> int:
+    if dtype not in DTYPES:
+        raise CommError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+    return DTYPES.index(dtype)
+
+
+def can_share() -> bool:
+    """Whether this machine can do it at all."""
+    return futex.AVAILABLE and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")

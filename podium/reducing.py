@@ -1,0 +1,162 @@
+"""Sums over the workers, packed by a codec: what stands between a strategy and the network.
+
+A strategy issues spans of a flat tensor while backward still runs (`issue`) and then has them summed (`complete`).
+Which collective carries them, how they are packed and what is fed back later is decided here, once, so that every codec
+works with every strategy and every collective.
+
+Error feedback: what a codec leaves out of this exchange is added to the next. The residual is the worker's state: it
+belongs to a step, is kept in checkpoints, and goes where the worker goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from podium.codecs.base import Codec, Matrix, Memory, Rounds, RoundsCodec, Span, Turn
+from podium.codecs.feedback import keep_own_residual, keep_residual, with_residual
+
+if TYPE_CHECKING:
+    from podium.collectives.base import Collective
+    from podium.comm.base import Communicator, Handle
+    from podium.flat import Flat, Piece
+    from podium.servers.ranges import Range
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A codec, and whether what it leaves out is fed back."""
+
+    codec: Codec
+    feedback: bool
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether the caller has to keep what was left out."""
+        return self.feedback and not self.codec.keeps_residual
+
+    def pack(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
+        """The wire for one who is alone with its codec; what it leaves out is remembered."""
+        if not self.keeps_residual:
+            return self.codec.encode(tensor, span, turn, memory)
+        whole = with_residual(self.codec, tensor, span, memory)
+        wire = self.codec.encode(whole, span, turn, memory)
+        keep_residual(self.codec, whole, wire, span, turn, memory)
+        return wire
+
+
+class _Sent(NamedTuple):
+    """A span on its way."""
+
+    span: Span
+    tensor: Tensor  # where the sum is wanted
+    handle: Handle
+    wire: Tensor  # as it was sent; where wires are summed, the sum once the handle is done
+    gathered: Tensor | None = None
+    rounds: Rounds | None = None
+    whole: Tensor | None = None  # what goes through the rounds: the tensor and what was left before
+
+
+class Reducer:
+    """Sums flat tensors over the workers."""
+
+    def __init__(self, comm: Communicator, collective: Collective, packing: Packing, memory: Memory) -> None:
+        self.comm, self.collective, self.packing, self.memory = comm, collective, packing, memory
+        self._handles: list[Handle] = []
+        self._sent: list[_Sent] = []
+
+    def issue_exactly(self, tensor: Tensor) -> None:
+        """Sum a tensor as it is, whatever the codec."""
+        self._handles.append(self.collective.all_reduce(self.comm, tensor))
+
+    def issue(self, tensor: Tensor, span: Span, turn: Turn) -> None:
+        """Begin to sum this span; never waits. The tensor is the exchange's until `complete`."""
+        codec, comm = self.packing.codec, self.comm
+        if codec.exact or (comm.size == 1 and not codec.takes_momentum):
+            return self.issue_exactly(tensor)
+        if isinstance(codec, RoundsCodec):
+            whole = with_residual(codec, tensor, span, self.memory) if self.packing.keeps_residual else tensor
+            rounds = codec.rounds(whole, span, turn, self.memory)
+            wire = rounds.first()
+            handle = self.collective.all_reduce(comm, wire)
+            sent = _Sent(span, tensor, handle, wire, rounds=rounds, whole=whole)
+        else:
+            wire = self.packing.pack(tensor, span, turn, self.memory)
+            if codec.reduction == "sum":
+                sent = _Sent(span, tensor, self.collective.all_reduce(comm, wire), wire)
+            else:
+                into = torch.empty((comm.size, wire.numel()), dtype=wire.dtype, device=wire.device)
+                sent = _Sent(span, tensor, self.collective.all_gather(comm, wire, into.view(-1)), wire, into)
+        self._sent.append(sent)
+
+    def complete(self, turn: Turn) -> None:
+        """Wait for all that was issued; every tensor then holds the sum over the workers."""
+        codec, (sent, self._sent), (handles, self._handles) = self.packing.codec, (self._sent, []), (self._handles, [])
+        under_way = [one for one in sent if one.rounds is not None]
+        while under_way:
+            under_way = [again for one in under_way if (again := self._next_round(one)) is not None]
+        self.comm.wait(*handles, *(one.handle for one in sent if one.rounds is None))
+        for one in sent:
+            if one.rounds is not None:
+                self._end_rounds(one, one.rounds)
+            elif one.gathered is not None:
+                codec.combine(one.gathered, one.tensor, one.span, turn)
+            else:
+                one.tensor.zero_()
+                codec.decode_add(one.wire, one.tensor, one.span, turn)
+
+    def _next_round(self, one: _Sent) -> _Sent | None:
+        """Wait for one sum and issue the next, if there is one."""
+        assert one.rounds is not None
+        self.comm.wait(one.handle)
+        wire = one.rounds.next(one.wire)
+        if wire is None:
+            return None
+        return one._replace(wire=wire, handle=self.collective.all_reduce(self.comm, wire))
+
+    def _end_rounds(self, one: _Sent, rounds: Rounds) -> None:
+        assert one.whole is not None
+        if self.packing.keeps_residual:
+            keep_own_residual(rounds, one.whole, one.span, self.memory)
+        rounds.finish(one.tensor)
+
+    def drop(self) -> None:
+        """Forget what was issued: the exchange has failed, and the step with it."""
+        self._handles.clear()
+        self._sent.clear()
+        self.memory.forget()
+
+
+def matrices_of(pieces: Sequence[tuple[Piece, int, int, int]]) -> tuple[Matrix, ...]:
+    """The matrices among parts of parameters, each (piece, start and stop in it, where it lies in the span)."""
+    found = []
+    for piece, start, stop, offset in pieces:
+        rows = piece.shape[0] if len(piece.shape) >= 2 else 0
+        cols = (piece.stop - piece.start) // rows if rows else 0
+        if cols < 2 or piece.stride[0] != cols:  # a vector, or its rows do not lie one after the other
+            continue
+        first, last = -(-start // cols), stop // cols
+        if last - first >= 2:
+            at = offset + first * cols - start
+            found.append(Matrix(f"{piece.name}@{first}", at, last - first, cols))
+    return tuple(found)
+
+
+def span_of(flat: Flat, part: Range) -> Span:
+    """The span that is a server's range."""
+    pieces = [(flat.pieces[p.piece], p.start, p.stop, p.offset) for p in part.parts]
+    return Span(part.buffer, part.start, part.stop, matrices_of(pieces))
+
+
+def spans_of(flat: Flat) -> list[Span]:
+    """One span per bucket."""
+    spans = []
+    for bucket in flat.buckets:
+        parts = [(flat.pieces[i], 0, flat.pieces[i].stop - flat.pieces[i].start) for i in bucket.pieces]
+        matrices = matrices_of([(p, a, b, p.start - bucket.start) for p, a, b in parts])
+        spans.append(Span(bucket.buffer, bucket.start, bucket.stop, matrices))
+    return spans

@@ -1,0 +1,86 @@
+"""How pushes and their answers are packed, on a server.
+
+A push is packed by its worker, which also feeds back what was left out; here it is unpacked before anything else
+happens to it. An answer is packed as what has changed since the last one: the server remembers what each worker holds,
+sends the packed difference, and adds to its memory what the worker will add. So what an answer leaves out is part of
+the next difference, which is error feedback by itself. It costs a copy of the parameters per worker. The first answer
+of a stretch, or of a restored server, is whole.
+
+Tang et al., 2019, arXiv:1905.05957, pack both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from podium.codecs.base import Codec, Memory, Span, Turn
+from podium.comm.base import Message
+from podium.errors import CommError
+from podium.flat import Flat
+from podium.reducing import span_of
+from podium.servers.ranges import Range
+
+
+class Wires:
+    """One server's packing."""
+
+    def __init__(self, flat: Flat, push: Codec, pull: Codec) -> None:
+        self._flat, self._push, self._pull = flat, push, pull
+        self._held: dict[tuple[int, int], list[Tensor]] = {}  # (worker, unit) -> what the worker has
+        self._memory: dict[tuple[int, int], Memory] = {}
+        self._spans: dict[tuple[int, int, int], Span] = {}
+
+    @property
+    def packs_answers(self) -> bool:
+        return not self._pull.exact
+
+    def begin(self) -> None:
+        """A stretch begins: nobody holds anything of ours yet."""
+        self._held.clear()
+        self._memory.clear()
+        self._spans.clear()
+
+    def unpack(self, message: Message, ranges: Sequence[Range]) -> Message:
+        """A push with its gradients as they are meant."""
+        if self._push.exact or not ranges:
+            return message
+        try:
+            turn = Turn(*message.meta["turn"])
+            grads = []
+            for wire, part in zip(message.body, ranges, strict=True):
+                like = self._flat.params[part.buffer]
+                grad = torch.zeros(part.stop - part.start, dtype=like.dtype)
+                self._push.decode_add(wire, grad, self._span(part), turn)
+                grads.append(grad)
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise CommError(
+                f"a push of rank {message.source} is not packed as {self._push.name} has it: {error}"
+            ) from error
+        return message._replace(body=tuple(grads))
+
+    def pack(
+        self, worker: int, unit: int, ranges: Sequence[Range], params: Sequence[Tensor], version: int
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """What to answer with, and what the worker will then hold."""
+        held = self._held.get((worker, unit))
+        if held is None:
+            self._held[worker, unit] = [p.clone() for p in params]
+            return params, params
+        memory = self._memory.setdefault((worker, unit), Memory([]))
+        turn, wires = Turn(step=version, rank=worker), []
+        for part, now, before in zip(ranges, params, held, strict=True):
+            span = self._span(part)
+            wire = self._pull.encode(now - before, span, turn, memory)
+            self._pull.decode_add(wire, before, span, turn)
+            wires.append(wire)
+        memory.commit()
+        return wires, held
+
+    def _span(self, part: Range) -> Span:
+        key = (part.buffer, part.start, part.stop)
+        if key not in self._spans:
+            self._spans[key] = span_of(self._flat, part)
+        return self._spans[key]

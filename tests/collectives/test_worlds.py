@@ -1,0 +1,57 @@
+"""Every collective in every world, on real processes over sockets and in shared memory, gives the exact sum."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from podium.collectives import COLLECTIVES, make_collective
+from podium.comm.base import Communicator
+from tests.worlds import Memory, Real, Virtual, World
+
+BY_SCHEDULE = tuple(name for name in COLLECTIVES if name not in ("auto", "backend", "shared"))
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+SIZES = (1, 3, 64, 1000, 65_537)
+
+
+def part_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, so that every sum is exact whatever the order and dtype."""
+    return ((torch.arange(numel) * (rank + 1)) % 7).to(dtype)
+
+
+def total(size: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.stack([part_of(rank, numel, torch.int64) for rank in range(size)]).sum(dim=0).to(dtype)
+
+
+def reduce_all(comm: Communicator, names: tuple[str, ...], sizes: tuple[int, ...]) -> list[str]:
+    """Everything with everything, several under way at once; what came out wrong."""
+    wrong = []
+    for name in names:
+        collective = make_collective(name).prepare(comm)
+        for numel in sizes:
+            tensors = [part_of(comm.rank, numel, dtype) for dtype in DTYPES]
+            comm.wait(*(collective.all_reduce(comm, tensor) for tensor in tensors))
+            wants = [total(comm.size, numel, dtype) for dtype in DTYPES]
+            wrong += [f"{name} {numel} {t.dtype}" for t, w in zip(tensors, wants, strict=True) if not torch.equal(t, w)]
+    return wrong
+
+
+@pytest.mark.parametrize("workers", range(2, 10))
+@pytest.mark.parametrize("world", [Memory(), Virtual()], ids=lambda world: world.name)
+def test_the_sum_in_one_process(world: World, workers: int) -> None:
+    assert world.run(partial(reduce_all, names=BY_SCHEDULE, sizes=SIZES), workers) == [[]] * workers
+
+
+@pytest.mark.parametrize("workers", range(2, 10))
+def test_the_sum_over_sockets(workers: int) -> None:
+    names = (*BY_SCHEDULE, "backend", "auto")
+    assert Real().run(partial(reduce_all, names=names, sizes=SIZES), workers) == [[]] * workers
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 9])
+def test_the_sum_in_shared_memory(workers: int) -> None:
+    world = Real(shared=True)
+    assert world.run(partial(reduce_all, names=("shared", "auto"), sizes=SIZES), workers) == [[]] * workers
