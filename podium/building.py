@@ -87,7 +87,7 @@ def make_packing(spec: str) -> Packing:
     feedback = options.pop("feedback", None)
     codec = make_codec(name, options)
     if feedback is None:
-        return Packing(codec, codec.biased)
+        return Packing(codec, codec.wants_feedback)
     return Packing(codec, convert(feedback, bool, f"codec {name}: feedback"))
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from podium.building import derived_seed, fitted, packing_for
+from podium.building import derived_seed, fitted, make_packing, packing_for
 from podium.cluster.process import Node, NodeSpec, settle_in
 from podium.codecs import make_codec
 from podium.collectives import make_collective
@@ -120,7 +120,7 @@ class Run:
         feed: Feed = (CursorFeed if self.strategy.feed == "cursor" else StepFeed)(dataset, order, worker, device)
         if worker.steps_done == 0:
             worker.share_from_first()
-        worker.prepare_exchanges()
+        worker.prepare_exchanges(make_packing)
         self._state = self.strategy.init(worker)
         try:
             yield from self._until_horizon(feed)
@@ -159,7 +159,7 @@ class Run:
             if not self.strategy.survives_loss:
                 raise
             recover(self.worker, self._control, in_step=True, carried={})
-            self.worker.prepare_exchanges()
+            self.worker.prepare_exchanges(make_packing)
             self._state = self.strategy.init(self.worker)
             return torch.tensor(float("nan"))
         meter.record(self._recorder, batch, float(loss))

@@ -52,6 +52,7 @@ class Packing:
 class _Sent(NamedTuple):
     """A span on its way."""
 
+    packing: Packing
     span: Span
     tensor: Tensor  # where the sum is wanted
     handle: Handle
@@ -64,8 +65,10 @@ class _Sent(NamedTuple):
 class Reducer:
     """Sums flat tensors over the workers."""
 
-    def __init__(self, comm: Communicator, collective: Collective, packing: Packing, memory: Memory) -> None:
-        self.comm, self.collective, self.packing, self.memory = comm, collective, packing, memory
+    def __init__(self, comm: Communicator, collective: Collective, memory: Memory) -> None:
+        self.comm, self.collective, self.memory = comm, collective, memory
+        self.spent_ns = 0
+        """Time since the last `complete` that went into packing, waiting and unpacking."""
         self._handles: list[Handle] = []
         self._sent: list[_Sent] = []
 
@@ -73,34 +76,46 @@ class Reducer:
         """Sum a tensor as it is, whatever the codec."""
         self._handles.append(self.collective.all_reduce(self.comm, tensor))
 
-    def issue(self, tensor: Tensor, span: Span, turn: Turn) -> None:
+    def issue(self, tensor: Tensor, packing: Packing, span: Span, turn: Turn) -> None:
         """Begin to sum this span; never waits. The tensor is the exchange's until `complete`."""
-        codec, comm = self.packing.codec, self.comm
+        began = self.comm.clock.now_ns()
+        self._issue(tensor, packing, span, turn)
+        self.spent_ns += self.comm.clock.now_ns() - began
+
+    def _issue(self, tensor: Tensor, packing: Packing, span: Span, turn: Turn) -> None:
+        codec, comm = packing.codec, self.comm
         if codec.exact or (comm.size == 1 and not codec.takes_momentum):
             return self.issue_exactly(tensor)
+        comm.clock.touch(round(codec.passes * tensor.nbytes))
         if isinstance(codec, RoundsCodec):
-            whole = with_residual(codec, tensor, span, self.memory) if self.packing.keeps_residual else tensor
+            whole = with_residual(codec, tensor, span, self.memory) if packing.keeps_residual else tensor
             rounds = codec.rounds(whole, span, turn, self.memory)
             wire = rounds.first()
             handle = self.collective.all_reduce(comm, wire)
-            sent = _Sent(span, tensor, handle, wire, rounds=rounds, whole=whole)
+            sent = _Sent(packing, span, tensor, handle, wire, rounds=rounds, whole=whole)
         else:
-            wire = self.packing.pack(tensor, span, turn, self.memory)
+            wire = packing.pack(tensor, span, turn, self.memory)
             if codec.reduction == "sum":
-                sent = _Sent(span, tensor, self.collective.all_reduce(comm, wire), wire)
+                sent = _Sent(packing, span, tensor, self.collective.all_reduce(comm, wire), wire)
             else:
                 into = torch.empty((comm.size, wire.numel()), dtype=wire.dtype, device=wire.device)
-                sent = _Sent(span, tensor, self.collective.all_gather(comm, wire, into.view(-1)), wire, into)
+                sent = _Sent(packing, span, tensor, self.collective.all_gather(comm, wire, into.view(-1)), wire, into)
         self._sent.append(sent)
 
     def complete(self, turn: Turn) -> None:
         """Wait for all that was issued; every tensor then holds the sum over the workers."""
-        codec, (sent, self._sent), (handles, self._handles) = self.packing.codec, (self._sent, []), (self._handles, [])
+        began = self.comm.clock.now_ns()
+        self._complete(turn)
+        self.spent_ns += self.comm.clock.now_ns() - began
+
+    def _complete(self, turn: Turn) -> None:
+        (sent, self._sent), (handles, self._handles) = (self._sent, []), (self._handles, [])
         under_way = [one for one in sent if one.rounds is not None]
         while under_way:
             under_way = [again for one in under_way if (again := self._next_round(one)) is not None]
         self.comm.wait(*handles, *(one.handle for one in sent if one.rounds is None))
         for one in sent:
+            codec = one.packing.codec
             if one.rounds is not None:
                 self._end_rounds(one, one.rounds)
             elif one.gathered is not None:
@@ -120,7 +135,7 @@ class Reducer:
 
     def _end_rounds(self, one: _Sent, rounds: Rounds) -> None:
         assert one.whole is not None
-        if self.packing.keeps_residual:
+        if one.packing.keeps_residual:
             keep_own_residual(rounds, one.whole, one.span, self.memory)
         rounds.finish(one.tensor)
 

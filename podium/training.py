@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from podium import checkpoint
-from podium.building import Job, build_worker, device_of, open_data
+from podium.building import Job, build_worker, device_of, make_packing, open_data
 from podium.comm.base import Communicator
 from podium.data.base import Dataset
 from podium.data.order import GlobalOrder
@@ -106,7 +106,7 @@ class Training:
     def _stretch(self) -> None:
         worker, strategy = self.worker, self.job.strategy
         worker.flat.check()
-        worker.prepare_exchanges()
+        worker.prepare_exchanges(make_packing)
         if self._checkpoint_was_missed():
             self._settle_buffers()
             self._checkpoint()
@@ -159,12 +159,20 @@ class Training:
         loss = float(self.job.strategy.step(worker, state, batch))
         self._in_step = False
         meter.record(self.recorder, batch, loss)
+        self._tell_news()
         if not math.isfinite(loss):
             raise TrainingError(
                 f"rank {self.comm.rank}: the loss became {loss} at step {worker.steps_done} (sample position "
                 f"{batch.piece.position}); lower the rate, clip gradients (--set clip_norm=1), check the data"
             )
         self.control.progress(progress_of(worker, loss, total_steps=self.total_steps, total_samples=self.end))
+
+    def _tell_news(self) -> None:
+        """Put on record what was decided about packing."""
+        news, self.worker.news = self.worker.news, []
+        for facts in news:
+            kind = facts.pop("kind")
+            self.recorder.write(kind, self.comm.clock.now_ns(), step=self.worker.steps_done, **facts)
 
     # Validation, buffers, checkpoints.
 

@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from podium.backward import Backward
+from podium.choosing import Check, choose
+from podium.codecs.auto import AutoCodec
 from podium.codecs.base import Memory, Turn
 from podium.codecs.dense import Dense
 from podium.collectives.backend import Backend
@@ -125,9 +127,16 @@ class Worker:
         self._momentum = self._give_momentum_away()
         self._chosen = collective or Backend()
         self._prepared_for = -1
-        self.reducer = Reducer(comm, self._chosen, self.packing, self.memory)
+        self.reducer = Reducer(comm, self._chosen, self.memory)
         self.spans = spans_of(self.flat)
         """What each bucket is made of, for a codec."""
+        self.packings = [self.packing] * len(self.spans)
+        """How each bucket is packed."""
+        self.push: tuple[str | None, Packing] = (None, self.packing)
+        """How what goes to servers is packed; with its name, where it was chosen on the way."""
+        self.news: list[dict[str, Any]] = []
+        """What was decided about packing since somebody asked."""
+        self._check: Check | None = None
         self._before: tuple[State, list[Tensor], int] | None = None
 
     # What strategies use.
@@ -156,16 +165,21 @@ class Worker:
 
     def issue(self, bucket: int) -> None:
         """Begin to sum a bucket's gradients over the workers; never waits."""
-        if self.packing.codec.exact:
+        packing, span = self.packings[bucket], self.spans[bucket]
+        if packing.codec.exact:
             return self.reducer.issue_exactly(self.bucket(bucket))
-        span = self.spans[bucket]
-        self.reducer.issue(span.of(self.flat.grads), span, self.turn)
+        self.reducer.issue(span.of(self.flat.grads), packing, span, self.turn)
         if bucket == self.buckets - 1:
             self.reducer.issue_exactly(self.flat.tail)
 
     def complete(self) -> None:
         """Wait until all issued buckets hold the sums."""
         self.reducer.complete(self.turn)
+        spent, self.reducer.spent_ns = self.reducer.spent_ns, 0
+        if self._check is not None:
+            found = self._check.add(spent, self.comm)
+            if found is not None:
+                self._learn(found)
 
     @property
     def turn(self) -> Turn:
@@ -237,11 +251,29 @@ class Worker:
 
     # What the training loop uses.
 
-    def prepare_exchanges(self) -> None:
-        """Make the collective ready for the present members. Collective, and does nothing a second time."""
-        if self._prepared_for != self.comm.generation:
-            self.reducer.collective = self._chosen.prepare(self.comm)
-            self._prepared_for = self.comm.generation
+    def prepare_exchanges(self, make: Callable[[str], Packing] | None = None) -> None:
+        """Make the collective ready for the present members, and choose codecs where that is left to us.
+
+        Collective, and does nothing a second time. `make` turns a codec's text into a packing.
+        """
+        if self._prepared_for == self.comm.generation:
+            return
+        self.reducer.collective = self._chosen.prepare(self.comm)
+        self._prepared_for = self.comm.generation
+        codec = self.packing.codec
+        if isinstance(codec, AutoCodec) and make is not None:
+            choice = choose(codec, make, self.comm, self.reducer.collective, self.spans, self.flat.grads)
+            self.packings, self.push = choice.packings, (choice.specs[0], choice.packings[0])
+            self.news.append({"kind": "codec", **choice.facts})
+            self._check = Check(choice, codec.check_after) if codec.check_after else None
+
+    def _learn(self, found: dict[str, Any]) -> None:
+        """Packing is given up where it takes longer than going without was predicted to."""
+        assert self._check is not None
+        self.news.append({"kind": "codec_check", **found})
+        if not found["keeps"]:
+            self.packings = [Packing(Dense(), feedback=False)] * len(self.packings)
+        self._check = None
 
     def share_leftovers(self) -> None:
         """Before somebody joins or leaves: every worker gets an equal part of what all have not sent. Collective."""

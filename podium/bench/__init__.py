@@ -8,6 +8,8 @@ from __future__ import annotations
 BENCHES: dict[str, str] = {
     "step": "podium.bench.step:bench_step",
     "ps": "podium.bench.ps:bench_ps",
+    "collectives": "podium.bench.collectives:bench_collectives",
+    "codecs": "podium.bench.codecs:bench_codecs",
     "fuzz": "podium.bench.fuzz:bench_fuzz",
 }
 """Name to `module:function`; each takes peers, rounds and its own options, and returns one JSON document."""

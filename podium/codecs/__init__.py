@@ -11,6 +11,7 @@ from podium.errors import ConfigError, UnknownName
 from podium.names import load_named
 
 CODECS: dict[str, str] = {
+    "auto": "podium.codecs.auto:AutoCodec",
     "dense": "podium.codecs.dense:Dense",
     "fp16": "podium.codecs.half:Fp16",
     "bf16": "podium.codecs.half:Bf16",

@@ -121,6 +121,8 @@ class Memory:
 
     def forget(self) -> None:
         """The step has not happened."""
+        for name in self._written.keys() - self.of_span.keys():
+            self._next_span.pop(name, None)  # the first step to happen may write less of it, and the rest must be zero
         self._written.clear()
         self._next_named.clear()
 
@@ -145,6 +147,8 @@ class Codec(ABC):
     """Whether it does the optimizer's momentum itself, before packing."""
     keeps_residual: ClassVar[bool] = False
     """Whether what was not sent stays in its own memory, so that nobody else has to keep it."""
+    passes: ClassVar[float] = 6.0
+    """How often packing and unpacking go through the tensor in memory, roughly: what virtual time charges for it."""
 
     @property
     def wants_feedback(self) -> bool:

@@ -193,14 +193,12 @@ class PowerRounds(Rounds):
     def remember(self) -> None:
         """Where the next step starts from: this Q, anew where a column of it came out as zero."""
         assert self._right is not None
-        rights = [one.right_of(self._right).to(self._dtype, copy=True) for one in self.plan.thin]
-        dead = torch.stack([(right == 0).all(1) for right in rights]).tolist()
-        for one, right, columns in zip(self.plan.thin, rights, dead, strict=True):
-            if any(columns):
-                fresh = self._fresh(one)
-                for column, is_dead in enumerate(columns):
-                    if is_dead:
-                        right[column] = fresh[column]
+        some_are_zero = bool((self._right == 0).any())
+        for one in self.plan.thin:
+            right = one.right_of(self._right).to(self._dtype, copy=True)
+            if some_are_zero:
+                dead = (right == 0).all(1)
+                right[dead] = self._fresh(one)[dead]
             self._memory.put_named(_name(one), right)
 
     def _start(self, one: Thin) -> Tensor:
@@ -222,22 +220,27 @@ def _name(one: Thin) -> str:
 def _orthogonal(columns: Tensor) -> Tensor:
     """Rows of the same space that are orthonormal, or zero where one depends on those before."""
     basis = columns.to(torch.float64, copy=True)
-    for i in range(basis.shape[0]):
-        row, before = basis[i], basis[:i]
-        size = torch.linalg.vector_norm(row)
-        for _ in range(2 if i else 0):  # once leaves rounding errors of the size of what was taken away
-            row.sub_(before.t().mv(before.mv(row)))
-        rest = torch.linalg.vector_norm(row)
+    for i, row in enumerate(basis):
+        size = rest = torch.linalg.vector_norm(row)
+        if i:
+            before = basis[:i]
+            for _ in range(2):  # once leaves rounding errors of the size of what was taken away
+                row.sub_(before.t().mv(before.mv(row)))
+            rest = torch.linalg.vector_norm(row)
         # Not `rest > …`: what is not a number must stay so.
         row.mul_(torch.where(rest <= _DEPENDENT * size, 0.0, rest.reciprocal()))
     return basis
 
 
-def _row_blocks(matrix: Tensor, rank: int) -> Iterator[slice]:
+def _at_once(matrix: Tensor, rank: int) -> bool:
+    """Whether a thin product needs no blocks: it reads the matrix once, or the matrix fits the cache."""
+    return matrix.dtype in _NATIVE and (rank == 1 or matrix.device.type != "cpu" or matrix.numel() <= 2 * BLOCK)
+
+
+def _row_blocks(matrix: Tensor) -> Iterator[slice]:
     """Rows that are worked on together: thin products are up to twice as fast on a CPU where these fit the cache."""
     rows, cols = matrix.shape
-    whole = matrix.device.type != "cpu" or (rank == 1 and matrix.dtype in _NATIVE)
-    step = rows if whole else max(1, 2 * BLOCK // cols)
+    step = max(1, 2 * BLOCK // cols) if matrix.device.type == "cpu" else rows
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
@@ -250,14 +253,20 @@ def _wide(block: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _times(matrix: Tensor, right: Tensor, out: Tensor) -> None:
     """`out = (M Q)'`, with Q and the result one column per row."""
-    for rows in _row_blocks(matrix, len(right)):
+    if _at_once(matrix, len(right)):
+        torch.mm(right, matrix.t(), out=out)
+        return
+    for rows in _row_blocks(matrix):
         out[:, rows] = right @ _wide(matrix[rows], right.dtype).t()
 
 
 def _times_transposed(matrix: Tensor, left: Tensor, out: Tensor) -> None:
     """`out = (M' P)'`, with P and the result one column per row."""
+    if _at_once(matrix, len(left)):
+        torch.mm(left, matrix, out=out)
+        return
     result = torch.zeros_like(out, dtype=left.dtype)
-    for rows in _row_blocks(matrix, len(left)):
+    for rows in _row_blocks(matrix):
         result.addmm_(left[:, rows], _wide(matrix[rows], left.dtype))
     out.copy_(result)
 
@@ -270,7 +279,7 @@ def _put_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
     elif len(left) == 1:
         torch.mul(left[0][:, None], right[0], out=matrix)
     else:
-        for rows in _row_blocks(matrix, len(left)):
+        for rows in _row_blocks(matrix):
             torch.mm(left[:, rows].t(), right, out=matrix[rows])
 
 
@@ -281,7 +290,7 @@ def _add_product(matrix: Tensor, left: Tensor, right: Tensor, alpha: float) -> N
         matrix.addcmul_(left[0][:, None], right[0], value=alpha)
         return
     left, right = (left, right) if native else (left.float(), right.float())
-    for rows in _row_blocks(matrix, len(left)):
+    for rows in _row_blocks(matrix):
         block = matrix[rows]
         if native:
             block.addmm_(left[:, rows].t(), right, alpha=alpha)

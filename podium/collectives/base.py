@@ -7,6 +7,7 @@ seconds per message, beta seconds per byte, n bytes, p workers; see each file.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
@@ -50,5 +51,10 @@ class Scheduled(Collective):
         return self
 
     def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
-        chains = self.schedule(comm.index, comm.size, tensor.numel(), tensor.element_size())
-        return comm.exchange(chains, tensor)
+        return comm.exchange(_chains(self, comm.index, comm.size, tensor.numel(), tensor.element_size()), tensor)
+
+
+@lru_cache(maxsize=1024)
+def _chains(collective: Scheduled, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
+    """Workers exchange the same few sizes again and again."""
+    return collective.schedule(index, size, numel, itemsize)

@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, final
 
-from podium.collectives.base import Scheduled
+from podium.collectives.base import Collective, Scheduled
+from podium.collectives.links import measure
 from podium.collectives.moves import in_turn, require_positive, segments, star
 from podium.comm.schedule import Chain, element_cuts
 from podium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from podium.comm.base import Communicator
 
 
 @final
@@ -33,7 +37,7 @@ class Butterfly(Scheduled):
     name: ClassVar[str] = "butterfly"
 
     bandwidth: tuple[float, ...] | None = None
-    """Each member's link, in any unit; all alike when not given."""
+    """Each member's link, in any unit; measured when not given."""
     segment_bytes: int = 256 << 10
     """The largest message."""
 
@@ -41,6 +45,13 @@ class Butterfly(Scheduled):
         require_positive("Butterfly", segment_bytes=self.segment_bytes)
         if self.bandwidth is not None and not all(0 < b < math.inf for b in self.bandwidth):
             raise ConfigError(f"Butterfly: bandwidth must be above 0 and finite, got {list(self.bandwidth)}")
+
+    def prepare(self, comm: Communicator) -> Collective:
+        comm.meet()
+        given = self.bandwidth if self.bandwidth is not None and len(self.bandwidth) == comm.size else None
+        if comm.size <= 2:  # both send the same whatever their shares
+            return replace(self, bandwidth=None)
+        return replace(self, bandwidth=given or measure(comm).bandwidth)
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         if self.bandwidth is not None and len(self.bandwidth) != size:

@@ -15,13 +15,16 @@ Worth it where links inside a group are faster than between groups. Jia et al., 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, final
 
-from podium.collectives.base import Scheduled
+from podium.collectives.base import Collective, Scheduled
 from podium.collectives.moves import Span, in_turn, require_permutation, require_positive, ring_inside, segments
 from podium.comm.schedule import Chain, Move, element_cuts
 from podium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from podium.comm.base import Communicator
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -60,6 +63,11 @@ class Hierarchical(Scheduled):
             return self.groups
         step = self.group_size or nearest_divisor(size)
         return tuple(tuple(range(first, min(first + step, size))) for first in range(0, size, step))
+
+    def prepare(self, comm: Communicator) -> Collective:
+        comm.meet()
+        fits = self.groups is None or sum(map(len, self.groups)) == comm.size
+        return self if fits else replace(self, groups=None)  # they named members of whom some were lost
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         groups = self.groups_of(size)

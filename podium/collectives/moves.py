@@ -3,8 +3,8 @@
 Chains of one exchange touch different elements, so each segment can be a chain of its own: while one segment is being
 added the next is on the wire.
 
-Elements that were sent are not added to later, except by recursive doubling: a message may be read from its place for
-as long as it is on its way.
+Elements that were sent are not added to later, since a message may be read from its place for as long as it is on its
+way. The exception is recursive doubling, which adds to them in the very next move: of those a copy must be sent.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ def searched_ring(cost: Matrix) -> tuple[int, ...]:
     best = _tightened(cost, best)
     for kick in range(min(200, 200_000 // p**2)):
         slowest = ring_cost(cost, best.tolist())[0]
-        bound = slowest if kick % 2 else float(np.nextafter(slowest, -np.inf))  # a smaller sum, or a faster slowest link
+        # In turn: look for a smaller sum, and for a slowest link that is faster.
+        bound = slowest if kick % 2 else math.nextafter(slowest, -math.inf)
         best = _better(cost, best, _polished(cost, _kicked(best, kick), bound))
     best = _tightened(cost, best)
     return tuple(np.roll(best, -int(np.argmin(best))).tolist())

@@ -6,13 +6,16 @@ a few bytes, and as the plainest thing to compare others with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, final
 
-from podium.collectives.base import Scheduled
+from podium.collectives.base import Collective, Scheduled
 from podium.collectives.moves import require_positive, segments, star
 from podium.comm.schedule import Chain
 from podium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from podium.comm.base import Communicator
 
 
 @final
@@ -31,6 +34,10 @@ class ReduceToOne(Scheduled):
         require_positive("ReduceToOne", segment_bytes=self.segment_bytes)
         if self.root < 0:
             raise ConfigError(f"ReduceToOne: root must not be negative, got {self.root}")
+
+    def prepare(self, comm: Communicator) -> Collective:
+        comm.meet()
+        return self if self.root < comm.size else replace(self, root=0)  # the root may be among those that were lost
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         if self.root >= size:

@@ -9,13 +9,18 @@ Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, final
 
-from podium.collectives.base import Scheduled
+from podium.collectives.base import Collective, Scheduled
+from podium.collectives.links import measure
 from podium.collectives.moves import Span, fewer_parts, in_turn, require_permutation, require_positive, segments, spans
+from podium.collectives.order import best_ring
 from podium.comm.schedule import Chain, Move
 from podium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from podium.comm.base import Communicator
 
 
 @final
@@ -30,12 +35,22 @@ class Ring(Scheduled):
     least_bytes: int = 4096
     """Chunks are not smaller: a small tensor is cut into fewer chunks than there are members."""
     order: tuple[int, ...] | None = None
-    """The members in the order in which the ring visits them; by index when not given."""
+    """The members in the order in which the ring visits them; when not given, the best by measured links."""
+    measure: bool = True
+    """Whether links are measured where the order is not given; otherwise the ring follows the ranks."""
 
     def __post_init__(self) -> None:
         require_positive("Ring", segment_bytes=self.segment_bytes, least_bytes=self.least_bytes)
         if self.order is not None:
             require_permutation("Ring", "order", self.order, len(self.order))
+
+    def prepare(self, comm: Communicator) -> Collective:
+        comm.meet()
+        order = self.order if self.order is not None and len(self.order) == comm.size else None
+        if order is None and self.measure and comm.size > 3:  # rings of three differ in nothing
+            links = measure(comm)
+            order = best_ring(links.large)
+        return replace(self, order=order)
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         if self.order is not None and len(self.order) != size:

@@ -44,6 +44,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
+        self._kept: list[mmap.mmap] = []  # or another segment might get the address of one whose tensors are gone
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros in a segment of their own."""
@@ -53,8 +54,10 @@ class Arena:
         file = os.memfd_create(_NAME, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         os.ftruncate(file, nbytes)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-        tensor = torch.frombuffer(mmap.mmap(file, nbytes), dtype=dtype, count=numel)
+        memory = mmap.mmap(file, nbytes)
+        tensor = torch.frombuffer(memory, dtype=dtype, count=numel)
         segment = _Segment(tensor.data_ptr(), nbytes, file, os.fstat(file).st_ino)
+        self._kept.append(memory)
         self._segments = sorted([*self._segments, segment])  # a new list: others may be reading the old one
         return tensor
 

@@ -2,7 +2,8 @@
 
 A schedule is a set of *chains*. The chains of one exchange run side by side and touch different elements; the moves of
 one chain happen in their order. A move is `send`, `add` (receive and add to one's own) or `put` (receive in place of
-one's own). All ranks work out their own part from the same few numbers, so nothing has to be agreed on beforehand.
+one's own). Elements that were sent may be added to in the very next move only, and are copied for that. All ranks work
+out their own part from the same few numbers, so nothing has to be agreed on beforehand.
 
 A message is named by (chain, round): a rank sends at most one to a given peer in a given round of a given chain, and
 its receiver has a move of the same chain, round and elements.
@@ -56,7 +57,7 @@ class Running:
         self._moving = [False] * len(chains)
         self._early: dict[tuple[int, int, int], Tensor] = {}  # (peer, chain, round) -> what came before its turn
         self._unsent = 0
-        self._left = len(chains)
+        self._left = sum(bool(chain) for chain in chains)
         self._awaited = {
             (move.peer, c, move.round): move for c, chain in enumerate(chains) for move in chain if move.kind != "send"
         }
@@ -64,7 +65,7 @@ class Running:
 
     def start(self) -> None:
         """Do what can be done without hearing from anyone."""
-        if not self._chains:
+        if not self._left:
             self._settle()
         for c in range(len(self._chains)):
             self._go_on(c)
@@ -122,6 +123,8 @@ class Running:
                 self._moving[c] = True
             mine = self._tensor[move.start : move.stop]
             if part is None:
+                if self._is_added_to_next(c, move):
+                    mine = mine.clone()
                 self._post(move.peer, (c, move.round), mine)
             elif move.kind == "add":
                 mine.add_(part)
@@ -134,6 +137,13 @@ class Running:
                 self._left -= over
             if over:
                 self._settle()
+
+    def _is_added_to_next(self, c: int, move: Move) -> bool:
+        """Whether elements that are being sent would change under way."""
+        chain, after = self._chains[c], self._at[c] + 1
+        if after == len(chain) or chain[after].kind != "add":
+            return False
+        return chain[after].start < move.stop and move.start < chain[after].stop
 
     def _settle(self) -> None:
         with self._lock:

@@ -35,6 +35,8 @@ KINDS: dict[str, str] = {
     "restored": "a server took the place of a lost one: source (of its state), updates",
     "lost_updates": "a restored server heard how much of its work is gone: range, updates",
     "replaced": "a lost server was replaced: server, took_ns",
+    "codec": "codecs were chosen: why, chosen, by_bucket, predicted_ms (of a step, by codec), link, rates",
+    "codec_check": "a choice was held against its step times: measured_ms, predicted_ms, dense_ms, keeps",
     "scaled": "workers or servers were asked to join or leave: workers, servers",
     "lost": "a rank was lost: lost (rank), cause, generation",
     "regroup": "the survivors agreed: generation, members, source, step, took_ns",

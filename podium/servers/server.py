@@ -8,6 +8,7 @@ One loop, one message at a time, so updates cannot race. What workers ask of it:
     leave   a worker is through; once all are, each gets parameters and optimizer state to take home
     skip    a worker takes no part in this stretch
     retire  this server is no longer needed
+    probe   a worker measures how long it takes to be answered
 
 How pushes become updates is the intake's part (`streams.py`, `gathers.py`), who may go on the gate's, leases the
 cursor's, copies for the day this server is lost `copies.py`'s.
@@ -113,6 +114,7 @@ class Server:
             "leave": self._leave,
             "skip": self._skip,
             "retire": self._retire,
+            "probe": self._probe,
             **self.copies.does,
             "have": self._word,
             "norm": self._word,
@@ -178,7 +180,7 @@ class Server:
             self.shard = self.make_shard(self.comm.rank, self.servers)
         self.rules = Rules.from_dict(meta["rules"])
         self.mitigation = make_mitigation(meta["mitigation"], meta["strength"])
-        self.wires.begin()
+        self.wires.begin(meta.get("codec"))
         self.workers = tuple(meta["workers"])
         self.versions = [0] * len(self.shard.units)
         self._left.clear()
@@ -349,6 +351,9 @@ class Server:
         self._left[message.source] = message
         self.intake.leave(message.source)
         self.let_go()
+
+    def _probe(self, message: Message) -> None:
+        self.answer(message, {})
 
     def _skip(self, message: Message) -> None:
         self._skipped.add(message.source)

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from podium.codecs import CODECS, make_codec
 from podium.codecs.base import Codec, Memory, Span, Turn
 from podium.comm.base import Message
-from podium.errors import CommError
+from podium.config import parse_spec
+from podium.errors import CommError, UnknownName
 from podium.flat import Flat
 from podium.reducing import span_of
 from podium.servers.ranges import Range
@@ -37,8 +39,16 @@ class Wires:
     def packs_answers(self) -> bool:
         return not self._pull.exact
 
-    def begin(self) -> None:
-        """A stretch begins: nobody holds anything of ours yet."""
+    def begin(self, chosen: str | None) -> None:
+        """A stretch begins: nobody holds anything of ours yet. `chosen`: the codec that the workers chose, if they did.
+
+        It comes over the network, so it can only be one of Podium's own.
+        """
+        if chosen is not None:
+            name, options = parse_spec(chosen)
+            if name not in CODECS:
+                raise UnknownName("codec", name, CODECS)
+            self._push = make_codec(name, options)
         self._held.clear()
         self._memory.clear()
         self._spans.clear()

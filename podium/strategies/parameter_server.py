@@ -321,6 +321,7 @@ class ParameterServer(Strategy[PSState]):
             "end": worker.horizon,
             "batch_size": worker.batch_size,
             "parts": self._parts(worker),
+            "codec": worker.push[0],
             "unit_bytes": self._unit_bytes(worker),
         }
 
@@ -452,12 +453,13 @@ class _Pushes:
             **facts,
         }
         body, into = [r.of(self._grads) for r in ranges], [r.of(self._params) for r in ranges]
-        rows = bool(ranges) and ranges[0].row > 0
+        rows, (_, packing) = bool(ranges) and ranges[0].row > 0, worker.push
         if rows:
             body = self._rows(ranges[0])
-        elif not worker.packing.codec.exact:
+        elif not packing.codec.exact:
             spans = layout.units[u].of(self.state.spans[m])
-            body = [worker.packing.pack(g, s, self._turn, worker.memory) for g, s in zip(body, spans, strict=True)]
+            body = [packing.pack(g, s, self._turn, worker.memory) for g, s in zip(body, spans, strict=True)]
+            worker.comm.clock.touch(round(packing.codec.passes * sum(span.numel for span in spans) * 4))
             meta["turn"] = list(self._turn)
         whole = not rows and self._pull.exact
         self.units.append((m, u))

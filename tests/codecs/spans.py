@@ -31,9 +31,11 @@ def decode(codec: Codec, wire: Tensor, span: Span, turn: Turn, dtype: torch.dtyp
 
 
 def run_rounds(workers: list[Rounds]) -> None:
-    """Add up until nothing more is sent, each worker getting a sum of its own."""
+    """Add up until nothing more is sent, in place as a collective does."""
     wires: list[Tensor | None] = [rounds.first() for rounds in workers]
     while wires[0] is not None:
-        summed = torch.stack([wire for wire in wires if wire is not None]).sum(0)
-        wires = [rounds.next(summed.clone()) for rounds in workers]
-        assert len({wire is None for wire in wires}) == 1
+        given = [wire for wire in wires if wire is not None]
+        assert len(given) == len(workers)
+        summed = torch.stack(given).sum(0)
+        wires = [rounds.next(wire.copy_(summed)) for rounds, wire in zip(workers, given, strict=True)]
+    assert all(wire is None for wire in wires)

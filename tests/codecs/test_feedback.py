@@ -67,6 +67,7 @@ def test_nothing_that_was_put_is_seen_before_it_is_kept() -> None:
     memory.commit()
     kept = memory.get("residual", span)
     assert kept is not None and kept.tolist() == [1.0] * 4 and memory.get_named("q") is not None
+    memory.put("residual", span).fill_(1.0)
     memory.clear()
     assert memory.get("residual", span) is None and memory.get_named("q") is None
 
@@ -81,6 +82,16 @@ def test_spans_that_were_not_written_stay_as_they_were() -> None:
     memory.put("residual", left).fill_(2.0)  # asked for twice is not twice as much
     memory.commit()
     assert memory.of_span["residual"][0].tolist() == [2.0] * 3 + [1.0] * 3
+
+
+def test_what_was_forgotten_does_not_come_back_with_the_first_step() -> None:
+    memory = Memory([torch.zeros(6)])
+    left, right = Span(0, 0, 3), Span(0, 3, 6)
+    memory.put("residual", right).fill_(1.0)
+    memory.forget()
+    memory.put("residual", left).fill_(2.0)
+    memory.commit()
+    assert memory.of_span["residual"][0].tolist() == [2.0] * 3 + [0.0] * 3
 
 
 def test_who_keeps_its_own_residual_gets_none() -> None:

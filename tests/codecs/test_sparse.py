@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from podium.codecs import make_codec
-from podium.codecs.base import Turn
+from podium.codecs.base import Memory, Span, Turn
 from podium.codecs.dgc import DGC
-from podium.codecs.sparse import choose, pack, room_for, unpack
+from podium.codecs.sparse import Select, choose, pack, room_for, unpack
 from podium.errors import ConfigError
 from tests.codecs.spans import decode, memory_of, noise, span_of
 
-SHAPES = {
+SHAPES: dict[str, Callable[[int, int], Tensor]] = {
     "normal": noise,
     "heavy": lambda n, seed: noise(n, seed) ** 15,
     "constant": lambda n, seed: torch.full((n,), 0.5),
@@ -43,15 +45,15 @@ def test_a_sample_never_keeps_more_than_wanted_and_seldom_less(shape: str, ratio
 
 
 @pytest.mark.parametrize("select", ("exact", "sampled"))
-def test_of_zeros_nothing_is_kept(select: str) -> None:
-    assert choose(torch.zeros(100_000), 1000, select).numel() == 0  # type: ignore[arg-type]
+def test_of_zeros_nothing_is_kept(select: Select) -> None:
+    assert choose(torch.zeros(100_000), 1000, select).numel() == 0
 
 
 @pytest.mark.parametrize("select", ("exact", "sampled"))
-def test_a_sample_that_sees_nothing_is_not_believed(select: str) -> None:
+def test_a_sample_that_sees_nothing_is_not_believed(select: Select) -> None:
     tensor = torch.zeros(1_000_000)
     tensor[7::101] = 1.0  # between the sampled places
-    assert choose(tensor, 8000, select).numel() == 8000  # type: ignore[arg-type]
+    assert choose(tensor, 8000, select).numel() == 8000
 
 
 @pytest.mark.parametrize("small", (0.0, 1.0))
@@ -74,8 +76,8 @@ def test_exact_means_the_largest(shape: str) -> None:
 def test_what_is_not_finite_is_largest() -> None:
     tensor = noise(200_000)
     tensor[[5, 70_000, 199_999]] = torch.tensor([math.nan, math.inf, -math.inf])
-    for select in ("exact", "sampled"):
-        assert {5, 70_000, 199_999} <= set(choose(tensor, 2000, select).tolist())  # type: ignore[arg-type]
+    assert {5, 70_000, 199_999} <= set(choose(tensor, 2000, "exact").tolist())
+    assert {5, 70_000, 199_999} <= set(choose(tensor, 2000, "sampled").tolist())
 
 
 @settings(max_examples=30)
@@ -140,6 +142,7 @@ class TestDGC:
             DGC().check(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5).param_groups[0])
 
 
-def memory_at(memory: object, name: str, span: object) -> np.ndarray:
-    kept: Tensor = memory.get(name, span)  # type: ignore[attr-defined]
-    return kept.double().numpy()
+def memory_at(memory: Memory, name: str, span: Span) -> npt.NDArray[np.float64]:
+    kept = memory.get(name, span)
+    assert kept is not None
+    return np.asarray(kept.double().numpy())
