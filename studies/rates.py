@@ -24,13 +24,23 @@ from podium.study.rates import QUICK, Rates, draw, run
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--jobs", type=int, help="Runs at a time; as many as there are cores, at most 8, when not given.")
 @click.option("--out", type=click.Path(path_type=Path), help="[docs/studies; runs/rates-quick with --quick]")
+@click.option("--task", "tasks", multiple=True, help="Only this one of the study's tasks; may be repeated.")
 @click.option("--quick", is_flag=True, help="A few runs on scikit-learn's digits, to see that it works.")
 @click.option("--draw", "only_draw", is_flag=True, help="Only make page and figure again from rates.jsonl.")
-def main(data_dir: str, device: str, jobs: int | None, out: Path | None, quick: bool, only_draw: bool) -> None:
+def main(
+    data_dir: str,
+    device: str,
+    jobs: int | None,
+    out: Path | None,
+    tasks: tuple[str, ...],
+    quick: bool,
+    only_draw: bool,
+) -> None:
     out = out or Path("runs/rates-quick" if quick else "docs/studies")
-    study = dataclasses.replace(QUICK if quick else Rates(), data_dir=data_dir, device=device)
     again = 0
     try:
+        study = (QUICK if quick else Rates()).only(tasks)
+        study = dataclasses.replace(study, data_dir=data_dir, device=device)
         if only_draw:
             draw(out)
         else:

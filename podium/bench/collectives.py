@@ -2,9 +2,9 @@
 
 Every worker has a process and a thread. `host`: the workers share one machine, so Podium may use its memory; `link`:
 each lives in a network namespace of its own, whose link is shaped to so many gigabits each way. Podium's workers and
-gloo's are different processes, set up as their users have them; gloo is also measured with the allocator's switch that
-Podium's ranks set (`podium.allocator`), so that this is not mistaken for better communication. Each collective must
-first show that it gives the sum (`peers/summing.py`).
+gloo's are different processes, set up as their users have them; on the host gloo is also measured with the allocator's
+switch that Podium's ranks set (`podium.allocator`), so that this is not mistaken for better communication. Each
+collective must first show that it gives the sum (`peers/summing.py`).
 
 Rounds go round the contenders, in an order that turns; whoever is not measured sleeps. Small messages are repeated
 within a round. Ratios are taken round by round.
@@ -81,17 +81,17 @@ def bench_collectives(
     not given, 1 where this machine allows it.
     """
     _check(peers, sizes, collectives, (*workers, *link_workers), link_gbits)
-    given = tuple(peers)
+    on_host, on_link = ((PLAIN, KEEPING_MEMORY), (PLAIN,)) if peers else ((), ())
     rows: list[dict[str, Any]] = []
     for count in workers:
         names = tuple(n for name in collectives for n in ((name, OUTSIDE) if name == "shared" else (name,)))
-        rows += _host(Setting("host", count, sizes, names, given, rounds or 9, _HOST_BYTES))
+        rows += _host(Setting("host", count, sizes, names, on_host, rounds or 9, _HOST_BYTES))
     document: dict[str, Any] = {"bench": "collectives", "peers": list(peers), "rows": rows}
     gbits, reason = _rate_or_reason(link_gbits) if link_workers else (0.0, "no workers asked for")
     if gbits:
         between = tuple(name for name in collectives if name != "shared")
         for count in link_workers:
-            rows += _link(Setting("link", count, sizes, between, given, rounds or link_rounds, _LINK_BYTES), gbits)
+            rows += _link(Setting("link", count, sizes, between, on_link, rounds or link_rounds, _LINK_BYTES), gbits)
     document["link"] = {"gbits": gbits} if gbits else {"skipped": reason}
     return {**document, **_summary(rows)}
 
@@ -155,7 +155,7 @@ def _contenders(
         podium = PodiumSums(folder, places, setting.collectives)
         ends.callback(podium.end)
         contenders: dict[str, Summing] = dict.fromkeys(setting.collectives, podium)
-        for name in (PLAIN, KEEPING_MEMORY) if setting.peers else ():
+        for name in setting.peers:
             contenders[name] = Gloo(folder, places, interfaces, keeping_memory=name == KEEPING_MEMORY)
             ends.callback(contenders[name].end)
         yield contenders
@@ -186,7 +186,7 @@ def _rows_of(
         }
         if isinstance(team, PodiumSums):
             row["chosen"] = team.chosen(name, nbytes)
-            for peer in (PLAIN, KEEPING_MEMORY) if PLAIN in times else ():
+            for peer in setting.peers:
                 row |= _compared(f"vs_{peer.replace('-', '_')}", times[peer], times[name])
         if _BARE in times:
             row["bandwidth_ms"] = spread_ms(times[_BARE])

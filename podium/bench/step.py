@@ -1,6 +1,7 @@
 """`podium bench step`: one training step of all-reduce against DistributedDataParallel.
 
-All train the same model from the same start on the same batches, over gloo. Each contender has ranks of its own, set up
+All train the same model from the same start on the same batches. `podium` adds up in shared memory, as it does on one
+host; `podium_over_gloo` and DDP through gloo. Each contender has ranks of its own, set up
 as its users have them: Podium's as its launchers start them, DDP's as a plain script is. Rounds of a few steps go
 round the contenders; whoever is not measured sleeps. A round's time is the slowest rank's. At the end all parameters
 must agree, or the comparison would not be of the same work.
@@ -24,6 +25,8 @@ from podium.allocator import keep_freed_memory
 from podium.bench.rounds import interleave, ratio, spread_ms
 from podium.cluster.local import fork_server, nullified_main
 from podium.cluster.rendezvous import rendezvous_folder
+from podium.collectives import make_collective
+from podium.comm.arena import Arena
 from podium.comm.memory import WallClock
 from podium.comm.real import RealCommunicator
 from podium.comm.torch_dist import Group, file_store
@@ -35,7 +38,14 @@ from podium.worker import Batch, Worker
 
 PEERS = ("ddp",)
 TASKS = ("wide-mlp", "cifar10-resnet20")
-_CONTENDERS = ("podium", "ddp", "ddp_bucket_views", "ddp_keeping_memory", "ddp_bucket_views_keeping_memory")
+_CONTENDERS = (
+    "podium",
+    "podium_over_gloo",
+    "ddp",
+    "ddp_bucket_views",
+    "ddp_keeping_memory",
+    "ddp_bucket_views_keeping_memory",
+)
 _SHAPES = {"cifar10-resnet20": (3, 32, 32), "mnist-lenet5": (1, 28, 28)}
 _CLASSES = 10
 _DEADLINE_S = 300.0
@@ -70,7 +80,7 @@ def bench_step(
     if steps < 1 or ranks < 1:
         raise ConfigError(f"bench step: steps and ranks must be at least 1, got {steps} and {ranks}")
     options = {"overlap": overlap, **({} if bucket_bytes is None else {"bucket_bytes": bucket_bytes})}
-    names = _CONTENDERS if peers else _CONTENDERS[:1]
+    names = _CONTENDERS if peers else _CONTENDERS[:2]
     rows = [_row(Setting(task, data_dir, ranks, steps, options), names, rounds or 15) for task in tasks.split(",")]
     return {"bench": "step", "peers": list(peers), "ranks": ranks, "steps_per_round": steps, "rows": rows}
 
@@ -86,11 +96,13 @@ def _row(setting: Setting, names: Sequence[str], rounds: int) -> dict[str, Any]:
                 team.end()
     spread = {name: spread_ms(measured) for name, measured in times.items()}
     row: dict[str, Any] = {"task": setting.task, "ranks": setting.ranks, "step_ms": spread}
-    if len(names) > 1:
-        as_started = min(names[1:3], key=lambda name: spread[name]["median"])
-        tuned = min(names[1:], key=lambda name: spread[name]["median"])
+    peers = [name for name in names if name.startswith("ddp")]
+    if peers:
+        as_started = min(peers[:2], key=lambda name: spread[name]["median"])
+        tuned = min(peers, key=lambda name: spread[name]["median"])
         row |= {**ratio(times["podium"], times[as_started]), "against": as_started}
         row["ratio_to_fastest_ddp"] = {**ratio(times["podium"], times[tuned]), "against": tuned}
+        row["ratio_over_gloo"] = {**ratio(times["podium_over_gloo"], times[as_started]), "against": as_started}
         row["difference"] = max(_difference(finals["podium"], finals[name]) for name in names[1:])
     return row
 
@@ -150,7 +162,7 @@ def _rank(rank: int, name: str, setting: Setting, folder: str, pipe: Connection)
     torch.set_num_threads(1)
     task = load_task(setting.task, data_dir=setting.data_dir)
     batches = _batches(task, rank, setting.ranks)
-    make = _podium if name == "podium" else _ddp
+    make = _podium if name.startswith("podium") else _ddp
     step, barrier, model = make(name, task, rank, setting, folder, batches)
     try:
         while True:
@@ -179,11 +191,30 @@ def _podium(
     keep_freed_memory()
     group = Group(file_store(Path(folder) / name), host="127.0.0.1", deadline_s=_DEADLINE_S)
     ranks = range(setting.ranks)
-    comm = RealCommunicator(rank, ranks, (), WallClock(), group=group, channel=None, deadline_s=_DEADLINE_S)
+    shared = name == "podium"
+    comm = RealCommunicator(
+        rank,
+        ranks,
+        (),
+        WallClock(),
+        group=group,
+        channel=None,
+        deadline_s=_DEADLINE_S,
+        arena=Arena() if shared else None,
+    )
     strategy = make_strategy("all-reduce", setting.strategy, setting.ranks)
     torch.manual_seed(0)
     model = task.model()
-    worker = Worker(model, task.optimizer(model), comm, loss=task.loss, bucket_bytes=strategy.bucket_bytes)
+    collective = make_collective("auto" if shared else "backend")
+    worker = Worker(
+        model,
+        task.optimizer(model),
+        comm,
+        loss=task.loss,
+        bucket_bytes=strategy.bucket_bytes,
+        collective=collective,
+    )
+    worker.prepare_exchanges()
     state = strategy.init(worker)
     turns = _in_turn([Batch(x, y, len(y), 1 / setting.ranks) for x, y in batches])
     return lambda: strategy.step(worker, state, turns()), comm.barrier, model

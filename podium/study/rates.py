@@ -25,12 +25,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import podium
-from podium.errors import ConfigError, MissingExtra, PodiumError, TrainingError
+from podium.errors import ConfigError, MissingExtra, PodiumError, TrainingError, UnknownName
 from podium.measure.manifest import versions
 from podium.measure.records import read_records, to_json
 from podium.study.format import ABSENT, plain, spread
@@ -122,6 +122,14 @@ class Rates:
             raise ConfigError("rates: seeds and workloads must name at least one each, got none")
         if self.deadline_s <= 0:
             raise ConfigError(f"rates: deadline_s must be above 0, got {self.deadline_s}")
+
+    def only(self, tasks: Sequence[str]) -> Rates:
+        """The study of these tasks alone; of all of them where none is named."""
+        known = {load.task: load for load in self.workloads}
+        for task in tasks:
+            if task not in known:
+                raise UnknownName("task of the study", task, known)
+        return replace(self, workloads=tuple(known[task] for task in tasks)) if tasks else self
 
     def cells(self) -> list[Cell]:
         """All runs, seed by seed, so that a study that was cut short has some of everything."""
@@ -329,14 +337,14 @@ def _told(row: Mapping[str, Any]) -> str:
 
 
 def _check_same(study: Rates, store: Store) -> None:
-    """Refuse to mix runs of two designs in one file."""
+    """Refuse to mix runs of two designs of one task in one file; tasks that are not asked for stay as they are."""
     wanted = {load.task: (load.epochs, study.workers, study.device, dict(load.options)) for load in study.workloads}
     for row in store.rows():
         found = (row["epochs"], row["workers"], row["device"], row["task_options"])
-        if row["task"] not in wanted or found != wanted[row["task"]]:
+        if found != wanted.get(row["task"], found):
             raise ConfigError(
-                f"rates: {store.results} holds another study, with {row['task']} and (epochs, workers, device, "
-                f"options) {found}; wanted {wanted}. Give another --out"
+                f"rates: {store.results} holds other runs of {row['task']}, with (epochs, workers, device, options) "
+                f"{found}; wanted {wanted[row['task']]}. Give another --out"
             )
 
 
@@ -619,20 +627,32 @@ def _sizes(panels: Sequence[Panel]) -> str:
 
 
 def _again(panels: Sequence[Panel], rows: Sequence[Row]) -> str:
-    facts = panels[0].facts
-    quick = {panel.task for panel in panels} == {load.task for load in QUICK.workloads}
-    flag = " --quick" if quick else f" --data-dir DIR --device {facts['device']}"
-    where = {"cuda": "one GPU", "cpu": "CPU cores, one per run"}.get(facts["device"], facts["device"])
     done = [row for row in rows if row["status"] == "finished"]
-    wall = math.fsum(row["wall_s"] for row in done) / len(done)
-    used = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if name in ("python", "torch"))
-    text = f"{len(done)} runs on {where} ({used}), several at a time, {plain(wall, 2)} s each on average. The workers "
-    text += (
-        "of a run are simulated: their gradients are real, the network is not. Folders `mnist` and `cifar10` in DIR "
+    text = (
+        f"{len(done)} runs, several at a time: {'; '.join(_where(panel, done) for panel in panels)}. The workers of a "
     )
-    text += "hold the data files. A study that was cut short goes on when asked for again; `--draw` only makes this "
-    text += "page again from `rates.jsonl`."
-    return f"## Make it again\n\n```\npython studies/rates.py{flag} --jobs N\n```\n\n{text}"
+    text += "run are simulated: their gradients are real, the network is not. The tasks' files are in folders of "
+    text += "DIR, `mnist` and `cifar10`. A study that was cut short goes on when asked for again; `--draw` only makes "
+    text += "this page again from `rates.jsonl`."
+    return f"## Make it again\n\n```\n{_commands(panels)}\n```\n\n{text}"
+
+
+def _where(panel: Panel, done: Sequence[Row]) -> str:
+    facts, walls = panel.facts, [row["wall_s"] for row in done if row["task"] == panel.task]
+    where = {"cuda": "one GPU", "cpu": "a CPU core each"}.get(facts["device"], facts["device"])
+    used = ", ".join(f"{name} {facts['versions'][name]}" for name in ("python", "torch"))
+    return f"{panel.title} on {where} ({used}), {plain(math.fsum(walls) / len(walls), 2)} s a run on average"
+
+
+def _commands(panels: Sequence[Panel]) -> str:
+    """One command for all tasks, or one for each where devices differ."""
+    if {panel.task for panel in panels} <= {load.task for load in QUICK.workloads}:
+        return "python studies/rates.py --quick"
+    start = "python studies/rates.py --data-dir DIR --jobs N"
+    devices = {panel.facts["device"] for panel in panels}
+    if len(devices) == 1:
+        return f"{start} --device {devices.pop()}"
+    return "\n".join(f"{start} --device {panel.facts['device']} --task {panel.task}" for panel in panels)
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:

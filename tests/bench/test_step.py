@@ -23,7 +23,7 @@ def test_podium_and_ddp_do_the_same_work_in_every_round() -> None:
 
 def test_without_peers_only_podium_is_measured() -> None:
     (row,) = bench_step((), rounds=1, tasks="digits-mlp", steps=1)["rows"]
-    assert set(row["step_ms"]) == {"podium"}
+    assert set(row["step_ms"]) == {"podium", "podium_over_gloo"}
     assert "ratio" not in row
 
 

@@ -259,18 +259,23 @@ def test_a_lease_that_is_pushed_twice_is_applied_once(mode: str, servers: int) -
 def test_a_worker_dies_after_some_units_of_its_push(mode: str, servers: int) -> None:
     """Whoever does its slice again moves only what it had not yet moved, or all of it: every unit once."""
     for units in range(1, 4):
-        seeded = threading.Event()
+        drawn = threading.Event()
 
-        def survivor(fake: Fake, seeded: threading.Event = seeded) -> list[float]:
+        def survivor(fake: Fake, drawn: threading.Event = drawn) -> list[float]:
             fake.seed(MODES[mode], slices=6)
-            seeded.set()
-            fake.work()
+            fake.comm.barrier()
+            lease = fake.draw()
+            assert drawn.wait(WAIT_S)  # or all slices may be done before the other has one
+            fake.work(lease)
             return fake.home()
 
-        def victim(fake: Fake, seeded: threading.Event = seeded, units: int = units) -> None:
-            seeded.wait(WAIT_S)
-            fake.dies_after = units
-            fake.work()
+        def victim(fake: Fake, drawn: threading.Event = drawn, units: int = units) -> None:
+            assert units <= len(fake.units), "it is to die in its first push"
+            fake.comm.barrier()
+            lease = fake.draw()
+            drawn.set()
+            fake.dies_after, fake.dies_waiting = units, True
+            fake.work(lease)
 
         (params, death), served = play(survivor, victim, servers=servers)
         assert isinstance(death, Died)

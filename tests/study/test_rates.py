@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.building import make_packing
-from podium.errors import ConfigError, DataError
+from podium.errors import ConfigError, DataError, UnknownName
 from podium.study.rates import (
     CODECS,
     PAIRS,
@@ -185,6 +185,13 @@ class TestPage:
         assert [panel.task for panel in panels] == ["cifar10-resnet20"]
         assert "- MNIST, LeNet-5, `dense`, seed 0: TrainingError" in page(panels, failing)
 
+    def test_tasks_on_two_devices_are_made_again_by_two_commands(self, rows: list[Row]) -> None:
+        mixed = [{**row, "device": "cuda"} if "cifar" in row["task"] else row for row in rows]
+        text = page(tabulate(mixed), mixed)
+        assert "--device cpu --task mnist-lenet5\n" in text and "--device cuda --task cifar10-resnet20\n" in text
+        assert "CIFAR-10, ResNet-20 on one GPU" in text
+        assert "--task" not in page(tabulate(rows), rows)
+
     def test_feedback_is_told_by_its_difference(self, rows: list[Row]) -> None:
         text = page(tabulate(rows), rows)
         assert "| MNIST, LeNet-5 | `top-k:ratio=0.01` | `top-k:ratio=0.01;feedback=false` | +29.5" in text
@@ -247,6 +254,12 @@ class TestDesign:
         assert len(cells) == len({cell.key for cell in cells}) == 2 * 19 * 3
         assert set(QUICK.codecs) <= set(CODECS)
 
+    def test_tasks_can_be_chosen_and_unknown_ones_are_refused(self) -> None:
+        assert Rates().only([]) == Rates()
+        assert {cell.load.task for cell in Rates().only(["cifar10-resnet20"]).cells()} == {"cifar10-resnet20"}
+        with pytest.raises(UnknownName, match="Did you mean 'mnist-lenet5'"):
+            Rates().only(["mnist-lenet"])
+
     def test_dense_must_be_there(self) -> None:
         with pytest.raises(ConfigError, match="codecs must hold dense"):
             Rates(codecs=("fp16",))
@@ -301,7 +314,7 @@ class TestRunning:
     def test_another_design_in_the_same_file_is_refused(self, tmp_path: Path) -> None:
         open_store(tmp_path).append(make_row("dense", 0, 0.9, task="digits-mlp"))
         study = Rates(workloads=(DIGITS,), codecs=("dense",), seeds=(0,))
-        with pytest.raises(ConfigError, match="holds another study"):
+        with pytest.raises(ConfigError, match="holds other runs of digits-mlp"):
             run(study, tmp_path, jobs=1)
 
     def test_missing_data_are_found_before_the_first_run(self, tmp_path: Path) -> None:

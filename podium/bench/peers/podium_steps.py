@@ -25,7 +25,6 @@ from podium.task import load_task
 from podium.worker import Batch, Worker
 
 _TASK = "wide-mlp"
-_FACTS = ("chosen", "why", "predicted_ms", "measured_ms", "keeps")
 _EPOCHS_DONE = 100  # by then every codec's warm-up is over
 
 
@@ -85,6 +84,12 @@ class _Replica:
     def chosen(self) -> dict[str, Any]:
         """What `auto` has come to: the codecs that are in use now, and its reasons."""
         assert self._worker is not None
-        facts = {key: value for news in self._worker.news for key, value in news.items() if key in _FACTS}
         packs = any(not packing.codec.exact for packing in self._worker.packings)
-        return {"codec": "+".join(facts["chosen"]) if packs else "dense", **facts}
+        news = {fact["kind"]: fact for fact in self._worker.news}
+        decided, checked = news["codec"], news.get("codec_check", {})
+        return {
+            "codec": "+".join(decided["chosen"]) if packs else "dense",
+            "why": decided.get("why", ""),
+            "predicted_ms": decided.get("predicted_ms", {}),
+            "check": {key: value for key, value in checked.items() if key != "kind"},
+        }
