@@ -9,9 +9,12 @@ import pytest
 import torch
 
 import podium
+from podium.collectives import make_collective
+from podium.comm.base import Communicator
 from podium.data.order import GlobalOrder
 from podium.files import load_tensors
 from podium.task import load_task
+from tests.worlds import Real
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,3 +90,38 @@ def test_bf16_autocast_on_the_gpu_learns(tmp_path: Path) -> None:
     result = run(tmp_path, "all-reduce", 2, autocast="bf16")
     assert np.isfinite(result.loss)
     assert result.metrics["accuracy"] > 0.8
+
+
+def sums_on_the_gpu(comm: Communicator) -> list[str]:
+    """Every collective that can be had here, on tensors of the one GPU; what came out wrong."""
+    wrong = []
+    for name in ("shared", "auto", "ring", "halving-doubling", "task-graph", "backend"):
+        collective = make_collective(name).prepare(comm)
+        for numel in (1, 1000, 1 << 20):
+            for dtype in (torch.float32, torch.float16):
+                tensor = torch.full((numel,), comm.rank + 1.0, dtype=dtype, device="cuda")
+                tensor[-1] = 0.5
+                comm.wait(collective.all_reduce(comm, tensor))
+                expected = torch.full((numel,), comm.size * (comm.size + 1) / 2, dtype=dtype)
+                expected[-1] = comm.size / 2
+                if not torch.equal(tensor.cpu(), expected):
+                    wrong.append(f"{name} {numel} {dtype}")
+    mine = torch.tensor([comm.rank, comm.rank], dtype=torch.uint8, device="cuda")
+    into = torch.empty(2 * comm.size, dtype=torch.uint8, device="cuda")
+    comm.wait(comm.all_gather(mine, into))
+    if into.tolist() != [rank for rank in range(comm.size) for _ in range(2)]:
+        wrong.append("all-gather")
+    return wrong
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_ranks_that_share_a_gpu_add_up_there(workers: int) -> None:
+    assert Real(shared=True).run(sums_on_the_gpu, workers, deadline_s=60.0) == [[]] * workers
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8", "ef-sign", "top-k:ratio=0.05", "dgc", "power-sgd:rank=2", "auto"])
+@pytest.mark.parametrize("strategy", ["all-reduce", "parameter-server"])
+def test_codecs_on_the_gpu(tmp_path: Path, strategy: str, codec: str) -> None:
+    result = run(tmp_path, strategy, 2, codec=codec)
+    assert len(set(result.param_hash.values())) == 1
+    assert result.metrics["accuracy"] > 0.6

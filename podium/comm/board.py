@@ -10,6 +10,9 @@ virtual worlds.
 
 Exchanges are carried out in order, by whoever waits for them, or by a thread of their own where the host has cores to
 spare. A worker that is gone is noticed by its process's end; one that gave up says so on its board.
+
+Tensors of a GPU that all workers share are added up there, each worker its part, through the driver's own sharing of
+memory; where that is not to be had they are copied to shared memory and back.
 """
 
 from __future__ import annotations
@@ -29,10 +32,11 @@ from torch import Tensor
 from podium.comm import futex
 from podium.comm.arena import Arena, Neighbour, Place
 from podium.comm.base import Handle
+from podium.comm.device import Described, Opened, identity
 from podium.errors import CommError, Lost
 
-_ARRIVED, _DONE, _ABANDONED, _FILE, _INODE, _OFFSET, _NUMEL, _DTYPE = range(8)
-_WORDS = 8
+_ARRIVED, _DONE, _ABANDONED, _FILE, _INODE, _OFFSET, _NUMEL, _DTYPE, _TEXT = range(9)
+_WORDS = 512  # a page; from `_TEXT` on, the length of a text and its bytes
 _WORD_BYTES = 8
 _BLOCK_BYTES = 256 << 10
 _ALIGN = 64  # elements: parts begin at cache lines
@@ -73,7 +77,7 @@ class BoardHandle(Handle):
     def __init__(self, kind: Literal["sum", "gather"], tensor: Tensor, into: Tensor | None) -> None:
         self.kind, self.tensor, self.into = kind, tensor, into
         self.finished = False
-        self.error: str | None = None
+        self.error: CommError | None = None
 
     @property
     def done(self) -> bool:
@@ -84,11 +88,25 @@ class _Page:
     """One worker's board, seen from here."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.words: memoryview = tensor.numpy().data.cast("B").cast("q")
+        self._bytes: memoryview = tensor.numpy().data.cast("B")
+        self.words = self._bytes.cast("q")
         self.address = tensor.data_ptr()
 
     def sleep(self, word: int, seen: int, seconds: float) -> None:
         futex.sleep_on(self.address + word * _WORD_BYTES, seen, seconds)
+
+    @property
+    def text(self) -> str:
+        start = (_TEXT + 1) * _WORD_BYTES
+        return bytes(self._bytes[start : start + self.words[_TEXT]]).decode()
+
+    @text.setter
+    def text(self, text: str) -> None:
+        data, start = text.encode(), (_TEXT + 1) * _WORD_BYTES
+        if start + len(data) > len(self._bytes):
+            raise ValueError(f"a board has room for {len(self._bytes) - start} bytes of text, got {len(data)}")
+        self._bytes[start : start + len(data)] = data
+        self.words[_TEXT] = len(data)
 
     def write(self, word: int, value: int) -> None:
         """Write, and wake whoever waits for it."""
@@ -103,6 +121,7 @@ class _Peer:
         self.rank = rank
         self.arena = Neighbour(address.pid)
         self.page = _Page(self.arena.attach(address.place, torch.int64, (_WORDS,)))
+        self.opened: Opened | None = None
         self._process = os.pidfd_open(address.pid)
 
     @property
@@ -112,12 +131,15 @@ class _Peer:
     def close(self) -> None:
         os.close(self._process)
 
-    def tensor(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """What it has put up to be added."""
-        words = self.page.words
+    def tensor(self, mine: Tensor) -> Tensor:
+        """What it has put up to be added to ours."""
+        words, dtype, numel = self.page.words, mine.dtype, mine.numel()
         if (words[_NUMEL], words[_DTYPE]) != (numel, DTYPES.index(dtype)):
             theirs = f"{words[_NUMEL]} of {DTYPES[words[_DTYPE]]}"
             raise CommError(f"rank {self.rank} exchanges {theirs} elements where we exchange {numel} of {dtype}")
+        if mine.is_cuda:
+            self.opened = self.opened or Opened(mine.device)
+            return self.opened.tensor(self.page.text, words[_OFFSET], dtype, numel)
         place = Place(words[_FILE], words[_INODE], words[_OFFSET])
         return self.arena.attach(place, dtype, (numel,))
 
@@ -133,6 +155,8 @@ class Board:
         self._page = _Page(page)
         self.address = Address(os.getpid(), place)
         self._stage = torch.empty(0, dtype=torch.uint8)
+        self._described = Described()
+        self._one_gpu: bool | None = None  # whether all workers' tensors lie on one GPU and can be shared there
         self._peers: list[_Peer] = []
         self._index = self._spins = 0
         self._turn = threading.Lock()  # held by whoever carries out exchanges
@@ -172,14 +196,15 @@ class Board:
         until = time.monotonic() + deadline_s
         while not handle.done:
             if not self._turn.acquire(timeout=max(0.0, until - time.monotonic())):
-                self._fail(f"an exchange did not end in {deadline_s:g} s")
+                self._fail(f"a collective did not end in {deadline_s:g} s")
+                handle.error = Lost(self._error or "")
                 break
             try:
                 self._next(until)
             finally:
                 self._turn.release()
         if handle.error is not None:
-            raise Lost(f"a collective failed: {handle.error}")
+            raise handle.error
 
     def _run(self) -> None:
         """The thread of its own."""
@@ -199,9 +224,13 @@ class Board:
                 self._carry_out(handle, until)
                 handle.finished = True
                 return
-            except (CommError, OSError, ValueError) as error:
-                self._fail(str(error))
-        handle.error = self._error
+            except Lost as error:
+                self._fail(f"a collective failed: {error}")
+            except (CommError, OSError, ValueError, RuntimeError) as error:  # not a loss: it would fail again
+                self._fail(f"a collective failed: {error}")
+                handle.error = CommError(f"a collective cannot be carried out: {error}")
+                return
+        handle.error = Lost(self._error or "")
 
     def _fail(self, why: str) -> None:
         self._error = self._error or why
@@ -215,7 +244,7 @@ class Board:
         self._work.release()
         with contextlib.suppress(IndexError):
             while True:
-                self._queue.popleft().error = self._error
+                self._queue.popleft().error = Lost(self._error or "")
         with self._turn:  # nobody may be looking at a process that we forget
             for peer in self._peers:
                 peer.close()
@@ -224,33 +253,55 @@ class Board:
     # Carrying out.
 
     def _carry_out(self, handle: BoardHandle, until: float) -> None:
+        if handle.tensor.is_cuda and self._one_gpu is None:
+            self._agree_on_gpu(handle.tensor, until)
         self._number += 1
         mine = self._put_up(handle.tensor)
         self._page.write(_ARRIVED, self._number)
         self._await(_ARRIVED, until)
-        numel, dtype = mine.numel(), mine.dtype
-        tensors = [peer.tensor(dtype, numel) for peer in self._peers]
+        tensors = [peer.tensor(mine) for peer in self._peers]
         tensors.insert(self._index, mine)
         if handle.into is None:
             _add_up(tensors, self._index)
         else:
-            for row, theirs in zip(handle.into.view(len(tensors), numel), tensors, strict=True):
+            for row, theirs in zip(handle.into.view(len(tensors), mine.numel()), tensors, strict=True):
                 row.copy_(theirs)
+        if handle.tensor.is_cuda:
+            torch.cuda.synchronize(handle.tensor.device)
         self._page.write(_DONE, self._number)
         self._await(_DONE, until)
         if handle.into is None and mine.data_ptr() != handle.tensor.data_ptr():
             handle.tensor.view(-1).copy_(mine)
 
+    def _agree_on_gpu(self, tensor: Tensor, until: float) -> None:
+        """Find out together whether all are on one GPU whose memory can be shared."""
+        try:
+            self._described.describe(tensor)
+            self._page.text = identity(tensor.device)
+        except RuntimeError:
+            self._page.text = f"none of rank {self._index}"
+        self._number += 1
+        self._page.write(_ARRIVED, self._number)
+        self._await(_ARRIVED, until)
+        self._one_gpu = all(peer.page.text == self._page.text for peer in self._peers)
+        self._page.write(_DONE, self._number)
+        self._await(_DONE, until)
+
     def _put_up(self, tensor: Tensor) -> Tensor:
-        """Say where the others find it; what does not lie in shared memory is copied there first."""
-        mine, place = tensor.detach().view(-1), self._arena.locate(tensor)
+        """Say where the others find it; what they could not reach is copied to where they can."""
+        words, mine = self._page.words, tensor.detach().view(-1)
+        words[_NUMEL], words[_DTYPE] = mine.numel(), _dtype_code(mine.dtype)
+        if mine.is_cuda and self._one_gpu:
+            torch.cuda.synchronize(mine.device)
+            self._page.text = self._described.describe(mine)
+            words[_OFFSET] = int(mine.storage_offset())
+            return mine
+        place = self._arena.locate(tensor)
         if place is None:
             mine = self._staged(mine)
             place = self._arena.locate(mine)
             assert place is not None or tensor.numel() == 0
-        words = self._page.words
         words[_FILE], words[_INODE], words[_OFFSET] = place or (0, 0, 0)
-        words[_NUMEL], words[_DTYPE] = mine.numel(), _dtype_code(mine.dtype)
         return mine
 
     def _staged(self, flat: Tensor) -> Tensor:
@@ -283,7 +334,8 @@ class Board:
 def _add_up(tensors: Sequence[Tensor], index: int) -> None:
     """Add up our part of the elements, and write the sum into every tensor."""
     first, size = tensors[0], len(tensors)
-    numel, block = first.numel(), _BLOCK_BYTES // first.element_size()
+    numel = first.numel()
+    block = max(1, numel) if first.is_cuda else _BLOCK_BYTES // first.element_size()
     units = -(-numel // _ALIGN)
     start, stop = units * index // size * _ALIGN, min(numel, units * (index + 1) // size * _ALIGN)
     for a in range(start, stop, block):

@@ -270,7 +270,7 @@ class RealCommunicator(Communicator):
         if self._desk is not None:
             self._desk.form(self.generation)
         group.form(self.generation, self.index, self.size)
-        if self._arena is not None and self.size > 1 and can_share():
+        if self._arena is not None and self.size > 1 and can_share() and group.backend != "nccl":
             self._board = self._open_board(group, self._arena)
 
     def _open_board(self, group: Group, arena: Arena) -> Board | None:

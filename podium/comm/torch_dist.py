@@ -65,7 +65,7 @@ class Group:
     def __init__(self, store: Any, *, host: str, backend: str = "gloo", deadline_s: float = 60.0) -> None:
         if backend not in ("gloo", "nccl"):
             raise ConfigError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
-        self._store, self._host, self._backend, self._deadline_s = store, host, backend, deadline_s
+        self._store, self._host, self.backend, self._deadline_s = store, host, backend, deadline_s
         # gloo tries five times to reach a member behind a cut link; be done before others take this rank for hung.
         self._forming_s = min(FORMING_S, deadline_s / 10)
         self._group: Any = None
@@ -151,7 +151,7 @@ class Group:
 
     def _make(self, store: Any, index: int, size: int) -> Any:
         forming, running = timedelta(seconds=self._forming_s), timedelta(seconds=self._deadline_s)
-        if self._backend == "nccl":
+        if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = running
             return dist.ProcessGroupNCCL(store, index, size, options)

@@ -46,9 +46,9 @@ CODECS = (
     "fp16",
     "bf16",
     "int8",
-    "sign:feedback=false",
+    "sign",
     "ef-sign",
-    "vote:feedback=false",
+    "vote",
     "one-bit",
     "top-k:ratio=0.1",
     "top-k:ratio=0.01",
@@ -67,7 +67,7 @@ CODECS = (
 PAIRS = (
     ("top-k:ratio=0.01", "top-k:ratio=0.01;feedback=false"),
     ("power-sgd:rank=1", "power-sgd:rank=1;feedback=false"),
-    ("ef-sign", "sign:feedback=false"),
+    ("ef-sign", "sign"),
 )
 """The same wire with error feedback and without."""
 
@@ -151,7 +151,7 @@ class Rates:
 
 QUICK = Rates(
     workloads=(Workload(task="digits-cnn", epochs=1),),
-    codecs=("dense", "fp16", "ef-sign", "sign:feedback=false", "top-k:ratio=0.01", "power-sgd:rank=1"),
+    codecs=("dense", "fp16", "ef-sign", "sign", "top-k:ratio=0.01", "power-sgd:rank=1"),
     seeds=(0, 1),
 )
 """Shows in half a minute that everything works, and nothing else."""

@@ -23,7 +23,7 @@ def send(codec: Codec, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -
     return wire
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "auto"])
 @settings(max_examples=8)
 @given(numel=st.integers(1, 5000), steps=st.integers(1, 12), start=st.integers(0, 40), wide=st.booleans())
 def test_what_was_sent_and_what_is_kept_is_what_came(name: str, numel: int, steps: int, start: int, wide: bool) -> None:
@@ -41,7 +41,7 @@ def test_what_was_sent_and_what_is_kept_is_what_came(name: str, numel: int, step
     torch.testing.assert_close(sent + kept, came, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "auto"])
 def test_a_step_that_did_not_happen_leaves_no_trace(name: str) -> None:
     codec, span = make_codec(name, OPTIONS.get(name, {})), span_of(3000)
     memory = memory_of(span)
