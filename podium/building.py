@@ -18,14 +18,14 @@ from podium.codecs import make_codec
 from podium.codecs.dense import Dense
 from podium.collectives import make_collective
 from podium.comm.base import Communicator
-from podium.config import RunConfig, convert, parse_spec
+from podium.config import RunConfig, parse_spec
 from podium.data.base import Data
 from podium.data.order import GlobalOrder
 from podium.errors import ConfigError, DataError
 from podium.flat import Flat
 from podium.generators import generator_state, set_generator_state
 from podium.measure.records import Recorder, read_records
-from podium.reducing import Packing
+from podium.reducing import Packing, make_packing
 from podium.servers.copies import Copies
 from podium.servers.replay import AsRecorded
 from podium.servers.server import Server
@@ -79,16 +79,6 @@ class Job:
 def packing_for(config: RunConfig, strategy: Strategy[Any]) -> Packing:
     """How a strategy's gradients are packed; one that sends none packs none."""
     return make_packing(config.codec) if strategy.exchanges else Packing(Dense(), feedback=False)
-
-
-def make_packing(spec: str) -> Packing:
-    """From `name` or `name:key=value;key=value`; `feedback` is for whoever sends, all else is the codec's own."""
-    name, options = parse_spec(spec)
-    feedback = options.pop("feedback", None)
-    codec = make_codec(name, options)
-    if feedback is None:
-        return Packing(codec, codec.wants_feedback)
-    return Packing(codec, convert(feedback, bool, f"codec {name}: feedback"))
 
 
 def fitted(packing: Packing, optimizer: Optimizer) -> Packing:

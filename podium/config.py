@@ -276,10 +276,14 @@ def resolve(
     values["strategy"] = name
     values["strategy_options"] = {**own, **values.get("strategy_options", {})}
     values.update({key: value for key, value in lifted.items() if key not in values})
+    for key in LIFTED:
+        if more := values.pop(f"{key}.", None):
+            which, before = parse_spec(str(values.get(key, getattr(RunConfig, key))), key)
+            values[key] = format_spec(which, {**before, **more})
     return build(RunConfig, values, who="run")
 
 
-def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
+def parse_strategy(text: str, who: str = "strategy") -> tuple[str, dict[str, Any]]:
     """`name` or `name:key=value,key=value` to name and options; `my.py:Class` and `module:Class` are names too."""
     name, _, rest = text.partition(":")
     second, _, behind = rest.partition(":")
@@ -289,14 +293,19 @@ def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
-            raise ConfigError(f"strategy {name}: options are key=value, got {part!r}")
+            raise ConfigError(f"{who} {name}: options are key=value, got {part!r}")
         options[key.strip().replace("-", "_")] = value.strip()
     return name.strip(), options
 
 
-def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
+def parse_spec(text: str, who: str = "codec") -> tuple[str, dict[str, Any]]:
     """`name` or `name:key=value;key=value` to name and options; commas do, too, where nothing else needs them."""
-    return parse_strategy(text.replace(";", ","))
+    return parse_strategy(text.replace(";", ","), who)
+
+
+def format_spec(name: str, options: Mapping[str, Any]) -> str:
+    """The inverse of `parse_spec`."""
+    return f"{name}:{';'.join(f'{key}={value}' for key, value in options.items())}" if options else name
 
 
 LIFTED = ("codec", "collective")
@@ -312,8 +321,7 @@ def lift(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _put(values: dict[str, Any], key: str, text: str) -> None:
     head, dot, tail = key.partition(".")
     if head in LIFTED and dot:
-        before = str(values.get(head, getattr(RunConfig, head)))
-        values[head] = f"{before}{';' if ':' in before else ':'}{tail.replace('-', '_')}={text}"
+        values.setdefault(f"{head}.", {})[tail.replace("-", "_")] = text  # until it is known of which one
         return
     if head in ("strategy", "task") and dot:
         options = values[f"{head}_options"] = dict(values.get(f"{head}_options", {}))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from podium.building import derived_seed, fitted, make_packing, packing_for
+from podium.building import derived_seed, fitted, packing_for
 from podium.cluster.process import Node, NodeSpec, settle_in
 from podium.codecs import make_codec
 from podium.collectives import make_collective
@@ -39,6 +39,7 @@ from podium.flat import Flat
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
 from podium.recovery import Control, recover
+from podium.reducing import make_packing
 from podium.servers.server import Server
 from podium.strategies import make_strategy
 from podium.strategies.base import Strategy

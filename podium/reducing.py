@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from podium.codecs import make_codec
 from podium.codecs.base import Codec, Matrix, Memory, Rounds, RoundsCodec, Span, Turn
 from podium.codecs.feedback import keep_own_residual, keep_residual, with_residual
+from podium.config import convert, parse_spec
 
 if TYPE_CHECKING:
     from podium.collectives.base import Collective
@@ -47,6 +49,16 @@ class Packing:
         wire = self.codec.encode(whole, span, turn, memory)
         keep_residual(self.codec, whole, wire, span, turn, memory)
         return wire
+
+
+def make_packing(spec: str) -> Packing:
+    """From `name` or `name:key=value;key=value`; `feedback` is for whoever sends, all else is the codec's own."""
+    name, options = parse_spec(spec, "codec")
+    feedback = options.pop("feedback", None)
+    codec = make_codec(name, options)
+    if feedback is None:
+        return Packing(codec, codec.wants_feedback)
+    return Packing(codec, convert(feedback, bool, f"codec {name}: feedback"))
 
 
 class _Sent(NamedTuple):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from podium import checkpoint
-from podium.building import Job, build_worker, device_of, make_packing, open_data
+from podium.building import Job, build_worker, device_of, open_data
 from podium.comm.base import Communicator
 from podium.data.base import Dataset
 from podium.data.order import GlobalOrder
@@ -34,6 +34,7 @@ from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
 from podium.nests import join_rows, map_tensors
 from podium.recovery import Control, recover
+from podium.reducing import make_packing
 from podium.servers.server import Server
 from podium.worker import Batch
 
@@ -326,11 +327,9 @@ class Training:
         first, own_steps = self.comm.workers[0], self.worker.steps_done
         carried = {"evaluated_at": self.evaluated_at, "saved_at": self.saved_at, "began_at": self._began_at}
         servers, before = self.comm.servers, self.comm.workers
-        shared = self.worker.pause_agreed
         plan = recover(self.worker, self.control, in_step=self._in_step, carried=carried, late=self._late)
         self._in_step, self.worker.pause_agreed = False, False
-        if shared:
-            self.worker.scale_leftovers(len(before) / max(1, len(set(before).intersection(plan.members))))
+        self.worker.scale_leftovers(len(before) / max(1, len(set(before).intersection(plan.members))))
         if self.comm.rank not in plan.members:
             self._retired = True
         self.evaluated_at, self.saved_at = carried["evaluated_at"], carried["saved_at"]

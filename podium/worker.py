@@ -21,12 +21,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from podium.backward import Backward
 from podium.choosing import Check, choose
 from podium.codecs.auto import AutoCodec
-from podium.codecs.base import Memory, Turn
+from podium.codecs.base import Memory, Span, Turn
 from podium.codecs.dense import Dense
+from podium.codecs.feedback import RESIDUAL, UNSENT
 from podium.collectives.backend import Backend
 from podium.collectives.base import Collective
 from podium.comm.base import Communicator, Meta
 from podium.data.order import Slice
+from podium.errors import ConfigError
 from podium.flat import Flat
 from podium.generators import State, generator_state, set_generator_state
 from podium.nests import map_tensors
@@ -124,6 +126,14 @@ class Worker:
         self.packing = packing or Packing(Dense(), feedback=False)
         self.memory = Memory(self.flat.grads, sum(p.stop - p.start for p in self.flat.pieces if not p.row))
         """What the codec remembers of what was left out."""
+        self._emptied = False  # whether what was left out went out with the present step
+        self.leftovers_shared = False
+        """Whether every worker has an equal part of what all have not sent."""
+        if self.packing.codec.takes_momentum and getattr(schedule, "cycle_momentum", False):
+            raise ConfigError(
+                f"codec {self.packing.codec.name} does the momentum itself, and the schedule would cycle the "
+                "optimizer's: give it cycle_momentum=False"
+            )
         self._momentum = self._give_momentum_away()
         self._chosen = collective or Backend()
         self._prepared_for = -1
@@ -167,10 +177,19 @@ class Worker:
         """Begin to sum a bucket's gradients over the workers; never waits."""
         packing, span = self.packings[bucket], self.spans[bucket]
         if packing.codec.exact:
+            self.add_leftover(span)
             return self.reducer.issue_exactly(self.bucket(bucket))
         self.reducer.issue(span.of(self.flat.grads), packing, span, self.turn)
         if bucket == self.buckets - 1:
             self.reducer.issue_exactly(self.flat.tail)
+
+    def add_leftover(self, span: Span) -> None:
+        """Where nothing is packed any more, what was left out before goes out with this gradient, once."""
+        left = self.memory.get(RESIDUAL, span) if self.memory.of_span else None
+        if left is not None:
+            span.of(self.flat.grads).add_(left)
+            self.memory.put(RESIDUAL, span).zero_()
+            self._emptied = True
 
     def complete(self) -> None:
         """Wait until all issued buckets hold the sums."""
@@ -219,6 +238,9 @@ class Worker:
         """A step became true: count it and move on in the order; in synchronous training the schedule follows."""
         self.steps_done += 1
         self.memory.commit()
+        if self._emptied and all(packing.codec.exact for packing in self.packings):
+            self.memory.clear()
+        self._emptied = False
         self.position = max(self.position, batch.end)
         if batch.lease < 0:
             self.step_schedule()
@@ -276,15 +298,20 @@ class Worker:
         self._check = None
 
     def share_leftovers(self) -> None:
-        """Before somebody joins or leaves: every worker gets an equal part of what all have not sent. Collective."""
-        for name in sorted(self.memory.of_span):
-            for flat in self.memory.of_span[name]:
-                self.comm.wait(self.comm.all_reduce(flat))
-                flat /= self.comm.size
+        """Before somebody joins or leaves: every worker gets an equal part of what all have not sent. Collective.
+
+        All or nothing: a member may be lost over it.
+        """
+        shared = {name: [flat.clone() for flat in flats] for name, flats in sorted(self.memory.of_span.items())}
+        self.comm.wait(*(self.comm.all_reduce(flat) for flats in shared.values() for flat in flats))
+        for name, flats in shared.items():
+            self.memory.of_span[name] = [flat.div_(self.comm.size) for flat in flats]
+        self.leftovers_shared = True
 
     def scale_leftovers(self, factor: float) -> None:
-        """Take over the parts of those who have left."""
-        for flats in self.memory.of_span.values():
+        """Take over the parts of those who have left, where all had an equal part."""
+        shared, self.leftovers_shared = self.leftovers_shared, False
+        for flats in self.memory.of_span.values() if shared else ():
             for flat in flats:
                 flat *= factor
 
@@ -300,6 +327,7 @@ class Worker:
         for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(kept)
         self.reducer.drop()
+        self._emptied = False
 
     def forget_agreements(self) -> None:
         """What the workers once agreed on for good they must agree on anew: some may have been in mid-agreement."""
@@ -407,8 +435,17 @@ class Worker:
         return {"of_span": of_span, "named": {k: v.clone() for k, v in self.memory.named.items()}}
 
     def add_leftovers(self, kept: Mapping[str, Any]) -> None:
-        """Take over what a worker, this one or one that is no more, had not sent."""
-        for name, parts in kept["of_span"].items():
+        """Take over what a worker, this one or one that is no more, had not sent.
+
+        What a codec that keeps its own residual had not sent is a residual to any other, and the other way round; the
+        momentum that such a codec kept ends with it.
+        """
+        for was, parts in kept["of_span"].items():
+            name = was
+            if was in (RESIDUAL, UNSENT):
+                name = UNSENT if self.packing.codec.keeps_residual else RESIDUAL
+            elif not self.packing.codec.keeps_residual:
+                continue
             if name not in self.memory.of_span:
                 self.memory.of_span[name] = [torch.zeros_like(flat) for flat in self.flat.grads]
             for piece in self.flat.pieces:

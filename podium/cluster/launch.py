@@ -18,9 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from podium.building import Job, make_packing
+from podium.building import Job
 from podium.cluster.base import Event, Launcher, Plan, Planned
 from podium.cluster.ending import termination_unwinds
+from podium.codecs import CODECS
+from podium.codecs.auto import AutoCodec
 from podium.collectives import make_collective
 from podium.config import LIFTED, RunConfig, RunResult, build, lift, parse_spec, parse_strategy
 from podium.errors import ConfigError, RecordError
@@ -28,6 +30,7 @@ from podium.files import write_atomically
 from podium.measure.manifest import read_manifest, write_manifest
 from podium.measure.records import merge_records, read_records, to_json
 from podium.measure.summary import summarise
+from podium.reducing import make_packing
 from podium.strategies import STRATEGIES, make_strategy
 from podium.strategies.base import Strategy
 from podium.task import Task, load_task
@@ -242,8 +245,8 @@ def resolved(config: RunConfig, task: Task, run_dir: Path) -> RunConfig:
 def check(config: RunConfig) -> Strategy[Any]:
     """The strategy, if it can run with this many workers and their shares."""
     strategy: Strategy[Any] = make_strategy(config.strategy, config.strategy_options, config.workers)
-    make_packing(config.codec)
-    make_collective(*parse_spec(config.collective))
+    check_packing(config, strategy)
+    make_collective(*parse_spec(config.collective, "collective"))
     if strategy.colocated and strategy.server_count > config.workers:
         raise ConfigError(
             f"{config.strategy}: colocated servers need a worker each ({config.workers}), got {strategy.server_count}"
@@ -254,6 +257,17 @@ def check(config: RunConfig) -> Strategy[Any]:
             f"not be set, got {config.shares}"
         )
     return strategy
+
+
+def check_packing(config: RunConfig, strategy: Strategy[Any]) -> None:
+    """Refuse a codec that does not exist, or that servers could not be told of."""
+    codec = make_packing(config.codec).codec
+    if not isinstance(codec, AutoCodec):
+        return
+    for spec in codec.candidates:
+        make_packing(spec)
+        if strategy.server_count and parse_spec(spec)[0] not in CODECS:
+            raise ConfigError(f"codec auto: {spec} is not one of Podium's own, so workers could not tell servers of it")
 
 
 def choose_run_dir(config: RunConfig) -> Path:

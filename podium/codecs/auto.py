@@ -35,8 +35,11 @@ class AutoCodec(Codec):
     def __post_init__(self) -> None:
         if len(self.candidates) == 1 and "+" in self.candidates[0]:
             object.__setattr__(self, "candidates", tuple(self.candidates[0].split("+")))
-        if not self.candidates:
-            raise ConfigError("codec auto: candidates must name at least one codec, got none")
+        if not self.candidates or any(name.partition(":")[0] in ("dense", "auto") for name in self.candidates):
+            raise ConfigError(
+                "codec auto: candidates must name codecs that pack, at least one, besides dense, which is always one; "
+                f"got {'+'.join(self.candidates) or 'none'}"
+            )
         if self.least_gain < 1:
             raise ConfigError(f"codec auto: least_gain must be at least 1, got {self.least_gain}")
         if self.check_after < 0:

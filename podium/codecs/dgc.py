@@ -22,6 +22,7 @@ from torch import Tensor
 
 from podium.codecs.base import Codec, Memory, Span, Turn
 from podium.codecs.blocks import blocks, scratch
+from podium.codecs.feedback import UNSENT
 from podium.codecs.sparse import Select, choose, pack, room_for, unpack_add
 from podium.errors import ConfigError
 
@@ -75,7 +76,7 @@ class DGC(Codec):
         return max(self.ratio, 0.25 ** (math.floor(epoch) + 1))
 
     def encode(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
-        velocity, unsent = memory.put("velocity", span), memory.put("unsent", span)
+        velocity, unsent = memory.put("velocity", span), memory.put(UNSENT, span)
         self._accumulate(tensor, span, turn, memory, velocity, unsent)
         k = room_for(span.numel, self.ratio_at(turn.epoch))
         chosen = choose(unsent, k, self.select)
@@ -91,7 +92,7 @@ class DGC(Codec):
         self, tensor: Tensor, span: Span, turn: Turn, memory: Memory, velocity: Tensor, unsent: Tensor
     ) -> None:
         """Write the new velocity, and what is unsent before anything is chosen."""
-        old_velocity, old_unsent = memory.get("velocity", span), memory.get("unsent", span)
+        old_velocity, old_unsent = memory.get("velocity", span), memory.get(UNSENT, span)
         factor = self._clipping(tensor, turn)
         for start, stop in blocks(tensor.numel(), tensor.device):
             here = slice(start, stop)

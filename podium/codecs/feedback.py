@@ -17,6 +17,8 @@ from podium.codecs.base import Codec, Memory, Rounds, Span, Turn
 
 RESIDUAL = "residual"
 """Its name in the memory."""
+UNSENT = "unsent"
+"""The name of what a codec keeps that remembers by itself what it has not sent."""
 
 
 def with_residual(codec: Codec, tensor: Tensor, span: Span, memory: Memory) -> Tensor:

@@ -35,9 +35,10 @@ from podium.comm.base import Handle
 from podium.comm.device import Described, Opened, identity
 from podium.errors import CommError, Lost
 
-_ARRIVED, _DONE, _ABANDONED, _FILE, _INODE, _OFFSET, _NUMEL, _DTYPE, _TEXT = range(9)
+_ARRIVED, _DONE, _ABANDONED, _FILE, _INODE, _OFFSET, _NUMEL, _DTYPE, _KIND, _TEXT = range(10)
 _WORDS = 512  # a page; from `_TEXT` on, the length of a text and its bytes
 _WORD_BYTES = 8
+_KINDS = ("sum", "gather")
 _BLOCK_BYTES = 256 << 10
 _ALIGN = 64  # elements: parts begin at cache lines
 _SPINS = 400
@@ -131,12 +132,15 @@ class _Peer:
     def close(self) -> None:
         os.close(self._process)
 
-    def tensor(self, mine: Tensor) -> Tensor:
+    def tensor(self, mine: Tensor, kind: int) -> Tensor:
         """What it has put up to be added to ours."""
         words, dtype, numel = self.page.words, mine.dtype, mine.numel()
-        if (words[_NUMEL], words[_DTYPE]) != (numel, DTYPES.index(dtype)):
-            theirs = f"{words[_NUMEL]} of {DTYPES[words[_DTYPE]]}"
-            raise CommError(f"rank {self.rank} exchanges {theirs} elements where we exchange {numel} of {dtype}")
+        if (words[_NUMEL], words[_DTYPE], words[_KIND]) != (numel, DTYPES.index(dtype), kind):
+            theirs = f"{_KINDS[words[_KIND]]} of {words[_NUMEL]} elements of {DTYPES[words[_DTYPE]]}"
+            ours = f"{_KINDS[kind]} of {numel} elements of {dtype}"
+            raise CommError(f"rank {self.rank} is at a {theirs} where we are at a {ours}")
+        if numel == 0:
+            return torch.empty_like(mine)
         if mine.is_cuda:
             self.opened = self.opened or Opened(mine.device)
             return self.opened.tensor(self.page.text, words[_OFFSET], dtype, numel)
@@ -256,10 +260,11 @@ class Board:
         if handle.tensor.is_cuda and self._one_gpu is None:
             self._agree_on_gpu(handle.tensor, until)
         self._number += 1
+        self._page.words[_KIND] = _KINDS.index(handle.kind)
         mine = self._put_up(handle.tensor)
         self._page.write(_ARRIVED, self._number)
         self._await(_ARRIVED, until)
-        tensors = [peer.tensor(mine) for peer in self._peers]
+        tensors = [peer.tensor(mine, _KINDS.index(handle.kind)) for peer in self._peers]
         tensors.insert(self._index, mine)
         if handle.into is None:
             _add_up(tensors, self._index)

@@ -32,8 +32,9 @@ class Pending(Handle):
 
 @dataclass
 class Round:
-    """One collective: who has come, with which tensor, and where each wants the result."""
+    """One collective: among whom, who has come, with which tensor, and where each wants the result."""
 
+    members: Sequence[int] = ()
     tensors: dict[int, Tensor] = field(default_factory=dict)
     into: dict[int, Tensor] = field(default_factory=dict)
     handles: list[Pending] = field(default_factory=list)
@@ -52,11 +53,13 @@ class Exchanges:
 
     def __init__(self) -> None:
         self.open: dict[tuple[int, Number], tuple[Pending, Running]] = {}
+        self._members: dict[Number, Sequence[int]] = {}
         self._through: dict[Number, set[int]] = defaultdict(set)
         self._early: dict[tuple[int, Number], list[tuple[int, Key, Tensor]]] = defaultdict(list)
 
-    def register(self, rank: int, number: Number, handle: Pending, running: Running) -> None:
+    def register(self, rank: int, number: Number, members: Sequence[int], handle: Pending, running: Running) -> None:
         """One rank is about to begin its part."""
+        self._members[number] = members
         self.open[rank, number] = handle, running
 
     def begin(self, rank: int, number: Number) -> None:
@@ -78,6 +81,8 @@ class Exchanges:
         """One rank's part is through."""
         self._through[number].add(rank)
         self.open.pop((rank, number), None)
+        if self._through[number] >= set(self._members[number]):
+            del self._through[number], self._members[number]
 
     def missing(self, number: Number, members: Sequence[int], departed: set[int]) -> list[int]:
         """Members that are gone without having been through with this exchange."""
@@ -85,7 +90,11 @@ class Exchanges:
 
     def without(self, rank: int) -> list[Pending]:
         """Handles that wait in vain now that this rank is gone."""
-        return [handle for (_, number), (handle, _) in list(self.open.items()) if rank not in self._through[number]]
+        return [
+            handle
+            for (_, number), (handle, _) in list(self.open.items())
+            if rank in self._members[number] and rank not in self._through[number]
+        ]
 
 
 def gathered(tensors: list[Tensor]) -> Tensor:

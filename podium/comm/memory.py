@@ -87,7 +87,7 @@ class MemoryWorld:
                 if peer == rank and not handle.finished:
                     self._fail(handle, rank)
             for round_ in self.rounds.values():
-                if rank not in round_.tensors:
+                if rank in round_.members and rank not in round_.tensors:
                     for handle in round_.handles:
                         self._fail(handle, rank)
             for handle in self.exchanges.without(rank):
@@ -159,7 +159,7 @@ class MemoryCommunicator(Communicator):
             if gone:
                 world._fail(handle, gone[0])
                 return handle
-            world.exchanges.register(self.rank, number, handle, running)
+            world.exchanges.register(self.rank, number, members, handle, running)
         world.exchanges.begin(self.rank, number)
         return handle
 
@@ -183,7 +183,7 @@ class MemoryCommunicator(Communicator):
         self._issued += 1
         handle = Pending(self.rank, f"{what} {key[1]} of generation {key[0]}")
         with world.changed:
-            round_ = world.rounds.setdefault(key, Round())
+            round_ = world.rounds.setdefault(key, Round(self.workers))
             round_.join(self.rank, tensor, into, handle)
             if len(round_.tensors) == self.size:
                 result = combine([round_.tensors[r] for r in self.workers])

@@ -138,7 +138,7 @@ class VirtualWorld:
                 told = partial(self._tell_departure, other, rank, failed)
                 self.arrived(rank, other, self.dispatch(rank, other, told))
         for round_ in self.rounds.values():
-            if rank not in round_.tensors:
+            if rank in round_.members and rank not in round_.tensors:
                 for handle in round_.handles:
                     self.finish(handle, Lost(f"rank {rank} is gone ({handle.what})"))
         for handle in self.exchanges.without(rank):
@@ -344,7 +344,7 @@ class VirtualCommunicator(Communicator):
             if gone:
                 world.finish(handle, Lost(f"rank {gone[0]} is gone ({handle.what})"))
             else:
-                world.exchanges.register(self.rank, number, handle, running)
+                world.exchanges.register(self.rank, number, members, handle, running)
                 world.exchanges.begin(self.rank, number)
 
         running = Running(chains, tensor, post, finished)
@@ -382,7 +382,7 @@ class VirtualCommunicator(Communicator):
         members = self.workers
 
         def join() -> None:
-            round_ = world.rounds.setdefault(key, Round())
+            round_ = world.rounds.setdefault(key, Round(members))
             round_.join(self.rank, tensor, into, handle)
             gone = [r for r in members if r in world.departed and r not in round_.tensors]
             if gone:

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from podium.codecs import CODECS, make_codec
+from podium.codecs import CODECS
 from podium.codecs.base import Codec, Memory, Span, Turn
 from podium.comm.base import Message
 from podium.config import parse_spec
 from podium.errors import CommError, UnknownName
 from podium.flat import Flat
-from podium.reducing import span_of
+from podium.reducing import make_packing, span_of
 from podium.servers.ranges import Range
 
 
@@ -45,10 +45,10 @@ class Wires:
         It comes over the network, so it can only be one of Podium's own.
         """
         if chosen is not None:
-            name, options = parse_spec(chosen)
+            name, _ = parse_spec(chosen, "codec")
             if name not in CODECS:
                 raise UnknownName("codec", name, CODECS)
-            self._push = make_codec(name, options)
+            self._push = make_packing(chosen).codec
         self._held.clear()
         self._memory.clear()
         self._spans.clear()

@@ -138,8 +138,11 @@ class ParameterServer(Strategy[PSState]):
                 f"parameter-server: mitigation={self.mitigation} cannot go with prefetch: a server knows which "
                 "parameters it gave last, not which ones a worker that ran ahead has used"
             )
-        if make_codec(*parse_spec(self.pull)).takes_momentum:
+        pull = make_codec(*parse_spec(self.pull, "pull"))
+        if pull.takes_momentum:
             raise ConfigError(f"parameter-server: pull={self.pull} packs gradients, and servers answer with parameters")
+        if pull.name == "auto":
+            raise ConfigError("parameter-server: pull=auto: servers choose nothing by themselves; name a codec")
         if self.prefetch and self.packs_answers:
             raise ConfigError(
                 f"parameter-server: pull={self.pull} cannot go with prefetch: an answer says what has changed since "
@@ -456,7 +459,10 @@ class _Pushes:
         rows, (_, packing) = bool(ranges) and ranges[0].row > 0, worker.push
         if rows:
             body = self._rows(ranges[0])
-        elif not packing.codec.exact:
+        elif packing.codec.exact:
+            for span in layout.units[u].of(self.state.spans[m]):
+                worker.add_leftover(span)
+        else:
             spans = layout.units[u].of(self.state.spans[m])
             body = [packing.pack(g, s, self._turn, worker.memory) for g, s in zip(body, spans, strict=True)]
             worker.comm.clock.touch(round(packing.codec.passes * sum(span.numel for span in spans) * 4))

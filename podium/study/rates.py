@@ -264,7 +264,7 @@ def _environment() -> dict[str, str]:
 
 def train_one(options: Mapping[str, Any], folder: Path) -> Row:
     """One run in this process, its records under `folder`; a run that fails is a row that says so."""
-    from podium.building import make_packing
+    from podium.reducing import make_packing
     from podium.task import load_task
 
     began = time.monotonic()

@@ -12,9 +12,8 @@ import torch
 
 from podium.allocator import keep_freed_memory
 from podium.bench.peers.team import Team, answer
-from podium.building import make_packing
 from podium.codecs.base import Matrix, Memory, Span, Turn
-from podium.reducing import Packing
+from podium.reducing import Packing, make_packing
 
 _EPOCHS_DONE = 100.0  # by then every codec's warm-up is over
 

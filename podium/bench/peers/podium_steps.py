@@ -16,10 +16,11 @@ from podium.bench.peers.podium_ps import Place
 from podium.bench.peers.podium_sums import connect
 from podium.bench.peers.stepping import Stepping, Steps, in_turn, run_steps, share_of_data
 from podium.bench.peers.team import Team, answer
-from podium.building import Job, build_worker, make_packing
+from podium.building import Job, build_worker
 from podium.cluster.netns import enter_namespace
 from podium.comm.real import RealCommunicator
 from podium.config import RunConfig
+from podium.reducing import make_packing
 from podium.strategies.all_reduce import AllReduce
 from podium.task import load_task
 from podium.worker import Batch, Worker

@@ -17,7 +17,8 @@ from torch import Tensor
 from podium.bench.peers.team import Team
 from podium.task import Task
 
-_LONG_S = 2.0  # a step that takes this long needs no more than one to warm up
+LONG_S = 2.0
+"""A step that takes this long needs no more than one to warm up."""
 
 
 class Steps(NamedTuple):
@@ -43,7 +44,7 @@ class Stepping:
         """
         self._team.ask("ready", how, members=self._members)
         took = self._steps(how, 1).seconds[-1]
-        if took < _LONG_S:
+        if took < LONG_S:
             took = self._steps(how, 2 + warmup).seconds[-1]
         return self._steps(how, max(1, min(most, int(seconds / took))))
 

@@ -1,0 +1,251 @@
+"""Codecs under strategies: every one trains, replicas agree, and what was left out survives whatever happens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
+import podium
+from podium.building import Job, build_worker, make_packing, make_server
+from podium.checkpoint import find_checkpoint
+from podium.codecs import CODECS
+from podium.comm.base import Communicator
+from podium.config import RunConfig, parse_spec, resolve
+from podium.errors import ConfigError, UnknownName
+from podium.files import load_tree, save_tree
+from podium.measure.records import Recorder
+from podium.recovery import Control, Regroup
+from podium.strategies.all_reduce import AllReduce
+from podium.strategies.base import Strategy
+from podium.strategies.parameter_server import ParameterServer
+from podium.task import Task
+from podium.training import Training, run_server
+from podium.worker import Worker
+from tests.toys import (
+    CLASSES,
+    FEATURES,
+    UNUSUAL,
+    Half,
+    Uncontrolled,
+    assert_close,
+    assert_same_bits,
+    everything_model,
+    halve_every_third,
+    hashes,
+    toy,
+    train,
+    train_in,
+    train_plainly,
+)
+from tests.worlds import Memory, Real, Virtual, World
+
+SPARSE = "ratio=0.1"
+SPECS = {
+    name: f"{name}:{SPARSE}" if name in ("top-k", "random-k") else name for name in CODECS if name not in ("auto", "dgc")
+} | {"dgc": f"dgc:{SPARSE},warmup_epochs=1", "power-sgd 4": "power-sgd:rank=4,min_rate=1"}
+RESIDUAL = {"top-k": SPECS["top-k"], "dgc": SPECS["dgc"], "power-sgd": "power-sgd:min_rate=1", "one-bit": "one-bit"}
+SYNCHRONOUS: dict[str, Strategy[Any]] = {
+    "all-reduce": AllReduce(bucket_bytes=300),
+    "parameter-server": ParameterServer(bucket_bytes=300),
+    "parameter-server 2": ParameterServer(servers=2, unit_bytes=200),
+}
+ASYNCHRONOUS: dict[str, Strategy[Any]] = {
+    "async": ParameterServer(mode="async"),
+    "async 2": ParameterServer(mode="async", servers=2, unit_bytes=200),
+    "ssp": ParameterServer(mode="ssp", staleness=1),
+    "softsync": ParameterServer(mode="softsync", groups=2),
+    "backup": ParameterServer(mode="backup", backups=1),
+    "gba": ParameterServer(mode="gba"),
+    "dropping": ParameterServer(mode="async", drop_beyond=0),
+    "prefetching": ParameterServer(mode="async", prefetch=True),
+    "dc-asgd": ParameterServer(mode="async", mitigation="dc-asgd"),
+}
+WAYS = {"plain": {}, "accumulating": {"accumulate": 2}, "clipping": {"clip_norm": 0.05}}
+
+
+def wide_model() -> nn.Module:
+    """Large enough that matrices are compressed and a sample of elements misses some."""
+    return nn.Sequential(nn.Linear(FEATURES, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, CLASSES))
+
+
+def task_of(**fields: Any) -> Task:
+    return toy(**{"model": wide_model, "samples": 60, "epochs": 3, **fields})
+
+
+def learns(losses: list[float]) -> bool:
+    return sum(losses[-4:]) < sum(losses[:4])
+
+
+# Every codec with every strategy.
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_replicas_agree_after_synchronous_training(spec: str, way: dict[str, Any]) -> None:
+    for strategy in (SYNCHRONOUS["all-reduce"], SYNCHRONOUS["parameter-server 2"]):
+        trained = train(task_of(epochs=1), strategy, 3, codec=spec, **way)
+        assert len(hashes(trained)) == 1
+        assert all(value.isfinite().all() for value in trained[0].state.values())
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_every_codec_learns(spec: str) -> None:
+    task = task_of(epochs=6, optimizer="sgd") if spec != SPECS["dgc"] else task_of(epochs=6)
+    assert learns(train_in(Virtual(), task, AllReduce(), 2, codec=spec)[0].losses)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_asynchronous_workers_end_alike_with_every_codec(spec: str) -> None:
+    assert len(hashes(train(task_of(epochs=1), ParameterServer(mode="async", servers=2), 3, codec=spec))) == 1
+
+
+@pytest.mark.parametrize("strategy", ASYNCHRONOUS.values(), ids=ASYNCHRONOUS.keys())
+def test_asynchronous_workers_end_alike_in_every_mode(strategy: Strategy[Any]) -> None:
+    for spec in RESIDUAL.values():
+        assert len(hashes(train(task_of(epochs=1), strategy, 3, codec=spec))) == 1, spec
+
+
+@pytest.mark.parametrize("pull", ["fp16", "int8", "one-bit", f"top-k:{SPARSE}", "random-k:ratio=0.5", "power-sgd"])
+def test_answers_may_be_packed_too_in_every_mode(pull: str) -> None:
+    for options in ({"servers": 2}, {"mode": "async"}, {"mode": "ssp"}, {"mode": "backup"}):
+        strategy = ParameterServer(pull=pull, **options)  # type: ignore[arg-type]  # each option has its own type
+        assert len(hashes(train(task_of(epochs=1), strategy, 3, codec="top-k:ratio=0.3"))) == 1, options
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_one_worker_under_all_reduce_is_plain_pytorch_whatever_the_codec(codec: str) -> None:
+    """Nobody is there to send to. A codec that takes the momentum over changes more than that."""
+    task = toy(optimizer="adamw", model=everything_model, schedule=halve_every_third)
+    if codec == "dgc":
+        with pytest.raises(ConfigError, match="dgc does the optimizer's momentum"):
+            train(task, AllReduce(), codec=codec)
+    else:
+        assert_same_bits(train(task, AllReduce(), codec=codec)[0].state, train_plainly(task).state)
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS.values(), ids=SYNCHRONOUS.keys())
+def test_dense_is_what_it_was(strategy: Strategy[Any]) -> None:
+    task = toy(optimizer="adamw")
+    assert_same_bits(train(task, strategy, codec="dense")[0].state, train_plainly(task).state)
+    assert_same_bits(train(task, strategy, 3, codec="dense")[0].state, train(task, strategy, 3)[0].state)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "nesterov"])
+def test_dgc_that_sends_everything_is_the_optimizers_own_momentum(optimizer: str) -> None:
+    """To the precision of its wire; what that rounds off comes later."""
+    task = task_of(optimizer=optimizer)
+    for workers in (1, 2):
+        mine = train(task, AllReduce(), workers, codec="dgc:ratio=1,warmup_epochs=0,select=exact")
+        if optimizer == "sgd":
+            assert_close(mine[0].state, train_plainly(task).state, tolerance=2e-3)
+        assert learns(mine[0].losses)
+
+
+@pytest.mark.parametrize("model", [*UNUSUAL, "half"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_any_model_travels_in_any_codec(spec: str, model: str) -> None:
+    task = toy(model=UNUSUAL.get(model, Half), epochs=1, samples=24)
+    strategy = AllReduce() if len(spec + model) % 2 else ParameterServer(servers=2)  # each with half of them
+    assert len(hashes(train(task, strategy, 2, codec=spec))) == 1
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_threads_and_virtual_time_give_the_same_bits(spec: str) -> None:
+    for strategy in (SYNCHRONOUS["all-reduce"], SYNCHRONOUS["parameter-server 2"]):
+        threads = train(task_of(epochs=1), strategy, 3, codec=spec)
+        assert hashes(threads) == hashes(train_in(Virtual(), task_of(epochs=1), strategy, 3, codec=spec))
+
+
+@pytest.mark.parametrize("world", [Real(), Real(shared=True)], ids=["sockets", "shared memory"])
+def test_real_processes_give_the_bits_of_threads(world: World) -> None:
+    task = toy(model=everything_model, optimizer="adamw", schedule=halve_every_third)
+    for codec, strategy in (
+        ("top-k:ratio=0.1", AllReduce()),
+        ("power-sgd:min_rate=1", AllReduce()),
+        ("power-sgd:min_rate=1", ParameterServer(pull="int8")),
+    ):
+        threads, processes = train(task, strategy, 2, codec=codec), train_in(world, task, strategy, 2, codec=codec)
+        for one, other in zip(threads, processes, strict=True):
+            assert_same_bits(other.state, one.state)
+
+
+@pytest.mark.parametrize("options", ["mode=async", "mode=ssp,staleness=1,servers=2", "mode=async,pull=int8"])
+def test_a_recorded_run_with_a_codec_replays_to_the_same_bits(tmp_path: Path, options: str) -> None:
+    fields: dict[str, Any] = {"strategy": f"parameter-server:{options},lease=3", "codec": "top-k:ratio=0.2"}
+    fields |= {"workers": 3, "epochs": 2}
+    raced = podium.train("tests.toys:toy", launcher="threads", run_dir=str(tmp_path / "raced"), **fields)
+    again = podium.train(
+        "tests.toys:toy", launcher="virtual", run_dir=str(tmp_path / "again"), replay=raced.run_dir, **fields
+    )
+    assert again.param_hash == raced.param_hash
+
+
+# What codecs do to others.
+
+
+def one_cycle(optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps + 1)
+
+
+@pytest.mark.xfail(strict=True, reason="a schedule that cycles momentum gives it back to the optimizer")
+def test_momentum_that_a_codec_took_over_is_not_done_again() -> None:
+    """Schedules that cycle momentum write it into the optimizer's groups at every step."""
+    assert Memory().run(partial(_momenta, spec="dgc:ratio=0.5"), 2) == [[0.0]] * 2
+
+
+def _momenta(comm: Communicator, spec: str) -> list[float]:
+    job = Job(RunConfig(task="toy", workers=2, codec=spec), toy(schedule=one_cycle), AllReduce(), task_is_named=False)
+    training = Training(job, comm, Recorder(comm.rank), Uncontrolled())
+    training.run()
+    return [group["momentum"] for group in training.worker.optimizer.param_groups]
+
+
+def test_a_checkpoint_of_momentum_taken_over_says_what_the_user_chose(tmp_path: Path) -> None:
+    train(toy(), AllReduce(), 2, codec="dgc:ratio=0.5", run_dir=tmp_path)
+    assert find_checkpoint(tmp_path).shared()["groups"][0]["momentum"] == 0.9
+
+
+# Accuracy.
+
+ACCURATE = {
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "int8": "int8",
+    "ef-sign": "ef-sign",
+    "one-bit": "one-bit",
+    "top-k": "top-k:ratio=0.01",
+    "dgc": "dgc:ratio=0.05,warmup_epochs=3",
+    "power-sgd": "power-sgd:rank=4",
+}
+
+
+@pytest.fixture(scope="module")
+def dense_accuracy() -> float:
+    return _accuracy("dense")
+
+
+@pytest.mark.parametrize("spec", ACCURATE.values(), ids=ACCURATE.keys())
+def test_digits_are_learnt_within_a_point_of_dense(spec: str, dense_accuracy: float) -> None:
+    assert _accuracy(spec) >= dense_accuracy - 0.01
+
+
+def _accuracy(spec: str) -> float:
+    """Mean of three seeds."""
+    task = podium.load_task("digits-mlp")
+    return sum(_one_accuracy(task, spec, seed) for seed in range(3)) / 3
+
+
+def _one_accuracy(task: Task, spec: str, seed: int) -> float:
+    trained = train_in(Virtual(), task, AllReduce(), 4, codec=spec, seed=seed, epochs=10)
+    return float(trained[0].report.metrics["accuracy"])
