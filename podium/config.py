@@ -166,6 +166,8 @@ class RunResult:
     """
     dropped: int = 0
     """Pushes that were too stale to be applied; their samples were lent again."""
+    codec_choice: Mapping[str, Any] = field(default_factory=dict)
+    """Under `codec=auto`: `why`, `chosen`, `predicted_ms` by codec and, once checked, `check`; empty otherwise."""
     history: Sequence[Mapping[str, Any]] = ()
     """One row per validation: step, epoch and samples since the beginning, seconds of this run, loss, the metrics."""
     lost: Sequence[int] = ()

@@ -21,6 +21,11 @@ def summary(result: RunResult, config: RunConfig) -> str:
     done = f"{result.steps:,} steps, {round(result.epochs, 2):g} epochs"
     lines.append(("work", f"{done}, {result.samples:,} samples{only}"))
     lines.append(("sent", _sent(result) + only))
+    if result.codec_choice:
+        lines.append(("codec", result.codec_choice["why"]))
+        if check := result.codec_choice.get("check"):
+            verdict = "kept" if check["keeps"] else "given up"
+            lines.append(("", f"they took {check['measured_ms']:.3g} ms, so packing was {verdict}"))
     lines.append(("replicas", agreement(result.param_hash)))
     if result.staleness:
         mean, top = result.staleness["mean"], result.staleness["max"]

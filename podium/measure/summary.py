@@ -44,10 +44,23 @@ def summarise(records: Iterable[Record]) -> dict[str, Any]:
         "staleness": staleness(updates),
         "histogram": [list(bin) for bin in histogram(row["staleness"] for row in later(updates))],
         "dropped": sum(dropped(by_kind.get("dropped", [])).values()),
+        "codec_choice": _codec_choice(by_kind.get("codec", []), by_kind.get("codec_check", [])),
         "history": history,
         "lost": sorted({row["lost"] for row in by_kind.get("lost", [])}),
         "restored": restored(rows),
     }
+
+
+def _codec_choice(choices: Sequence[Record], checks: Sequence[Record]) -> dict[str, Any]:
+    """What the workers last decided about packing, and what they later made of it; all decide alike."""
+    if not choices:
+        return {}
+    last = max(choices, key=lambda row: row["t_ns"])
+    found: dict[str, Any] = {name: last[name] for name in ("why", "chosen", "predicted_ms") if name in last}
+    later = [row for row in checks if row["t_ns"] >= last["t_ns"]]
+    if later:
+        found["check"] = {name: later[0][name] for name in ("measured_ms", "predicted_ms", "dense_ms", "keeps")}
+    return found
 
 
 def _updates(rows: Sequence[Record]) -> int:
