@@ -244,7 +244,8 @@ class _Table:
         self.steps: dict[tuple[str, str], list[Steps]] = {key: [] for key in contenders}
         self.times: dict[tuple[str, str], list[float]] = {}
         """The median step of each round."""
-        self.chosen: dict[str, Any] = {}
+        self.chosen: list[dict[str, Any]] = []
+        """What `auto` came to in each round."""
 
     def measure(self, rounds: int) -> None:
         keys = {f"{system} {codec}": (system, codec) for system, codec in self._contenders}
@@ -259,7 +260,7 @@ class _Table:
         steps = self._contenders[key].measure(key[1], _SECONDS, _MOST_STEPS, _CHECKED_AFTER if is_auto else 0)
         self.steps[key].append(steps)
         if is_auto:
-            self.chosen = self._contenders[key].chosen()
+            self.chosen.append(dict(self._contenders[key].chosen))
         return float(np.median(steps.seconds))
 
     def document(self) -> dict[str, Any]:

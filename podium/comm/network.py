@@ -85,10 +85,18 @@ class Fifo(Network):
         begins = max(self.agenda.now, self._up_free[source])
         sent = begins + round(nbytes / up * 1e9)
         self._up_free[source] = sent
-        received = max(begins + latency_ns, self._down_free[target]) + round(nbytes / down * 1e9)
-        arrived = max(received, sent + latency_ns)
-        self._down_free[target] = arrived
-        self.agenda.at(arrived, rank, arrive)
+
+        def leave() -> None:
+            """Only now does it stand in line at the receiver: what left earlier from elsewhere goes first."""
+            received = max(begins + latency_ns, self._down_free[target]) + round(nbytes / down * 1e9)
+            arrived = max(received, sent + latency_ns)
+            self._down_free[target] = arrived
+            self.agenda.at(arrived, rank, arrive)
+
+        if begins > self.agenda.now:
+            self.agenda.at(begins, rank, leave)
+        else:
+            leave()
 
 
 @dataclass(eq=False)

@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from podium.collectives import COLLECTIVES, make_collective
@@ -39,6 +41,29 @@ def reduce_all(comm: Communicator, names: tuple[str, ...], sizes: tuple[int, ...
     return wrong
 
 
+def reduce_one(comm: Communicator, name: str, numel: int, dtype: torch.dtype) -> bool:
+    tensor = part_of(comm.rank, numel, dtype)
+    comm.wait(make_collective(name).prepare(comm).all_reduce(comm, tensor))
+    return torch.equal(tensor, total(comm.size, numel, dtype))
+
+
+def reduce_large(comm: Communicator, names: tuple[str, ...]) -> list[str]:
+    """One large tensor after the other; the sum of rank + 1 and of a few marks that only one rank sets."""
+    wrong = []
+    tensor, marks = comm.allocate(LARGE, torch.float32, torch.device("cpu")), torch.arange(0, LARGE, LARGE // 1000)
+    want = comm.size * (comm.size + 1) / 2
+    for name in names:
+        tensor.fill_(comm.rank + 1)
+        if comm.rank == comm.size - 1:
+            tensor[marks] += marks % 7
+        comm.wait(make_collective(name).prepare(comm).all_reduce(comm, tensor))
+        right = torch.equal(tensor[marks], want + marks % 7)
+        tensor[marks] -= marks % 7
+        if not right or not bool((tensor == want).all()):
+            wrong.append(name)
+    return wrong
+
+
 @pytest.mark.parametrize("workers", range(2, 10))
 @pytest.mark.parametrize("world", [Memory(), Virtual()], ids=lambda world: world.name)
 def test_the_sum_in_one_process(world: World, workers: int) -> None:
@@ -49,6 +74,27 @@ def test_the_sum_in_one_process(world: World, workers: int) -> None:
 def test_the_sum_over_sockets(workers: int) -> None:
     names = (*BY_SCHEDULE, "backend", "auto")
     assert Real().run(partial(reduce_all, names=names, sizes=SIZES), workers) == [[]] * workers
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(BY_SCHEDULE),
+    workers=st.integers(2, 9),
+    numel=st.one_of(st.integers(1, 300), st.integers(1, 300_000)),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_the_sum_of_anything(name: str, workers: int, numel: int, dtype: torch.dtype) -> None:
+    assert Memory().run(partial(reduce_one, name=name, numel=numel, dtype=dtype), workers) == [True] * workers
+
+
+LARGE = 16 << 20  # floats: 64 MB
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("world", [Memory(), Real(), Real(shared=True)], ids=["memory", "sockets", "shared"])
+def test_the_sum_of_64_megabytes(world: World, workers: int) -> None:
+    names = ("shared",) if isinstance(world, Real) and world.shared else (*BY_SCHEDULE,)
+    assert world.run(partial(reduce_large, names=names), workers) == [[]] * workers
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 9])

@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from podium.bench.peers.podium_ps import Place
-from podium.bench.peers.stepping import Stepping, Steps, in_turn, run_steps, share_of_data
+from podium.bench.peers.stepping import Ranks, Stepping, Steps, in_turn, run_steps, share_of_data
 from podium.bench.peers.team import Team, answer
 from podium.cluster.netns import enter_namespace
 from podium.task import Task, load_task
@@ -32,6 +32,7 @@ _PLAIN_STEPS = 2  # PowerSGD's hook asks for at least so many
 _ONE_BUCKET_MB = 200
 
 
+@final
 class DdpSteps(Stepping):
     """A replica per hook and rank, made when first asked for and kept."""
 
@@ -41,7 +42,13 @@ class DdpSteps(Stepping):
         size = len(places)
         ranks = enumerate(zip(places, in_turn(interfaces, size), strict=True))
         members = [partial(_rank, rank, size, dict(payload), folder / "ddp", *where) for rank, where in ranks]
-        super().__init__(Team("ddp", members), size)
+        self._ranks = Ranks(Team("ddp", members), size)
+
+    def measure(self, how: str, seconds: float, most: int, warmup: int = 0) -> Steps:
+        return self._ranks.measure(how, seconds, most, warmup)
+
+    def end(self) -> None:
+        self._ranks.end()
 
 
 def _rank(

@@ -1,20 +1,19 @@
-"""Podium's all-reduce with a codec, on ranks as `podium train` has them; the codec is given anew for each round."""
+"""Podium's all-reduce with a codec, on ranks as `podium train` has them."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from podium.allocator import keep_freed_memory
 from podium.bench.peers.podium_ps import Place
 from podium.bench.peers.podium_sums import connect
-from podium.bench.peers.stepping import Stepping, Steps, in_turn, run_steps, share_of_data
+from podium.bench.peers.stepping import Ranks, Stepping, Steps, in_turn, run_steps, share_of_data
 from podium.bench.peers.team import Team, answer
 from podium.building import Job, build_worker
 from podium.cluster.netns import enter_namespace
@@ -29,17 +28,36 @@ _TASK = "wide-mlp"
 _EPOCHS_DONE = 100  # by then every codec's warm-up is over
 
 
+@final
 class PodiumSteps(Stepping):
-    """One worker per place. A contender's name is its codec, as `podium train --codec` takes it."""
+    """One worker per place. A contender's name is its codec, as `podium train --codec` takes it.
+
+    Each round has processes of its own, since a replica with its codec's memory takes half a gigabyte or more.
+    """
 
     def __init__(
         self, payload: Mapping[str, Any], folder: Path, places: tuple[Place, ...], interfaces: Sequence[str] = ()
     ) -> None:
         """`payload`: options of the task `wide-mlp`."""
-        size = len(places)
-        ranks = enumerate(zip(places, in_turn(interfaces, size), strict=True))
-        members = [partial(_rank, rank, size, dict(payload), folder, *where) for rank, where in ranks]
-        super().__init__(Team("podium", members), size)
+        self._payload, self._folder = dict(payload), folder
+        self._where = list(zip(places, in_turn(interfaces, len(places)), strict=True))
+        self._started = 0
+
+    def measure(self, how: str, seconds: float, most: int, warmup: int = 0) -> Steps:
+        folder, size = self._folder / str(self._started), len(self._where)
+        folder.mkdir()
+        self._started += 1
+        ranks = [partial(_rank, rank, size, self._payload, folder, *where) for rank, where in enumerate(self._where)]
+        workers = Ranks(Team("podium", ranks), size)
+        try:
+            steps = workers.measure(how, seconds, most, warmup)
+            self.chosen = workers.ask_first("chosen")
+            return steps
+        finally:
+            workers.end()
+
+    def end(self) -> None:
+        """Every round has ended its own."""
 
 
 def _rank(
@@ -55,7 +73,7 @@ def _rank(
 
 
 class _Replica:
-    """One rank's worker, with the codec that was last asked for."""
+    """One rank's worker."""
 
     def __init__(self, comm: RealCommunicator, payload: dict[str, Any], interface: str) -> None:
         self._comm, self._payload, self._interface = comm, payload, interface
@@ -63,9 +81,6 @@ class _Replica:
         self._step: Callable[[], object] | None = None
 
     def ready(self, codec: str) -> None:
-        """A new replica, from the same start as all others."""
-        self._worker = self._step = None
-        gc.collect()  # the last one's memory, before more is asked for
         comm, strategy = self._comm, AllReduce()
         config = RunConfig(task=_TASK, task_options=self._payload, workers=comm.size, codec=codec, threads=1)
         task = load_task(_TASK, self._payload)
@@ -83,11 +98,13 @@ class _Replica:
         return run_steps(count, self._step, self._comm.barrier, self._interface, lambda: self._comm.traffic.sent)
 
     def chosen(self) -> dict[str, Any]:
-        """What `auto` has come to: the codecs that are in use now, and its reasons."""
+        """What `auto` has come to: the codecs that are in use now, and its reasons; nothing for any other."""
         assert self._worker is not None
-        packs = any(not packing.codec.exact for packing in self._worker.packings)
         news = {fact["kind"]: fact for fact in self._worker.news}
+        if "codec" not in news:
+            return {}
         decided, checked = news["codec"], news.get("codec_check", {})
+        packs = any(not packing.codec.exact for packing in self._worker.packings)
         return {
             "codec": "+".join(decided["chosen"]) if packs else "dense",
             "why": decided.get("why", ""),

@@ -7,7 +7,8 @@ rank's interface is read from the kernel's own count, headers and acknowledgemen
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,26 +32,40 @@ class Steps(NamedTuple):
     """Of tensors, by the contender's own count; 0 where it keeps none."""
 
 
-class Stepping:
-    """The ranks of one system, which train by whatever name they are given."""
+class Stepping(ABC):
+    """One system, which trains by whatever name it is given."""
 
-    def __init__(self, team: Team, size: int) -> None:
-        self._team, self._members = team, range(size)
+    chosen: Mapping[str, Any] = {}
+    """For a contender that decides by itself: what it came to in its last round."""
 
+    @abstractmethod
     def measure(self, how: str, seconds: float, most: int, warmup: int = 0) -> Steps:
         """As many steps as fill this time, but `most` at most and one at least, after warming up.
 
         That takes a step, or three where these are short, and `warmup` more.
         """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Leave no process behind."""
+
+
+class Ranks:
+    """The processes of a system, asked for steps."""
+
+    def __init__(self, team: Team, size: int) -> None:
+        self._team, self._members = team, range(size)
+
+    def measure(self, how: str, seconds: float, most: int, warmup: int = 0) -> Steps:
+        """See `Stepping`."""
         self._team.ask("ready", how, members=self._members)
         took = self._steps(how, 1).seconds[-1]
         if took < LONG_S:
             took = self._steps(how, 2 + warmup).seconds[-1]
         return self._steps(how, max(1, min(most, int(seconds / took))))
 
-    def chosen(self) -> dict[str, Any]:
-        """Which codec the present contender has come to use, and why."""
-        return dict(self._team.ask("chosen", members=[0])[0])
+    def ask_first(self, what: str) -> Any:
+        return self._team.ask(what, members=[0])[0]
 
     def end(self) -> None:
         self._team.end()
