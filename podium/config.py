@@ -34,7 +34,7 @@ class RunConfig:
     """Fields of the strategy (`--set strategy.servers=2`)."""
     codec: str = "dense"
     """How gradients are packed for the wire: `NAME[:K=V;…]`."""
-    collective: str = "auto"
+    collective: str = "default"
     """How workers add up what they send each other: `NAME[:K=V;…]`."""
     workers: int = 1
     seed: int = 0

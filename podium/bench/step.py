@@ -205,7 +205,7 @@ def _podium(
     strategy = make_strategy("all-reduce", setting.strategy, setting.ranks)
     torch.manual_seed(0)
     model = task.model()
-    collective = make_collective("auto" if shared else "backend")
+    collective = make_collective("default" if shared else "backend")
     worker = Worker(
         model,
         task.optimizer(model),

@@ -17,7 +17,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "strategy": click.option("--strategy", metavar="NAME[:K=V,…]", help="How replicas come to agree. [all-reduce]"),
     "codec": click.option("--codec", metavar="NAME[:K=V,…]", help="How gradients are packed for the wire. [dense]"),
     "collective": click.option(
-        "--collective", metavar="NAME[:K=V,…]", help="How workers add up what they send each other. [auto]"
+        "--collective", metavar="NAME[:K=V,…]", help="How workers add up what they send each other. [default]"
     ),
     "workers": click.option(
         "--workers", "-n", type=int, metavar="N", help="How many replicas; one trains, two are compared."

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from podium.collectives.base import Collective
 
 COLLECTIVES: dict[str, str] = {
+    "default": "podium.collectives.auto:Default",
     "auto": "podium.collectives.auto:Auto",
     "backend": "podium.collectives.backend:Backend",
     "shared": "podium.collectives.shared:Shared",

@@ -1,7 +1,12 @@
-"""Chooses between the others: shared memory on one host, otherwise what is fastest here, by size, as measured.
+"""Choosing between the others.
 
-The choice is made once per generation, by trying each candidate on a few sizes among the present members; all workers
-take the same one, by the slowest worker's time. Between two tried sizes the nearer one (by ratio) decides.
+`default` takes shared memory where all workers share a host, and the backend elsewhere. Nothing is measured, so a run
+that is repeated adds up in the same order, to the same bits.
+
+`auto` takes shared memory, too, and elsewhere what is fastest, by size, as measured: each candidate is tried on a few
+sizes among the present members, once per generation. All workers take the same one, by the slowest worker's time;
+between two tried sizes the nearer one (by ratio) decides. Another day it may choose otherwise, and with more than two
+workers round otherwise.
 """
 
 from __future__ import annotations
@@ -25,6 +30,22 @@ if TYPE_CHECKING:
 SIZES = (4 << 10, 64 << 10, 1 << 20)
 """Bytes that are tried; a link of 100 Mbit/s takes 0.1 s for the largest."""
 _TRIES = 3
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Default(Collective):
+    """Shared memory on one host, the backend elsewhere."""
+
+    name: ClassVar[str] = "default"
+    needs_channel: ClassVar[bool] = False
+    prefers_memory: ClassVar[bool] = True
+
+    def prepare(self, comm: Communicator) -> Collective:
+        return Shared() if comm.size > 1 and comm.shares_host else Backend()
+
+    def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
+        return Backend().all_reduce(comm, tensor)
 
 
 @final

@@ -34,7 +34,7 @@ class Shared(Collective):
         if not comm.shares_host:
             raise ConfigError(
                 "collective shared: all workers must be processes of one x86-64 Linux host that may see each other's "
-                "memory, and they are not; use collective auto"
+                "memory, and they are not; use collective default"
             )
         return self
 

@@ -14,7 +14,7 @@ from podium.collectives import COLLECTIVES, make_collective
 from podium.comm.base import Communicator
 from tests.worlds import Memory, Real, Virtual, World
 
-BY_SCHEDULE = tuple(name for name in COLLECTIVES if name not in ("auto", "backend", "shared"))
+BY_SCHEDULE = tuple(name for name in COLLECTIVES if name not in ("default", "auto", "backend", "shared"))
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 SIZES = (1, 3, 64, 1000, 65_537)
 
@@ -100,4 +100,4 @@ def test_the_sum_of_64_megabytes(world: World, workers: int) -> None:
 @pytest.mark.parametrize("workers", [2, 3, 4, 9])
 def test_the_sum_in_shared_memory(workers: int) -> None:
     world = Real(shared=True)
-    assert world.run(partial(reduce_all, names=("shared", "auto"), sizes=SIZES), workers) == [[]] * workers
+    assert world.run(partial(reduce_all, names=("shared", "default", "auto"), sizes=SIZES), workers) == [[]] * workers
