@@ -59,6 +59,7 @@ def checks(out: str = "runs", collective: Callable[[], str] | None = None) -> li
         check_tcp(),
         check_unix(),
         check_collective(collective or exercise_collective),
+        check_shared_memory(collective or (lambda: exercise_collective(collective="shared"))),
         check_nccl(),
         check_energy(),
         check_shaping(),
@@ -192,12 +193,13 @@ def _receive(source: socket.socket, nbytes: int) -> bytes:
     return bytes(room[:count])
 
 
-def exercise_collective(device: str = "cpu") -> str:
+def exercise_collective(device: str = "cpu", collective: str = "backend") -> str:
     """Train three steps of all-reduce on two real processes; says what happened, or raises."""
     from podium.cluster.launch import train
 
     with tempfile.TemporaryDirectory() as folder:
-        result = train("digits-mlp", strategy="all-reduce", workers=2, steps=3, device=device, out=folder)
+        asked = {"workers": 2, "steps": 3, "device": device, "collective": collective, "out": folder}
+        result = train("digits-mlp", strategy="all-reduce", **asked)  # type: ignore[arg-type]  # each field has its type
     hashes = set(result.param_hash.values())
     if len(result.param_hash) != 2 or len(hashes) != 1:
         raise ConfigError(f"two workers must end with equal parameters, got hashes {dict(result.param_hash)}")
@@ -210,6 +212,14 @@ def check_collective(exercise: Callable[[], str]) -> Check:
         return Check(name="gloo", status="ok", detail=exercise())
     except (PodiumError, ImportError, OSError) as error:
         return Check(name="gloo", status="failed", detail=f"{type(error).__name__}: {error}", fix=fix)
+
+
+def check_shared_memory(exercise: Callable[[], str]) -> Check:
+    try:
+        return Check(name="shared memory", status="ok", detail=exercise())
+    except (PodiumError, ImportError, OSError) as error:
+        fix = "workers of one host add up through gloo instead, which is slower"
+        return Check(name="shared memory", status="skipped", detail=f"{error}; {fix}")
 
 
 def check_nccl() -> Check:

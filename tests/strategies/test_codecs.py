@@ -51,6 +51,8 @@ from tests.toys import (
 )
 from tests.worlds import Memory, Real, Virtual, World
 
+DEADLINE_S = 2.0
+"""Of a wait; servers and those who wait for them put up with some of these."""
 SPARSE = "ratio=0.1"
 SPECS = {
     name: f"{name}:{SPARSE}" if name in ("top-k", "random-k") else name for name in CODECS if name not in ("auto", "dgc")
@@ -452,7 +454,7 @@ def run_fate(fate: Fate, strategy: Strategy[Any], spec: str, **config: Any) -> l
     job = Job(settings, task_of(epochs=4), strategy, task_is_named=False)
     meeting = Meeting(fate.plans, fate.left)
     main = partial(live, job=job, fate=fate, meeting=meeting)
-    outcomes = Memory().attempt(main, ranks, strategy.server_count, deadline_s=15.0)
+    outcomes = Memory().attempt(main, ranks, strategy.server_count, deadline_s=DEADLINE_S)
     for rank, outcome in enumerate(outcomes):
         if isinstance(outcome, BaseException) and not isinstance(outcome, _Death):
             raise outcome
