@@ -227,9 +227,11 @@ def _check_replay(config: RunConfig, strategy: Strategy[Any], recorded_dir: Path
     asked = make_strategy(config.strategy, config.strategy_options, config.workers)
     if manifest["strategy"] not in (repr(strategy), repr(asked)):
         recorded, now = {**recorded, "strategy": manifest["strategy"]}, {**now, "strategy": repr(asked)}
-    decisive = ("task", "task_options", "strategy", "workers", "seed", "epochs", "steps")
+    if isinstance(make_packing(config.codec).codec, AutoCodec):
+        raise ConfigError("replay: codec auto chose by what it measured; name the codec that it chose")
+    decisive = ("task", "task_options", "strategy", "codec", "workers", "seed", "epochs", "steps")
     for name in (*decisive, "batch_size", "accumulate", "clip_norm", "autocast", "checkpoint_every", "resume"):
-        if recorded[name] != now[name]:
+        if recorded.get(name, now[name]) != now[name]:  # a setting may be younger than the record
             raise ConfigError(
                 f"replay of {recorded_dir}: {name} must be as recorded ({recorded[name]!r}), got {now[name]!r}"
             )

@@ -47,6 +47,17 @@ def test_so_does_one_with_another_gate(options: str, tmp_path: Path) -> None:
     assert again.param_hash == raced.param_hash
 
 
+@pytest.mark.parametrize("codec", ["int8", "top-k:ratio=0.2", "power-sgd"])
+def test_so_does_one_that_packs_both_ways(codec: str, tmp_path: Path) -> None:
+    strategy = "parameter-server:mode=async,servers=2,pull=int8"
+    fields: dict[str, Any] = {"strategy": strategy, "codec": codec, "workers": 3, "epochs": 3}
+    raced = podium.train(TASK, launcher="local", run_dir=str(tmp_path / "raced"), **fields)
+    again = podium.train(TASK, launcher="virtual", run_dir=str(tmp_path / "again"), replay=raced.run_dir, **fields)
+    assert again.param_hash == raced.param_hash
+    with pytest.raises(ConfigError, match="name the codec that it chose"):
+        podium.train(TASK, launcher="virtual", replay=raced.run_dir, **{**fields, "codec": "auto"})
+
+
 @pytest.mark.parametrize("options", ["mode=dssp", "mode=async,servers=2,replicas=2"])
 def test_what_cannot_be_replayed_is_refused(options: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"strategy": f"parameter-server:{options}", "workers": 2, "epochs": 1}
