@@ -300,9 +300,17 @@ class Worker:
     def share_leftovers(self) -> None:
         """Before somebody joins or leaves: every worker gets an equal part of what all have not sent. Collective.
 
-        All or nothing: a member may be lost over it.
+        All or nothing: a member may be lost over it. One that has sent nothing yet takes part all the same.
         """
-        shared = {name: [flat.clone() for flat in flats] for name, flats in sorted(self.memory.of_span.items())}
+        names = [*self.packing.codec.remembers]
+        has = torch.tensor([float(name in self.memory.of_span) for name in names])
+        self.comm.wait(self.comm.all_reduce(has))
+        nothing = [torch.zeros_like(flat) for flat in self.flat.grads] if has.any() else []
+        shared = {
+            name: [flat.clone() for flat in self.memory.of_span.get(name, nothing)]
+            for name, anywhere in zip(names, has.tolist(), strict=True)
+            if anywhere
+        }
         self.comm.wait(*(self.comm.all_reduce(flat) for flats in shared.values() for flat in flats))
         for name, flats in shared.items():
             self.memory.of_span[name] = [flat.div_(self.comm.size) for flat in flats]

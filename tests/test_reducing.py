@@ -1,4 +1,4 @@
-"""Sums over the workers, packed: nothing is lost on the way, a lost exchange leaves no trace, any flat tensor will do."""
+"""Sums over the workers, packed: nothing is lost on the way, and what did not happen leaves no trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from podium.building import make_packing
 from podium.codecs import CODECS
 from podium.codecs.base import Memory, Span, Turn
 from podium.codecs.dense import Dense
@@ -22,12 +21,12 @@ from podium.collectives.backend import Backend
 from podium.comm.base import DEPARTED, Communicator
 from podium.errors import Lost
 from podium.flat import Flat
-from podium.reducing import Packing, Reducer, matrices_of, span_of, spans_of
+from podium.reducing import Packing, Reducer, make_packing, matrices_of, span_of, spans_of
 from podium.servers.ranges import lay_out
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.worker import Batch, Worker
-from tests.toys import CLASSES, FEATURES, UNUSUAL, assert_close, hashes, toy, train, train_in
+from tests.toys import CLASSES, FEATURES, UNUSUAL, assert_close, channels_last_model, hashes, toy, train, train_in
 from tests.worlds import Memory as Threads
 from tests.worlds import Real, Virtual, World
 
@@ -272,7 +271,7 @@ def test_spans_cover_every_parameter_once_and_their_matrices_are_whole_rows(
 
 
 def test_a_matrix_whose_rows_do_not_lie_one_after_the_other_is_none() -> None:
-    net = nn.Sequential(nn.Conv2d(4, 8, 3)).to(memory_format=torch.channels_last)
+    net = channels_last_model()
     flat = Flat(net, SGD(net.parameters(), lr=0.1), 1 << 20)
     for span in spans_of(flat):
         for matrix in span.matrices:

@@ -36,6 +36,7 @@ class DGC(Codec):
     reduction: ClassVar[Literal["sum", "gather"]] = "gather"
     takes_momentum: ClassVar[bool] = True
     keeps_residual: ClassVar[bool] = True
+    remembers: ClassVar[tuple[str, ...]] = (UNSENT, "velocity")
 
     ratio: float = 0.001
     """Elements kept over elements, once warm; at least one is."""

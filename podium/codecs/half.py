@@ -39,6 +39,8 @@ class _Half(Codec):
         self._add(wire, tensor, -1.0, out)
 
     def _add(self, wire: Tensor, base: Tensor, alpha: float, out: Tensor) -> None:
+        if wire.numel() != base.numel():
+            raise ValueError(f"a wire for {base.numel()} elements must have as many, got {wire.numel()}")
         # In two steps: torch adds numbers of two types at 2 GB/s, and this way at 7.
         for start, stop in blocks(wire.numel(), wire.device):
             wide = scratch(stop - start, torch.float32, wire.device).copy_(wire[start:stop])

@@ -143,6 +143,9 @@ def pack(tensor: Tensor, chosen: Tensor, k: int) -> Tensor:
 def unpack(wire: Tensor, numel: int, k: int) -> tuple[Tensor, Tensor]:
     """Places and float32 values, `k` of each; room that was not used adds zero somewhere."""
     parts = _parts(wire, numel, k)
+    # A wire may come from elsewhere, and what follows writes where the counts say.
+    if parts.counts.numel() and (int(parts.counts.min()) < 0 or int(parts.counts.sum(dtype=torch.int64)) > k):
+        raise ValueError(f"counts of a wire must be 0 or more, and {k} at most together")
     repeats = torch.cat([parts.counts, (k - parts.counts.sum(dtype=torch.int32))[None]])
     first = torch.arange(0, repeats.numel() * PLACES, PLACES, device=wire.device)
     first[-1] = 0

@@ -111,8 +111,8 @@ def sum_in_order(tensors: list[Tensor]) -> Tensor:
 
 
 def land(body: Sequence[Tensor], into: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-    """A reply's tensors in the buffers made ready for them, or in fresh ones."""
-    if into is None:
+    """A reply's tensors in the buffers made ready for them, or in fresh ones; none at all leaves the buffers alone."""
+    if into is None or not body:
         return tuple(t.clone() for t in body)
     for mine, theirs in zip(into, body, strict=True):
         mine.copy_(theirs)

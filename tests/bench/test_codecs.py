@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from podium.bench.codecs import bench_codecs
+from podium.bench.codecs import _keeps, bench_codecs
 from podium.bench.peers.stepping import sent_bytes
 from podium.errors import ConfigError, UnknownName
 
@@ -46,7 +46,11 @@ def test_over_a_link_codecs_are_measured_beside_ddp_and_their_bytes_are_counted(
         assert row["speedup_over_dense"] == pytest.approx(dense["ms"] / row["ms"])
         assert row["bytes_on_wire"] > 0
     best, other = document["best_podium"], document["best_ddp"]
-    assert best["ms"] == min(link["podium", codec]["ms"] for codec in ("dense", "fp16"))
+    assert document["fastest_podium"]["ms"] == min(link["podium", codec]["ms"] for codec in ("dense", "fp16"))
+    assert best["ms"] == link["podium", best["codec"]]["ms"]
+    same = document["like_for_like"]
+    assert set(same) == {"dense", "fp16"}
+    assert same["fp16"]["ddp_over_podium"] == pytest.approx(link["ddp", "fp16"]["ms"] / link["podium", "fp16"]["ms"])
     assert other["ms"] == min(link["ddp", hook]["ms"] for hook in ("none", "fp16", "power-sgd"))
     assert document["podium_over_ddp"] == pytest.approx(other["ms"] / best["ms"])
     assert document["auto_regret"] == pytest.approx(link["podium", "auto"]["ms"] / best["ms"])
@@ -59,6 +63,13 @@ def test_over_a_link_codecs_are_measured_beside_ddp_and_their_bytes_are_counted(
     rows = {row["codec"]: row for row in document["codecs"]}
     assert rows["dense"]["bytes_on_wire"] == dense["bytes_on_wire"]
     assert rows["int8"]["bytes_on_wire"] < dense["bytes_on_wire"] / 2  # counted although it is not in the table
+
+
+def test_a_codec_that_costs_accuracy_is_not_the_best() -> None:
+    assert _keeps(0.97, 0.98)
+    assert not _keeps(0.95, 0.98)
+    assert not _keeps(None, 0.98)  # it diverged
+    assert _keeps(0.5, None)  # dense is not among them: nothing is known
 
 
 def test_bytes_are_read_from_the_interface_of_that_name() -> None:

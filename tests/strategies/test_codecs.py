@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 import podium
-from podium.building import Job, build_worker, make_packing, make_server
+from podium.building import Job, make_server
 from podium.checkpoint import find_checkpoint
 from podium.codecs import CODECS
 from podium.comm.base import Communicator
@@ -26,6 +26,7 @@ from podium.errors import ConfigError, UnknownName
 from podium.files import load_tree, save_tree
 from podium.measure.records import Recorder
 from podium.recovery import Control, Regroup
+from podium.reducing import make_packing
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import ParameterServer
@@ -55,8 +56,12 @@ DEADLINE_S = 2.0
 """Of a wait; servers and those who wait for them put up with some of these."""
 SPARSE = "ratio=0.1"
 SPECS = {
-    name: f"{name}:{SPARSE}" if name in ("top-k", "random-k") else name for name in CODECS if name not in ("auto", "dgc")
-} | {"dgc": f"dgc:{SPARSE},warmup_epochs=1", "power-sgd 4": "power-sgd:rank=4,min_rate=1"}
+    name: f"{name}:{SPARSE}" if name in ("top-k", "random-k") else name
+    for name in CODECS
+    if name not in ("auto", "dgc")
+} | {"dgc": f"dgc:{SPARSE},warmup_epochs=1",
+    "power-sgd 4": "power-sgd:rank=4,min_rate=1",
+}
 RESIDUAL = {"top-k": SPECS["top-k"], "dgc": SPECS["dgc"], "power-sgd": "power-sgd:min_rate=1", "one-bit": "one-bit"}
 SYNCHRONOUS: dict[str, Strategy[Any]] = {
     "all-reduce": AllReduce(bucket_bytes=300),
@@ -122,7 +127,7 @@ def test_asynchronous_workers_end_alike_in_every_mode(strategy: Strategy[Any]) -
 @pytest.mark.parametrize("pull", ["fp16", "int8", "one-bit", f"top-k:{SPARSE}", "random-k:ratio=0.5", "power-sgd"])
 def test_answers_may_be_packed_too_in_every_mode(pull: str) -> None:
     for options in ({"servers": 2}, {"mode": "async"}, {"mode": "ssp"}, {"mode": "backup"}):
-        strategy = ParameterServer(pull=pull, **options)  # type: ignore[arg-type]  # each option has its own type
+        strategy = ParameterServer(pull=pull, **options)
         assert len(hashes(train(task_of(epochs=1), strategy, 3, codec="top-k:ratio=0.3"))) == 1, options
 
 
@@ -367,7 +372,9 @@ class Meeting:
             n = generation if generation >= 0 else next(i for i, p in enumerate(self.left) if rank in p)
             self._come[n][rank] = steps
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self._come[n].keys() >= set(self.left[n]), 20.0), "somebody is late"
+            assert self._changed.wait_for(lambda: self._come[n].keys() >= set(self.left[n]), 4 * DEADLINE_S), (
+                "somebody is late"
+            )
             source = max(sorted(self._come[n]), key=lambda r: self._come[n][r])
             return Regroup(n + 1, self.plans[n], source)
 
@@ -508,3 +515,136 @@ def test_nothing_is_lost_when_workers_join_and_leave(strategy: Strategy[Any], fa
 def test_a_newcomer_that_has_sent_nothing_shares_too() -> None:
     seen = run_fate(JOIN_AND_LEAVE_AT_ONCE, ParameterServer(mode="ssp", staleness=1), RESIDUAL["top-k"])
     check_kept(seen, 1)
+
+
+# Names.
+
+OWN_CODEC = '''
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from podium.codecs.base import Codec
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Twice(Codec):
+    """Sends floats as they are, twice."""
+
+    name: ClassVar[str] = "twice"
+    reduction: ClassVar[str] = "sum"
+    times: int = 2
+
+    def encode(self, tensor, span, turn, memory):
+        return tensor.repeat(self.times)
+
+    def decode_add(self, wire, out, span, turn, alpha=1.0):
+        out.add_(wire[: out.numel()], alpha=alpha)
+'''
+
+
+@pytest.fixture
+def own_codec(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(OWN_CODEC)
+    return f"{path}:Twice"
+
+
+class TestNames:
+    """How a codec is asked for."""
+
+    @pytest.mark.parametrize(
+        ("given", "overrides", "expected"),
+        [
+            ({"codec": "top-k:ratio=0.05,select=exact"}, [], ("top-k", {"ratio": "0.05", "select": "exact"})),
+            ({"codec": "top-k:ratio=0.05;select=exact"}, [], ("top-k", {"ratio": "0.05", "select": "exact"})),
+            ({"codec": "top-k:ratio=0.05"}, ["codec.ratio=0.1"], ("top-k", {"ratio": "0.1"})),
+            ({}, ["codec=top-k", "codec.ratio=0.1"], ("top-k", {"ratio": "0.1"})),
+            ({}, ["codec=int8", "codec.feedback=true"], ("int8", {"feedback": "true"})),
+            ({"codec": "power-sgd"}, ["codec.min-rate=3"], ("power-sgd", {"min_rate": "3"})),
+            (
+                {"strategy": "all-reduce:codec=top-k:ratio=0.01;select=exact,overlap=false"},
+                [],
+                ("top-k", {"ratio": "0.01", "select": "exact"}),
+            ),
+            ({"codec": "mine.py:Mine"}, [], ("mine.py:Mine", {})),
+            ({"codec": "mine.py:Mine:every=4"}, ["codec.by=2"], ("mine.py:Mine", {"every": "4", "by": "2"})),
+        ],
+    )
+    def test_options_come_from_the_name_and_from_set(
+        self, given: dict[str, str], overrides: list[str], expected: tuple[str, dict[str, str]]
+    ) -> None:
+        assert parse_spec(resolve(None, overrides, given).codec) == expected
+
+    def test_a_strategy_keeps_its_own_options_beside_a_codec(self) -> None:
+        config = resolve(None, [], {"strategy": "all-reduce:codec=int8,overlap=false,collective=ring"})
+        assert (config.codec, config.collective, config.strategy_options) == ("int8", "ring", {"overlap": "false"})
+
+    def test_set_reaches_a_codec_that_the_strategy_names(self) -> None:
+        config = resolve(None, ["codec.ratio=0.1"], {"strategy": "all-reduce:codec=top-k"})
+        assert parse_spec(config.codec) == ("top-k", {"ratio": "0.1"})
+
+    def test_set_reaches_a_codec_of_the_users_own(self) -> None:
+        config = resolve(None, ["codec.by=2"], {"codec": "mine.py:Mine"})
+        assert parse_spec(config.codec) == ("mine.py:Mine", {"by": "2"})
+
+    def test_options_that_are_set_before_the_codec_count_too(self) -> None:
+        config = resolve(None, ["codec.ratio=0.1", "codec=top-k"])
+        assert parse_spec(config.codec) == ("top-k", {"ratio": "0.1"})
+
+    def test_a_codec_of_the_users_own_trains(self, own_codec: str) -> None:
+        for strategy in (AllReduce(), ParameterServer()):
+            mine = train(toy(), strategy, 2, codec=f"{own_codec}:times=3,feedback=false")
+            assert_close(mine[0].state, train(toy(), strategy, 2)[0].state)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"codec": "topk"}, "unknown codec 'topk'. Did you mean 'top-k'"),
+            ({"codec": "top-k:ration=0.1"}, "unknown option of codec top-k 'ration'. Did you mean 'ratio'"),
+            ({"codec": "top-k:select=exakt"}, "Did you mean 'exact'"),
+            ({"codec": "top-k:ratio=2"}, "top-k: ratio must be above 0 and at most 1, got 2"),
+            ({"codec": "top-k:feedback=maybe"}, "codec top-k: feedback must be true or false, got 'maybe'"),
+            ({"codec": "top-k:0.1"}, "codec top-k: options are key=value, got '0.1'"),
+            ({"collective": "rign"}, "unknown collective 'rign'. Did you mean 'ring'"),
+            ({"collective": "ring:segment=3"}, "unknown option of collective ring 'segment'"),
+            ({"strategy": "parameter-server:pull=int9"}, "unknown codec 'int9'. Did you mean 'int8'"),
+            ({"strategy": "parameter-server:pull=dgc"}, "pull=dgc packs gradients"),
+        ],
+        ids=str,
+    )
+    def test_what_does_not_exist_is_refused_before_anything_starts(
+        self, tmp_path: Path, fields: dict[str, str], message: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=message):
+            podium.train("tests.toys:toy", workers=2, out=str(tmp_path), **fields)  # type: ignore[arg-type]  # text all
+        assert not list(tmp_path.iterdir())
+
+    def test_servers_cannot_choose_how_they_answer(self) -> None:
+        with pytest.raises(ConfigError, match="auto"):
+            ParameterServer(pull="auto")
+
+    def test_an_unknown_codec_names_all_that_exist(self) -> None:
+        with pytest.raises(UnknownName) as caught:
+            make_packing("none")
+        assert set(caught.value.known) == set(CODECS)
+
+    @pytest.mark.parametrize(
+        ("spec", "feedback", "keeps"),
+        [
+            ("top-k", True, True),
+            ("top-k:feedback=false", False, False),
+            ("fp16", False, False),
+            ("fp16:feedback=true", True, True),
+            ("dgc", False, False),
+            ("dgc:feedback=true", True, False),
+            ("dense", False, False),
+        ],
+    )
+    def test_feedback_is_the_senders_choice(self, spec: str, feedback: bool, keeps: bool) -> None:
+        packing = make_packing(spec)
+        assert (packing.feedback, packing.keeps_residual) == (feedback, keeps)
+
+    def test_without_feedback_nothing_is_kept(self, tmp_path: Path) -> None:
+        train(task_of(), AllReduce(), 2, codec="top-k:ratio=0.1,feedback=false", run_dir=tmp_path)
+        assert left_in(tmp_path) == {}

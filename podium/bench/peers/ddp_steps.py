@@ -4,7 +4,8 @@
     fp16        `fp16_compress_hook`
     power-sgd   `powerSGD_hook`, rank 1, which begins after two plain steps, the fewest it takes
 
-PowerSGD gets one bucket for all: with DDP's usual buckets its hook does not come to an end over gloo.
+PowerSGD gets one bucket for all: with DDP's usual buckets its hook does not come to an end over gloo. The ranks have
+the allocator's switch that Podium's set (`podium.allocator`), so that it is not mistaken for better communication.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from podium.allocator import keep_freed_memory
 from podium.bench.peers.podium_ps import Place
 from podium.bench.peers.stepping import Ranks, Stepping, Steps, in_turn, run_steps, share_of_data
 from podium.bench.peers.team import Team, answer
@@ -54,6 +56,7 @@ class DdpSteps(Stepping):
 def _rank(
     rank: int, size: int, payload: dict[str, Any], store: Path, place: Place, interface: str, pipe: Connection
 ) -> None:
+    keep_freed_memory()
     if place.namespace is not None:
         enter_namespace(place.namespace)
         os.environ["GLOO_SOCKET_IFNAME"] = interface
