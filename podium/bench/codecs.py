@@ -335,6 +335,7 @@ def _loopback(payload: Mapping[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def _compared(name: str, numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, Any]:
-    """The median of the rounds' ratios under this name, and its interval."""
+    """The median of the rounds' ratios under this name, and its interval; none where one measurement stood for all."""
     found = ratio(numerator, denominator)
-    return {name: found["ratio"], f"{name}_interval": found["ratio_interval"]}
+    stands_for_all = len(numerator) > 1 and len(set(numerator)) == len(set(denominator)) == 1
+    return {name: found["ratio"], f"{name}_interval": None if stands_for_all else found["ratio_interval"]}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -171,6 +172,10 @@ class Codec(ABC):
     def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
         """`out += alpha *` what this wire says; `wire` may be a sum of wires where `reduction` is `sum`."""
 
+    def wire_like(self, span: Span, turn: Turn, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Length and dtype of the wire, for a span of this dtype: to know one that cannot be right."""
+        return _wire_like(self, span, dtype)
+
     def remainder(self, wire: Tensor, tensor: Tensor, out: Tensor, span: Span, turn: Turn) -> None:
         """`out` becomes `tensor` minus what this wire says; they may be one and the same."""
         if out.data_ptr() != tensor.data_ptr():
@@ -182,6 +187,15 @@ class Codec(ABC):
         out.zero_()
         for wire in wires:
             self.decode_add(wire, out, span, turn)
+
+
+@lru_cache(maxsize=4096)
+def _wire_like(codec: Codec, span: Span, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """Found by packing nothing; the turn does not matter to most."""
+    alone = span._replace(buffer=0, start=0, stop=span.numel)
+    zeros = torch.zeros(span.numel, dtype=dtype)
+    wire = codec.encode(zeros, alone, Turn(), Memory([zeros]))
+    return wire.numel(), wire.dtype
 
 
 class Rounds(ABC):

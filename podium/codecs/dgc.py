@@ -23,7 +23,7 @@ from torch import Tensor
 from podium.codecs.base import Codec, Memory, Span, Turn
 from podium.codecs.blocks import blocks, scratch
 from podium.codecs.feedback import UNSENT
-from podium.codecs.sparse import Select, choose, pack, room_for, unpack_add
+from podium.codecs.sparse import Select, choose, pack, room_for, unpack_add, wire_bytes
 from podium.errors import ConfigError
 
 
@@ -85,6 +85,9 @@ class DGC(Codec):
         velocity.index_fill_(0, chosen, 0.0)
         unpack_add(wire, unsent, k, -1.0)
         return wire
+
+    def wire_like(self, span: Span, turn: Turn, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        return wire_bytes(span.numel, room_for(span.numel, self.ratio_at(turn.epoch))), torch.uint8
 
     def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
         unpack_add(wire, out, room_for(span.numel, self.ratio_at(turn.epoch)), alpha)

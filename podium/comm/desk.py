@@ -58,6 +58,7 @@ class Desk:
         self._open: dict[Number, ExchangeHandle] = {}
         self._early: dict[Number, list[tuple[int, Key, Tensor]]] = defaultdict(list)
         self._early_bytes = 0
+        self._coming: dict[int, int] = {}  # by source: bytes of `_early_bytes` that are on their way
         self._generation = 0
         self._gone: set[int] = set()
         self._landing: dict[int, Number] = {}  # by source: whose tensor is being received into
@@ -150,7 +151,7 @@ class Desk:
         with self._changed:
             handle = self._open.get(number)
             if handle is None and number[0] >= self._generation:
-                handle = self._make_room(number, spec.nbytes)
+                handle = self._make_room(header.source, number, spec.nbytes)
         if handle is None:
             return None
         if spec.dtype != handle.tensor.dtype:
@@ -168,7 +169,7 @@ class Desk:
             self._landing[header.source] = number
         return [landing]
 
-    def _make_room(self, number: Number, nbytes: int) -> ExchangeHandle | None:
+    def _make_room(self, source: int, number: Number, nbytes: int) -> ExchangeHandle | None:
         limit, deadline_s = self._channel.limits.inbox_bytes, self._channel.deadline_s
         fits = self._changed.wait_for(
             lambda: number in self._open or self._early_bytes == 0 or self._early_bytes + nbytes <= limit, deadline_s
@@ -178,7 +179,14 @@ class Desk:
         handle = self._open.get(number)
         if handle is None:
             self._early_bytes += nbytes
+            self._coming[source] = nbytes
         return handle
+
+    def _give_room_back(self, source: int) -> int:
+        """A message is here, or will never be; how much of the room it had."""
+        nbytes = self._coming.pop(source, 0)
+        self._early_bytes -= nbytes
+        return nbytes
 
     def arrived(self, header: Header, body: Sequence[Tensor]) -> None:
         if header.kind == GIVE_UP:
@@ -186,11 +194,13 @@ class Desk:
         number, name = _parse(header)
         with self._changed:
             self._landing.pop(header.source, None)
+            room = self._give_room_back(header.source)
             self._changed.notify_all()
             handle = self._open.get(number)
             if handle is None:
                 if number[0] >= self._generation and self._given_up.get(number[0]) is None:
                     self._early[number].append((header.source, name, body[0]))
+                    self._early_bytes += room
                 return
         self._drive(handle, (header.source, name, body[0]))
 
@@ -207,6 +217,7 @@ class Desk:
         with self._changed:
             self._gone.add(rank)
             self._landing.pop(rank, None)
+            self._give_room_back(rank)
             self._changed.notify_all()
 
         def misses(handle: ExchangeHandle) -> bool:

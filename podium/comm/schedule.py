@@ -2,8 +2,10 @@
 
 A schedule is a set of *chains*. The chains of one exchange run side by side and touch different elements; the moves of
 one chain happen in their order. A move is `send`, `add` (receive and add to one's own) or `put` (receive in place of
-one's own). Elements that were sent may be added to in the very next move only, and are copied for that. All ranks work
-out their own part from the same few numbers, so nothing has to be agreed on beforehand.
+one's own). All ranks work out their own part from the same few numbers, so nothing has to be agreed on beforehand.
+
+Elements that were sent may be added to in the very next move only, and are copied for that. A `put` lands as soon as it
+comes, so it must be a consequence of all earlier moves of its chain on that rank: sums are, as our own part is in them.
 
 A message is named by (chain, round): a rank sends at most one to a given peer in a given round of a given chain, and
 its receiver has a move of the same chain, round and elements.

@@ -61,11 +61,14 @@ class Wires:
             turn = Turn(*message.meta["turn"])
             grads = []
             for wire, part in zip(message.body, ranges, strict=True):
-                like = self._flat.params[part.buffer]
+                like, span = self._flat.params[part.buffer], self._span(part)
+                fits = self._push.wire_like(span, turn, like.dtype)
+                if (wire.numel(), wire.dtype) != fits:
+                    raise ValueError(f"{fits[0]} elements of {fits[1]} must come, got {wire.numel()} of {wire.dtype}")
                 grad = torch.zeros(part.stop - part.start, dtype=like.dtype)
-                self._push.decode_add(wire, grad, self._span(part), turn)
+                self._push.decode_add(wire, grad, span, turn)
                 grads.append(grad)
-        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, RuntimeError) as error:
             raise CommError(
                 f"a push of rank {message.source} is not packed as {self._push.name} has it: {error}"
             ) from error

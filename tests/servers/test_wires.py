@@ -225,10 +225,7 @@ def test_what_is_answered_whole_is_not_changed_by_later_answers() -> None:
 def packed(codec: str, flat: Flat, ranges: list[Range]) -> list[Tensor]:
     made = make_codec(*parse_spec(codec))
     memory = Memory(flat.grads)
-    return [
-        made.encode(noise(r.stop - r.start, i), span_of(flat, r), Turn(), memory)
-        for i, r in enumerate(ranges)
-    ]
+    return [made.encode(noise(r.stop - r.start, i), span_of(flat, r), Turn(), memory) for i, r in enumerate(ranges)]
 
 
 def push(body: list[Tensor], **meta: Any) -> Message:
@@ -319,7 +316,11 @@ def test_a_wire_that_says_that_it_holds_more_than_it_does_breaks_nothing() -> No
 
 
 @settings(max_examples=60)
-@given(codec=st.sampled_from([name for name in PULLS if name != "top-k"]), data=st.binary(min_size=0, max_size=400), turn=st.integers(-3, 1 << 70))
+@given(
+    codec=st.sampled_from([name for name in PULLS if name != "top-k"]),
+    data=st.binary(min_size=0, max_size=400),
+    turn=st.integers(-3, 1 << 70),
+)
 def test_whatever_bytes_come_the_server_takes_them_or_refuses_them(codec: str, data: bytes, turn: int) -> None:
     """A peer has the run's secret, but may be broken: it must not break the server, nor what it holds."""
     flat = flat_of()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
@@ -59,7 +57,8 @@ SPECS = {
     name: f"{name}:{SPARSE}" if name in ("top-k", "random-k") else name
     for name in CODECS
     if name not in ("auto", "dgc")
-} | {"dgc": f"dgc:{SPARSE},warmup_epochs=1",
+} | {
+    "dgc": f"dgc:{SPARSE},warmup_epochs=1",
     "power-sgd 4": "power-sgd:rank=4,min_rate=1",
 }
 RESIDUAL = {"top-k": SPECS["top-k"], "dgc": SPECS["dgc"], "power-sgd": "power-sgd:min_rate=1", "one-bit": "one-bit"}

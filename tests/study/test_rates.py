@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from podium.building import make_packing
 from podium.errors import ConfigError, DataError, UnknownName
+from podium.reducing import make_packing
 from podium.study.rates import (
     CODECS,
     PAIRS,
@@ -32,6 +33,7 @@ from podium.study.rates import (
     tabulate,
     train_one,
 )
+from podium.study.rates.running import Running, least_used
 from podium.study.store import Row
 
 RIGHT = st.integers(0, 2_000).map(lambda count: count / 2_000)
@@ -167,6 +169,17 @@ class TestPage:
         ]
         assert "`fp16` sends least" in answer(tabulate(worse))
 
+    def test_a_lead_that_the_seeds_do_not_settle_is_said_to_be_open(self, rows: list[Row]) -> None:
+        assert "do not settle" not in answer(tabulate(rows))
+        swings = {0: 0.91, 1: 0.90, 2: 0.88}
+        shaky = [{**row, "accuracy": swings[row["seed"]]} if row["cell"] == "top-k:ratio=0.01" else row for row in rows]
+        lead = answer(tabulate(shaky)).split("\n\n")[0]
+        assert "`top-k:ratio=0.01` sends least" in lead
+        assert "do not settle that: on MNIST, LeNet-5 and CIFAR-10, ResNet-20 its interval" in lead
+        assert lead.endswith("Intervals that stay above that line everywhere: `fp16`.")
+        alone = [row for row in shaky if row["cell"] != "fp16"]
+        assert "No codec's interval stays above that line everywhere." in answer(tabulate(alone))
+
     def test_none_close_is_said(self) -> None:
         rows = [*three("dense", 0.97, 1000), *three("fp16", 0.5, 500)]
         assert answer(tabulate(rows)).startswith("**No codec stays within one point of dense on MNIST")
@@ -198,7 +211,7 @@ class TestPage:
 
     def test_small_data_are_said_to_be_small(self, rows: list[Row]) -> None:
         text = page(tabulate(rows), rows)
-        assert "8,000 of 60,000 images for 10 epochs" in text and "2,000 test images" in text
+        assert "trained on 8,000 images for 10 epochs; the whole set has 60,000" in text and "2,000 test images" in text
 
     def test_unequal_replicas_are_not_hidden(self, rows: list[Row]) -> None:
         assert "did not end equal" not in page(tabulate(rows), rows)
@@ -270,9 +283,26 @@ class TestDesign:
         assert not is_final(failed_row("dense", 0, "its process ended with -9: it said nothing"))
         assert not is_final(failed_row("dense", 0, "DataError: no such file"))
 
+    @given(st.sets(st.integers(0, 63), min_size=1), st.integers(0, 200))
+    def test_runs_are_spread_evenly_over_cores(self, cores: set[int], count: int) -> None:
+        taken: list[int] = []
+        for _ in range(count):
+            taken.append(least_used(cores, taken))
+        runs = [taken.count(core) for core in cores]
+        assert sum(runs) == count and max(runs) - min(runs) <= 1
+
 
 class TestRunning:
     """Real processes, on scikit-learn's digits."""
+
+    def test_a_run_keeps_to_the_core_that_it_was_given(self, tmp_path: Path) -> None:
+        study = Rates(workloads=(DIGITS,), codecs=("dense",), seeds=(0,))
+        cell, core = study.cells()[0], max(os.sched_getaffinity(0))
+        one = Running(cell, study.options(cell), tmp_path / "run", 60.0, core)
+        try:
+            assert os.sched_getaffinity(one.process.pid) == {core}
+        finally:
+            one.kill()
 
     def test_runs_leave_rows_page_and_figure_and_are_not_repeated(self, tmp_path: Path) -> None:
         study = Rates(workloads=(DIGITS,), codecs=("dense", "top-k:ratio=0.01"), seeds=(0,))
