@@ -210,7 +210,7 @@ def test_a_wait_for_one_that_somebody_else_carries_out_ends_at_its_deadline() ->
     """The board's own thread may be stuck in an exchange before: that is no success."""
     board = Board(Arena(), DEADLINE_S)
     handle = board.all_reduce(torch.ones(4))
-    with board._turn, pytest.raises(Lost, match="did not end in 0.1 s"):
+    with board._turn, pytest.raises(Lost, match=r"did not end in 0\.1 s"):
         board.wait(handle, 0.1)
     with pytest.raises(Lost):
         board.wait(handle, 0.1)

@@ -125,7 +125,7 @@ def test_a_message_of_a_later_generation_waits_for_it(meet: Meet) -> None:
     wait_until(lambda: here.desk._early_bytes == 4 * N)
     here.desk.form(2)
     here.wait(here.issue(1, adds(1), later))
-    assert (now[0], later[0]) == (4.0, 6.0)
+    assert (float(now[0]), float(later[0])) == (4.0, 6.0)
 
 
 def test_a_message_of_an_old_generation_is_ignored_and_harms_nothing(meet: Meet) -> None:
@@ -296,7 +296,7 @@ def test_who_has_left_before_an_exchange_needs_it_is_missed_at_once(meet: Meet) 
     wait_until(lambda: 1 in here.desk._gone)
     for kind in ("add", "send"):
         with pytest.raises(Lost):
-            here.wait(here.issue(2, [[Move(kind, 1, 0, 0, N)]], ones()))  # type: ignore[arg-type]  # two kinds
+            here.wait(here.issue(2, [[Move(kind, 1, 0, 0, N)]], ones()))
 
 
 @pytest.mark.parametrize("kind", ["add", "put"])
