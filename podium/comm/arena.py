@@ -13,6 +13,7 @@ import mmap
 import os
 import socket
 import struct
+import weakref
 from bisect import bisect_right
 from typing import NamedTuple
 
@@ -40,11 +41,10 @@ class _Segment(NamedTuple):
 
 
 class Arena:
-    """Segments of this process, open to others of the host. They live as long as the process."""
+    """Segments of this process, open to others of the host. Each lives as long as tensors lie in it."""
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
-        self._kept: list[mmap.mmap] = []  # or another segment might get the address of one whose tensors are gone
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros in a segment of their own."""
@@ -57,9 +57,14 @@ class Arena:
         memory = mmap.mmap(file, nbytes)
         tensor = torch.frombuffer(memory, dtype=dtype, count=numel)
         segment = _Segment(tensor.data_ptr(), nbytes, file, os.fstat(file).st_ino)
-        self._kept.append(memory)
+        # Once its tensors are gone, another segment may get its address: nobody must find the old one there.
+        weakref.finalize(memory, self._drop, segment).atexit = False
         self._segments = sorted([*self._segments, segment])  # a new list: others may be reading the old one
         return tensor
+
+    def _drop(self, segment: _Segment) -> None:
+        self._segments = [other for other in self._segments if other is not segment]
+        os.close(segment.file)
 
     def locate(self, tensor: Tensor) -> Place | None:
         """Where others find this tensor; None if it lies elsewhere."""

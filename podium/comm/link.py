@@ -32,7 +32,7 @@ CLOSE_S = 2.0
 _HELD_FRAMES = 256
 SHARING = ".sharing"
 """Kind of the frame by which one end of a link tells the other that it can reach its memory."""
-_INLINE_BYTES = 64 << 10  # a call of up to this size is sent by its caller: the socket's buffer takes it at once
+_INLINE_BYTES = 64 << 10  # tensors of up to this size are sent by their caller: the socket's buffer takes them at once
 
 
 @final
@@ -178,7 +178,7 @@ class Link:
                 return
             buffers, self._held = self._held, []
             body, self._held_body = self._held_body, 0
-            large = sum(buffer.nbytes for buffer in buffers) > _INLINE_BYTES
+            large = body > _INLINE_BYTES
             ticket, self._tickets = self._tickets, self._tickets + 1
             if later and (large or ticket != self._serving):
                 # An error breaks the link, and so reaches whoever waits for the reply.

@@ -189,8 +189,20 @@ def test_any_stretch_of_any_segment_is_found_where_it_lies(kinds: list[Any], dat
         place = arena.locate(part)
         assert place is not None
         assert torch.equal(neighbour.attach(place, part.dtype, tuple(part.shape)), part)
-    for segment in arena._segments:
-        os.close(segment.file)  # an arena lives as long as its process, and this process makes many
+
+
+def test_a_segment_goes_with_its_last_tensor_and_its_address_may_be_used_again() -> None:
+    arena, before = Arena(), len(os.listdir("/proc/self/fd"))
+    part = arena.allocate(5000, torch.float32)[10:20]
+    assert arena.locate(part) is not None, "a part of it keeps it"
+    del part
+    assert len(os.listdir("/proc/self/fd")) == before
+    for n in range(50):
+        tensor = arena.allocate(4096, torch.uint8).fill_(n)
+        place = arena.locate(tensor)
+        assert place is not None
+        assert Neighbour(os.getpid()).attach(place, torch.uint8, (1,)).tolist() == [n]
+        del tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.bfloat16])

@@ -234,7 +234,8 @@ def test_a_peer_that_cannot_be_reached_is_told_at_once() -> None:
 
 
 def test_an_address_travels_as_numbers() -> None:
-    address = Board(Arena(), DEADLINE_S).address
+    board = Board(Arena(), DEADLINE_S)
+    address = board.address
     assert Address.from_json(address.to_json()) == address
     assert Neighbour(address.pid).attach(address.place, torch.int64, (8,)).tolist()[:2] == [0, 0]
 

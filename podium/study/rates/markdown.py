@@ -78,7 +78,8 @@ def _placed(line: Line) -> str:
 
 
 _LEGEND = (
-    "Points are means over seeds, bars 95 % t intervals. Hollow points have no error feedback. Accuracy is spaced by "
+    "Points are means over seeds, bars 95 % t intervals, cut at the frame. Hollow points have no error feedback. "
+    "Accuracy is spaced by "
     "the logarithm of the error, so that both a tenth of a point at the top and half the test set at the bottom show."
 )
 
