@@ -21,7 +21,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, doctor.Check]:
 
 
 def test_what_every_machine_has_is_exercised(found: dict[str, doctor.Check]) -> None:
-    for name in ("python", "torch", "no conflict", "loopback TCP", "Unix socket", "gloo", "shared memory", "run folder"):
+    for name in (
+        "python",
+        "torch",
+        "no conflict",
+        "loopback TCP",
+        "Unix socket",
+        "gloo",
+        "shared memory",
+        "run folder",
+    ):
         assert found[name].status == "ok", found[name]
 
 

@@ -132,9 +132,7 @@ def _child(
     comm.close()
 
 
-def _connect(
-    rank: int, workers: int, servers: int, folder: Path, deadline_s: float, shared: bool
-) -> RealCommunicator:
+def _connect(rank: int, workers: int, servers: int, folder: Path, deadline_s: float, shared: bool) -> RealCommunicator:
     ranks: Sequence[int] = range(workers + servers)
     channel = Channel(rank, secret=b"of this test", listen=f"unix:{folder}/c{rank}", deadline_s=deadline_s)
     channel.introduce({r: f"unix:{folder}/c{r}" for r in ranks})
