@@ -1,6 +1,6 @@
 """`podium bench codecs`: what compression costs a core, what it saves on a link, and what it does to accuracy.
 
-`codecs`, a row per codec:
+`rows`, one per codec:
 
     ratio                   bytes of the wire / bytes of the tensor, a square matrix of 25 million float32 numbers
     encode_gbs, decode_gbs  gigabytes of the tensor per second on one core; `step_gbs`: packing with error feedback
@@ -96,7 +96,7 @@ def bench_codecs(
     width: int = 2560,
     depth: int = 4,
 ) -> dict[str, Any]:
-    """`codecs`: a row per codec. `link`: a row per system and codec. The module says what each number means.
+    """`rows`: one per codec. `link`: a row per system and codec. The module says what each number means.
 
     `side`: of the square matrix. `link_mbit`: 0 for no link; when not given, 100 where this machine allows it.
     `link_codecs`: those of the link table, all but a few and `auto` when not given. `features`, `width` and
@@ -111,7 +111,7 @@ def bench_codecs(
     dense = next((row["accuracy"] for row in rows if row["codec"] == DENSE), None)
     for row in rows:
         row["dense_accuracy"] = dense
-    document: dict[str, Any] = {"bench": "codecs", "peers": list(peers), "workers": _WORKERS, "codecs": rows}
+    document: dict[str, Any] = {"bench": "codecs", "peers": list(peers), "workers": _WORKERS, "rows": rows}
     mbit, reason = _rate_or_reason(link_mbit)
     if not mbit:
         return {**document, "link_mbit": 0, "link_skipped": reason}

@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {"features": 100, "width": 64, "depth": 2}
 def test_each_codec_has_its_costs_and_its_accuracy_beside_that_of_dense() -> None:
     codecs = ("dense", "fp16", "power-sgd:rank=1")
     document = bench_codecs((), codecs=codecs, link_mbit=0, **QUICK)
-    rows = {row["codec"]: row for row in document["codecs"]}
+    rows = {row["codec"]: row for row in document["rows"]}
     assert tuple(rows) == codecs
     assert rows["dense"]["ratio"] == 1
     assert rows["fp16"]["ratio"] == pytest.approx(0.5, rel=0.01)
@@ -60,7 +60,7 @@ def test_over_a_link_codecs_are_measured_beside_ddp_and_their_bytes_are_counted(
     dense = link["podium", "dense"]
     assert dense["counted_bytes"] == pytest.approx(4 * 11_274, rel=0.01)
     assert dense["counted_bytes"] < dense["bytes_on_wire"] < 1.5 * dense["counted_bytes"]
-    rows = {row["codec"]: row for row in document["codecs"]}
+    rows = {row["codec"]: row for row in document["rows"]}
     assert rows["dense"]["bytes_on_wire"] == dense["bytes_on_wire"]
     assert rows["int8"]["bytes_on_wire"] < dense["bytes_on_wire"] / 2  # counted although it is not in the table
 

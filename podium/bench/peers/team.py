@@ -60,7 +60,7 @@ class Team:
                 for n in members:
                     self._pipes[n].send((what, *details))
             except OSError as error:
-                raise RankFailed(f"bench ps: a process of {self.who} is gone: {error}") from error
+                raise RankFailed(f"bench: a process of {self.who} is gone: {error}") from error
             return self._answers(members)
 
     def end(self) -> None:
@@ -79,12 +79,12 @@ class Team:
         for n in members:
             try:
                 if not self._pipes[n].poll(max(0.0, deadline - time.monotonic())):
-                    raise RankFailed(f"bench ps: {self.who} gave no answer in {DEADLINE_S:g} s")
+                    raise RankFailed(f"bench: {self.who} gave no answer in {DEADLINE_S:g} s")
                 error, answer = self._pipes[n].recv()
             except (EOFError, OSError) as gone:
-                raise RankFailed(f"bench ps: process {n} of {self.who} ended without a word") from gone
+                raise RankFailed(f"bench: process {n} of {self.who} ended without a word") from gone
             if error is not None:
-                raise RankFailed(f"bench ps: process {n} of {self.who} failed: {error}")
+                raise RankFailed(f"bench: process {n} of {self.who} failed: {error}")
             answers.append(answer)
         return answers
 
