@@ -92,7 +92,10 @@ def fitted(packing: Packing, optimizer: Optimizer) -> Packing:
     if len(chosen) > 1:
         raise ConfigError(f"codec {codec.name}: all parameter groups must have one momentum, got {sorted(chosen)}")
     ((momentum, nesterov),) = chosen
-    return Packing(dataclasses.replace(codec, momentum=momentum, nesterov=nesterov), packing.feedback)  # type: ignore[type-var]
+    asked = {"momentum": codec.momentum, "nesterov": codec.nesterov}  # type: ignore[attr-defined]  # it takes momentum
+    found = {"momentum": momentum, "nesterov": nesterov}
+    taken = {name: found[name] if value is None else value for name, value in asked.items()}
+    return Packing(dataclasses.replace(codec, **taken), packing.feedback)  # type: ignore[type-var]  # codecs are dataclasses
 
 
 def open_data(task: Task, workers: int, batch_size: int) -> Data:

@@ -164,6 +164,7 @@ class Run:
             self._state = self.strategy.init(self.worker)
             return torch.tensor(float("nan"))
         meter.record(self._recorder, batch, float(loss))
+        self.worker.tell_news(self._recorder)
         self._control.progress(progress_of(self.worker, float(loss), total_samples=self.worker.horizon))
         return loss
 

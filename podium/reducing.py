@@ -19,7 +19,7 @@ from torch import Tensor
 
 from podium.codecs import make_codec
 from podium.codecs.base import Codec, Matrix, Memory, Rounds, RoundsCodec, Span, Turn
-from podium.codecs.feedback import keep_own_residual, keep_residual, with_residual
+from podium.codecs.feedback import RESIDUAL, keep_own_residual, keep_residual, with_residual
 from podium.config import convert, parse_spec
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ class Reducer:
     def _issue(self, tensor: Tensor, packing: Packing, span: Span, turn: Turn) -> None:
         codec, comm = packing.codec, self.comm
         if codec.exact or (comm.size == 1 and not codec.takes_momentum):
+            take_leftover(self.memory, tensor, span)
             return self.issue_exactly(tensor)
         comm.clock.touch(round(codec.passes * tensor.nbytes))
         if isinstance(codec, RoundsCodec):
@@ -156,6 +157,16 @@ class Reducer:
         self._handles.clear()
         self._sent.clear()
         self.memory.forget()
+
+
+def take_leftover(memory: Memory, tensor: Tensor, span: Span) -> bool:
+    """Where nothing is packed any more, what was left out before goes out with this tensor, once; whether there was."""
+    left = memory.get(RESIDUAL, span)
+    if left is None:
+        return False
+    tensor += left
+    memory.put(RESIDUAL, span).zero_()
+    return True
 
 
 def matrices_of(pieces: Sequence[tuple[Piece, int, int, int]]) -> tuple[Matrix, ...]:

@@ -160,20 +160,13 @@ class Training:
         loss = float(self.job.strategy.step(worker, state, batch))
         self._in_step = False
         meter.record(self.recorder, batch, loss)
-        self._tell_news()
+        self.worker.tell_news(self.recorder)
         if not math.isfinite(loss):
             raise TrainingError(
                 f"rank {self.comm.rank}: the loss became {loss} at step {worker.steps_done} (sample position "
                 f"{batch.piece.position}); lower the rate, clip gradients (--set clip_norm=1), check the data"
             )
         self.control.progress(progress_of(worker, loss, total_steps=self.total_steps, total_samples=self.end))
-
-    def _tell_news(self) -> None:
-        """Put on record what was decided about packing."""
-        news, self.worker.news = self.worker.news, []
-        for facts in news:
-            kind = facts.pop("kind")
-            self.recorder.write(kind, self.comm.clock.now_ns(), step=self.worker.steps_done, **facts)
 
     # Validation, buffers, checkpoints.
 

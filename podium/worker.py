@@ -31,9 +31,10 @@ from podium.data.order import Slice
 from podium.errors import ConfigError
 from podium.flat import Flat
 from podium.generators import State, generator_state, set_generator_state
+from podium.measure.records import Recorder
 from podium.nests import map_tensors
 from podium.optim import FlatOptimizer
-from podium.reducing import Packing, Reducer, spans_of
+from podium.reducing import Packing, Reducer, spans_of, take_leftover
 
 
 class Batch(NamedTuple):
@@ -176,20 +177,21 @@ class Worker:
     def issue(self, bucket: int) -> None:
         """Begin to sum a bucket's gradients over the workers; never waits."""
         packing, span = self.packings[bucket], self.spans[bucket]
-        if packing.codec.exact:
-            self.add_leftover(span)
+        if packing.codec.exact or self._is_alone:
+            self.add_leftover(span.of(self.flat.grads), span)
             return self.reducer.issue_exactly(self.bucket(bucket))
         self.reducer.issue(span.of(self.flat.grads), packing, span, self.turn)
         if bucket == self.buckets - 1:
             self.reducer.issue_exactly(self.flat.tail)
 
-    def add_leftover(self, span: Span) -> None:
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is nobody to pack anything for."""
+        return self.comm.size == 1 and not self.packing.codec.takes_momentum and not self.comm.servers
+
+    def add_leftover(self, tensor: Tensor, span: Span) -> None:
         """Where nothing is packed any more, what was left out before goes out with this gradient, once."""
-        left = self.memory.get(RESIDUAL, span) if self.memory.of_span else None
-        if left is not None:
-            span.of(self.flat.grads).add_(left)
-            self.memory.put(RESIDUAL, span).zero_()
-            self._emptied = True
+        self._emptied = take_leftover(self.memory, tensor, span) or self._emptied
 
     def complete(self) -> None:
         """Wait until all issued buckets hold the sums."""
@@ -210,6 +212,9 @@ class Worker:
         """Move the parameters by the reduced gradients: the one place where a synchronous step becomes true."""
         stop, self.step_loss, changed, pause = self.flat.tail.tolist()
         used = self._agree_on_used(changed=changed > 0)
+        if not all(packing.codec.exact for packing in self.packings):
+            # What was left out of a parameter's gradient may come when nobody has used it.
+            used = [is_used or bool(view.any()) for is_used, view in zip(used, self.flat.views, strict=True)]
         self.stop_agreed, self.pause_agreed = self.stop_agreed or stop > 0, self.pause_agreed or pause > 0
         self._move(used, batch)
 
@@ -238,7 +243,7 @@ class Worker:
         """A step became true: count it and move on in the order; in synchronous training the schedule follows."""
         self.steps_done += 1
         self.memory.commit()
-        if self._emptied and all(packing.codec.exact for packing in self.packings):
+        if self._emptied and (self._is_alone or all(packing.codec.exact for packing in self.packings)):
             self.memory.clear()
         self._emptied = False
         self.position = max(self.position, batch.end)
@@ -269,6 +274,8 @@ class Worker:
     def unused_among(self, pieces: Iterable[int]) -> list[int]:
         """Those of these pieces that this worker's backward has not reached."""
         used = self._backward.used
+        if not self.push[1].codec.exact:  # what was left out of their gradients may come all the same
+            return []
         return [i for i in pieces if not used[i]]
 
     # What the training loop uses.
@@ -288,6 +295,13 @@ class Worker:
             self.packings, self.push = choice.packings, (choice.specs[0], choice.packings[0])
             self.news.append({"kind": "codec", **choice.facts})
             self._check = Check(choice, codec.check_after) if codec.check_after else None
+
+    def tell_news(self, recorder: Recorder) -> None:
+        """Put on record what was decided about packing."""
+        news, self.news = self.news, []
+        for facts in news:
+            kind = facts.pop("kind")
+            recorder.write(kind, self.comm.clock.now_ns(), step=self.steps_done, **facts)
 
     def _learn(self, found: dict[str, Any]) -> None:
         """Packing is given up where it takes longer than going without was predicted to."""

@@ -14,7 +14,7 @@ from podium.codecs.base import Codec, Memory, Span, Turn
 from podium.errors import ConfigError
 
 CANDIDATES = ("fp16", "int8", "ef-sign", "top-k:ratio=0.01", "power-sgd:rank=1", "power-sgd:rank=4")
-"""Codecs with which training is known to come out about as without."""
+"""Codecs whose papers report about what is reached without; what they cost is in the rates study (docs/studies)."""
 
 
 @final

@@ -42,9 +42,10 @@ class DGC(Codec):
     """Elements kept over elements, once warm; at least one is."""
     warmup_epochs: int = 4
     """Epochs with more: 1/4, 1/16, 1/64, 1/256 … of the elements, but never less than `ratio`."""
-    momentum: float = 0.9
-    nesterov: bool = False
-    """Look ahead, as the optimizer of that name does."""
+    momentum: float | None = None
+    """The optimizer's own when not given."""
+    nesterov: bool | None = None
+    """Look ahead, as the optimizer of that name does; as the optimizer was to when not given."""
     clip: float | None = None
     """Largest norm of the sum over all workers: each cuts its own gradient of a span to this over the square root of
     their number. None: no limit."""
@@ -56,15 +57,15 @@ class DGC(Codec):
             raise ConfigError(f"dgc: ratio must be above 0 and at most 1, got {self.ratio}")
         if self.warmup_epochs < 0:
             raise ConfigError(f"dgc: warmup_epochs must be 0 or more, got {self.warmup_epochs}")
-        if not 0 <= self.momentum < 1:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ConfigError(f"dgc: momentum must be at least 0 and below 1, got {self.momentum}")
         if self.clip is not None and not self.clip > 0:
             raise ConfigError(f"dgc: clip must be above 0, got {self.clip}")
 
     def check(self, optimizer: Mapping[str, object]) -> None:
-        if "momentum" not in optimizer:
+        if not {"momentum", "nesterov"} <= optimizer.keys():
             raise ConfigError(
-                "dgc does the optimizer's momentum itself, so it needs one with a `momentum` to take over, such as "
+                "dgc does the optimizer's momentum itself, so it needs one whose momentum it can take over, such as "
                 f"torch.optim.SGD; got one with {', '.join(sorted(optimizer)) or 'no settings'}"
             )
         if optimizer.get("dampening"):
@@ -106,10 +107,12 @@ class DGC(Codec):
             if old_velocity is None:
                 u.copy_(grad)
             else:
-                torch.add(grad, old_velocity[here], alpha=self.momentum, out=u)
+                torch.add(grad, old_velocity[here], alpha=self.momentum or 0.0, out=u)
             step = u
             if self.nesterov:
-                step = torch.add(grad, u, alpha=self.momentum, out=scratch(stop - start, u.dtype, u.device, slot=1))
+                step = torch.add(
+                    grad, u, alpha=self.momentum or 0.0, out=scratch(stop - start, u.dtype, u.device, slot=1)
+                )
             if old_unsent is None:
                 v.copy_(step)
             else:

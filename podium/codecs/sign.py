@@ -1,4 +1,4 @@
-"""One bit per number: its sign, and one or two magnitudes for each chunk of them.
+"""One bit per number: its sign, and one or two magnitudes for all of them, or for each chunk.
 
     sign     mean magnitude times sign: signSGD (Bernstein et al., 2018, arXiv:1802.04434) on the gradient's own scale,
              so that the learning rate carries over; nothing makes up for what is lost
@@ -6,9 +6,6 @@
     vote     the same wire; the majority of the workers decides each sign (Bernstein et al., 2019, arXiv:1810.05291)
     one-bit  two magnitudes, the mean of the numbers below zero and of the others, with error feedback (Seide et al.,
              1-bit stochastic gradient descent, Interspeech 2014)
-
-Magnitudes are taken over chunks, as the papers take them over layers or columns: gradients of different layers differ
-in size by orders of magnitude, and with one magnitude for all of them error feedback piles up in the small ones.
 
 The wire is bytes: float32 magnitudes of all chunks, then eight elements per byte, the first in the highest bit, zero
 at the end. A set bit means zero or more. One number that is not finite makes its whole chunk so.
@@ -47,7 +44,7 @@ class _Bits(Codec):
     magnitudes: ClassVar[int] = 1
     """How many float32 numbers the wire has for a chunk."""
 
-    chunk: int = 2048
+    chunk: int = 0
     """Elements that share their magnitudes; 0: all that travel together."""
 
     def __post_init__(self) -> None:

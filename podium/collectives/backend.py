@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Backend(Collective):
-    """What the world itself offers."""
+    """What the world itself offers: gloo or nccl."""
 
     name: ClassVar[str] = "backend"
     needs_channel: ClassVar[bool] = False

@@ -42,12 +42,14 @@ class Butterfly(Scheduled):
     """The largest message."""
 
     def __post_init__(self) -> None:
-        require_positive("Butterfly", segment_bytes=self.segment_bytes)
+        require_positive("butterfly", segment_bytes=self.segment_bytes)
         if self.bandwidth is not None and not all(0 < b < math.inf for b in self.bandwidth):
-            raise ConfigError(f"Butterfly: bandwidth must be above 0 and finite, got {list(self.bandwidth)}")
+            raise ConfigError(f"butterfly: bandwidth must be above 0 and finite, got {list(self.bandwidth)}")
 
     def prepare(self, comm: Communicator) -> Collective:
         comm.meet()
+        if comm.generation == 0 and self.bandwidth is not None and len(self.bandwidth) != comm.size:
+            raise ConfigError(f"butterfly: bandwidth must have {comm.size} entries, got {len(self.bandwidth)}")
         given = self.bandwidth if self.bandwidth is not None and len(self.bandwidth) == comm.size else None
         if comm.size <= 2:  # both send the same whatever their shares
             return replace(self, bandwidth=None)
@@ -55,7 +57,7 @@ class Butterfly(Scheduled):
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         if self.bandwidth is not None and len(self.bandwidth) != size:
-            raise ConfigError(f"Butterfly: bandwidth must have {size} entries, got {len(self.bandwidth)}")
+            raise ConfigError(f"butterfly: bandwidth must have {size} entries, got {len(self.bandwidth)}")
         if size == 1:
             return []
         cuts = self._cuts(size, numel)

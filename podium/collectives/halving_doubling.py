@@ -42,9 +42,9 @@ class HalvingDoubling(Scheduled):
     """Tensors up to this size are sent whole, in half as many rounds."""
 
     def __post_init__(self) -> None:
-        require_positive("HalvingDoubling", segment_bytes=self.segment_bytes, window=self.window)
+        require_positive("halving-doubling", segment_bytes=self.segment_bytes, window=self.window)
         if self.small_bytes < 0:
-            raise ConfigError(f"HalvingDoubling: small_bytes must not be negative, got {self.small_bytes}")
+            raise ConfigError(f"halving-doubling: small_bytes must not be negative, got {self.small_bytes}")
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         if size == 1 or numel == 0:

@@ -44,28 +44,34 @@ class Hierarchical(Scheduled):
     """The largest message inside a group; across, messages are smaller by the number of groups."""
 
     def __post_init__(self) -> None:
-        require_positive("Hierarchical", segment_bytes=self.segment_bytes)
+        require_positive("hierarchical", segment_bytes=self.segment_bytes)
         if self.group_size is not None:
-            require_positive("Hierarchical", group_size=self.group_size)
+            require_positive("hierarchical", group_size=self.group_size)
         if self.groups is None:
             return
         if self.group_size is not None:
-            raise ConfigError("Hierarchical: give groups or group_size, got both")
+            raise ConfigError("hierarchical: give groups or group_size, got both")
         if not all(self.groups):
-            raise ConfigError(f"Hierarchical: each group must have members, got {self.groups}")
+            raise ConfigError(f"hierarchical: each group must have members, got {self.groups}")
         members = [member for group in self.groups for member in group]
-        require_permutation("Hierarchical", "groups", members, len(members))
+        require_permutation("hierarchical", "groups", members, len(members))
 
     def groups_of(self, size: int) -> Groups:
         """Who is together with whom among so many members."""
         if self.groups is not None:
-            require_permutation("Hierarchical", "groups", [member for g in self.groups for member in g], size)
+            require_permutation("hierarchical", "groups", [member for g in self.groups for member in g], size)
             return self.groups
         step = self.group_size or nearest_divisor(size)
         return tuple(tuple(range(first, min(first + step, size))) for first in range(0, size, step))
 
     def prepare(self, comm: Communicator) -> Collective:
         comm.meet()
+        if comm.generation == 0 and self.groups is not None:
+            require_permutation(self.name, "groups", [member for group in self.groups for member in group], comm.size)
+        if comm.generation == 0 and (self.group_size or 0) > comm.size:
+            raise ConfigError(
+                f"hierarchical: group_size must be at most the number of workers, {comm.size}, got {self.group_size}"
+            )
         fits = self.groups is None or sum(map(len, self.groups)) == comm.size
         return self if fits else replace(self, groups=None)  # they named members of whom some were lost
 

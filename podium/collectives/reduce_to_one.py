@@ -31,17 +31,19 @@ class ReduceToOne(Scheduled):
     """The largest message."""
 
     def __post_init__(self) -> None:
-        require_positive("ReduceToOne", segment_bytes=self.segment_bytes)
+        require_positive("reduce-to-one", segment_bytes=self.segment_bytes)
         if self.root < 0:
-            raise ConfigError(f"ReduceToOne: root must not be negative, got {self.root}")
+            raise ConfigError(f"reduce-to-one: root must not be negative, got {self.root}")
 
     def prepare(self, comm: Communicator) -> Collective:
         comm.meet()
+        if comm.generation == 0 and self.root >= comm.size:
+            raise ConfigError(f"reduce-to-one: root must be one of the workers 0 to {comm.size - 1}, got {self.root}")
         return self if self.root < comm.size else replace(self, root=0)  # the root may be among those that were lost
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         if self.root >= size:
-            raise ConfigError(f"ReduceToOne: root must be one of the members 0 to {size - 1}, got {self.root}")
+            raise ConfigError(f"reduce-to-one: root must be one of the members 0 to {size - 1}, got {self.root}")
         if size == 1:
             return []
         return [star(index, size, self.root, span) for span in segments(0, numel, itemsize, self.segment_bytes)]

@@ -40,12 +40,14 @@ class Ring(Scheduled):
     """Whether links are measured where the order is not given; otherwise the ring follows the ranks."""
 
     def __post_init__(self) -> None:
-        require_positive("Ring", segment_bytes=self.segment_bytes, least_bytes=self.least_bytes)
+        require_positive("ring", segment_bytes=self.segment_bytes, least_bytes=self.least_bytes)
         if self.order is not None:
-            require_permutation("Ring", "order", self.order, len(self.order))
+            require_permutation("ring", "order", self.order, len(self.order))
 
     def prepare(self, comm: Communicator) -> Collective:
         comm.meet()
+        if comm.generation == 0 and self.order is not None:
+            require_permutation(self.name, "order", self.order, comm.size)
         order = self.order if self.order is not None and len(self.order) == comm.size else None
         if order is None and self.measure and comm.size > 3:  # rings of three differ in nothing
             links = measure(comm)
@@ -54,7 +56,7 @@ class Ring(Scheduled):
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         if self.order is not None and len(self.order) != size:
-            raise ConfigError(f"Ring: order must name all {size} members, got {len(self.order)}")
+            raise ConfigError(f"ring: order must name all {size} members, got {len(self.order)}")
         if size == 1:
             return []
         order = self.order or tuple(range(size))

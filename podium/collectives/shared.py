@@ -39,4 +39,4 @@ class Shared(Collective):
         return self
 
     def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
-        return comm.all_reduce_shared(tensor)
+        return comm.all_reduce(tensor)

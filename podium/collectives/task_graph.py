@@ -35,7 +35,7 @@ class TaskGraph(Scheduled):
     """Chunks are not made smaller than this for the sake of giving each member as many."""
 
     def __post_init__(self) -> None:
-        require_positive("TaskGraph", chunk_bytes=self.chunk_bytes, least_bytes=self.least_bytes)
+        require_positive("task-graph", chunk_bytes=self.chunk_bytes, least_bytes=self.least_bytes)
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         if size == 1:

@@ -37,7 +37,7 @@ class DoubleTree(Scheduled):
     """Segments under way, of both trees. Without a bound, what goes up keeps the links from what comes down."""
 
     def __post_init__(self) -> None:
-        require_positive("DoubleTree", segment_bytes=self.segment_bytes, window=self.window)
+        require_positive("tree", segment_bytes=self.segment_bytes, window=self.window)
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         if size == 1:

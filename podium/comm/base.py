@@ -143,7 +143,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """Sum over the workers, in place."""
+        """Sum over the workers, in place, by what this world has for it: shared memory where they share a host."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
@@ -156,10 +156,6 @@ class Communicator(ABC):
     @abstractmethod
     def exchange(self, chains: Sequence[Chain], tensor: Tensor) -> Handle:
         """Carry out our part of a schedule on a flat tensor. Issued in the same order by all, like collectives."""
-
-    def all_reduce_shared(self, tensor: Tensor) -> Handle:
-        """Sum over the workers, in place, through memory that they share."""
-        raise CommError(f"rank {self.rank}: the workers do not share one host's memory")
 
     def meet(self) -> None:
         """Connect to all other workers, so that the first exchange does not have to. Collective."""

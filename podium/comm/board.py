@@ -23,7 +23,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, final
 
 import torch
@@ -38,7 +38,7 @@ from podium.errors import CommError, Lost
 _ARRIVED, _DONE, _ABANDONED, _FILE, _INODE, _OFFSET, _NUMEL, _DTYPE, _KIND, _TEXT = range(10)
 _WORDS = 512  # a page; from `_TEXT` on, the length of a text and its bytes
 _WORD_BYTES = 8
-_KINDS = ("sum", "gather")
+_KINDS = ("sum", "gather", "copy")
 _BLOCK_BYTES = 256 << 10
 _ALIGN = 64  # elements: parts begin at cache lines
 _SPINS = 400
@@ -75,8 +75,10 @@ class Address(NamedTuple):
 class BoardHandle(Handle):
     """An exchange that was issued."""
 
-    def __init__(self, kind: Literal["sum", "gather"], tensor: Tensor, into: Tensor | None) -> None:
-        self.kind, self.tensor, self.into = kind, tensor, into
+    def __init__(
+        self, kind: Literal["sum", "gather", "copy"], tensor: Tensor, into: Tensor | None = None, source: int = 0
+    ) -> None:
+        self.kind, self.tensor, self.into, self.source = kind, tensor.detach(), into, source
         self.finished = False
         self.error: CommError | None = None
 
@@ -145,14 +147,19 @@ class _Peer:
             self.opened = self.opened or Opened(mine.device)
             return self.opened.tensor(self.page.text, words[_OFFSET], dtype, numel)
         place = Place(words[_FILE], words[_INODE], words[_OFFSET])
-        return self.arena.attach(place, dtype, (numel,))
+        try:
+            return self.arena.attach(place, dtype, (numel,))
+        except OSError as error:  # its files go with it, before its end is announced
+            raise Lost(f"rank {self.rank} is gone, or its memory is: {error}") from None
 
 
 class Board:
     """One worker's part in its host's collectives, for one generation."""
 
-    def __init__(self, arena: Arena, deadline_s: float) -> None:
-        self._arena, self._deadline_s = arena, deadline_s
+    def __init__(self, arena: Arena, deadline_s: float, lasting: Collection[int] = ()) -> None:
+        """`lasting`: addresses of allocations on a GPU that stay as long as the run."""
+        self._arena, self._deadline_s, self.lasting = arena, deadline_s, lasting
+        self._gpu_stage: Tensor | None = None
         page = arena.allocate(_WORDS, torch.int64)
         place = arena.locate(page)
         assert place is not None
@@ -184,7 +191,11 @@ class Board:
     # Issuing and waiting.
 
     def all_reduce(self, tensor: Tensor) -> BoardHandle:
-        return self._issue(BoardHandle("sum", tensor, None))
+        return self._issue(BoardHandle("sum", tensor))
+
+    def broadcast(self, tensor: Tensor, source: int) -> BoardHandle:
+        """`source`: its place among the members."""
+        return self._issue(BoardHandle("copy", tensor, source=source))
 
     def all_gather(self, tensor: Tensor, into: Tensor) -> BoardHandle:
         return self._issue(BoardHandle("gather", tensor, into))
@@ -199,7 +210,8 @@ class Board:
         """Carry out exchanges until this one is done; raises `Lost` when it failed."""
         until = time.monotonic() + deadline_s
         while not handle.done:
-            if not self._turn.acquire(timeout=max(0.0, until - time.monotonic())):
+            left = until - time.monotonic()
+            if left <= 0 or not self._turn.acquire(timeout=left):
                 self._fail(f"a collective did not end in {deadline_s:g} s")
                 handle.error = Lost(self._error or "")
                 break
@@ -234,6 +246,10 @@ class Board:
                 self._fail(f"a collective failed: {error}")
                 handle.error = CommError(f"a collective cannot be carried out: {error}")
                 return
+            except BaseException as error:  # whoever waits for it must not wait for ever
+                self._fail(f"a collective was broken off: {type(error).__name__}")
+                handle.error = CommError(self._error or "")
+                raise
         handle.error = Lost(self._error or "")
 
     def _fail(self, why: str) -> None:
@@ -266,9 +282,13 @@ class Board:
         self._await(_ARRIVED, until)
         tensors = [peer.tensor(mine, _KINDS.index(handle.kind)) for peer in self._peers]
         tensors.insert(self._index, mine)
-        if handle.into is None:
+        if handle.kind == "sum":
             _add_up(tensors, self._index)
+        elif handle.kind == "copy":
+            if self._index != handle.source:
+                mine.copy_(tensors[handle.source])
         else:
+            assert handle.into is not None
             for row, theirs in zip(handle.into.view(len(tensors), mine.numel()), tensors, strict=True):
                 row.copy_(theirs)
         if handle.tensor.is_cuda:
@@ -276,7 +296,7 @@ class Board:
         self._page.write(_DONE, self._number)
         self._await(_DONE, until)
         if handle.into is None and mine.data_ptr() != handle.tensor.data_ptr():
-            handle.tensor.view(-1).copy_(mine)
+            handle.tensor.copy_(mine.view(handle.tensor.shape))
 
     def _agree_on_gpu(self, tensor: Tensor, until: float) -> None:
         """Find out together whether all are on one GPU whose memory can be shared."""
@@ -294,14 +314,16 @@ class Board:
 
     def _put_up(self, tensor: Tensor) -> Tensor:
         """Say where the others find it; what they could not reach is copied to where they can."""
-        words, mine = self._page.words, tensor.detach().view(-1)
+        words, mine = self._page.words, tensor.reshape(-1)
         words[_NUMEL], words[_DTYPE] = mine.numel(), _dtype_code(mine.dtype)
         if mine.is_cuda and self._one_gpu:
+            if mine.untyped_storage().data_ptr() not in self.lasting:
+                mine = self._staged_on_gpu(mine)
             torch.cuda.synchronize(mine.device)
             self._page.text = self._described.describe(mine)
             words[_OFFSET] = int(mine.storage_offset())
             return mine
-        place = self._arena.locate(tensor)
+        place = self._arena.locate(mine)
         if place is None:
             mine = self._staged(mine)
             place = self._arena.locate(mine)
@@ -314,6 +336,13 @@ class Board:
             self._stage = self._arena.allocate(max(_STAGE_BYTES, 1 << flat.nbytes.bit_length()), torch.uint8)
         staged = self._stage[: flat.nbytes].view(flat.dtype)
         return staged.copy_(flat)
+
+    def _staged_on_gpu(self, flat: Tensor) -> Tensor:
+        """A copy in memory that stays: peers open an allocation once and keep it open."""
+        if self._gpu_stage is None or flat.nbytes > self._gpu_stage.numel():
+            nbytes = max(_STAGE_BYTES, 1 << flat.nbytes.bit_length())
+            self._gpu_stage = torch.empty(nbytes, dtype=torch.uint8, device=flat.device)
+        return self._gpu_stage[: flat.nbytes].view(flat.dtype).copy_(flat)
 
     def _await(self, word: int, until: float) -> None:
         """Until all others have come as far as we have."""

@@ -68,14 +68,17 @@ class RealCommunicator(Communicator):
     ) -> None:
         """`relocate`: where a lost server is to be found again; calls to it are then repeated there.
 
-        `arena`: memory that is shared with the others of this host, who then are all there are.
+        `arena`: memory that is shared with the others of this host, who then are all there are; collectives go through
+        it, and through the group where it is not given.
         """
         super().__init__(rank, tuple(workers), tuple(servers), clock, deadline_s=deadline_s)
         self._group, self._channel, self._relocate = group, channel, relocate
         self._calls: dict[ChannelHandle, _Call] = {}
         self._counting = threading.Lock()
         self.shares_memory = channel is not None and channel.arena is not None
+        self._meets_in = arena
         self._arena = arena if arena is not None or channel is None else channel.arena
+        self._lasting: set[int] = set()
         self.talks = channel is not None
         self._board: Board | None = None
         self._desk = None if channel is None else Desk(channel)
@@ -92,12 +95,16 @@ class RealCommunicator(Communicator):
     def all_reduce(self, tensor: Tensor) -> Handle:
         group = self._need_group()
         self.traffic.count_all_reduce(nbytes_of([tensor]), self.size)
+        if self._board is not None:  # also because it misses a lost peer at once, as gloo does not always
+            return self._board.all_reduce(tensor)
         return CollectiveHandle(group, group.all_reduce(tensor))
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
-        group = self._need_group()
+        group, place = self._need_group(), self.workers.index(source)
         self.traffic.count_broadcast(nbytes_of([tensor]), self.rank == source, self.size)
-        return CollectiveHandle(group, group.broadcast(tensor, self.workers.index(source)))
+        if self._board is not None:
+            return self._board.broadcast(tensor, place)
+        return CollectiveHandle(group, group.broadcast(tensor, place))
 
     def all_gather(self, tensor: Tensor, into: Tensor) -> Handle:
         group = self._need_group()
@@ -105,12 +112,6 @@ class RealCommunicator(Communicator):
         if self._board is not None:
             return self._board.all_gather(tensor, into)
         return CollectiveHandle(group, group.all_gather(tensor, into))
-
-    def all_reduce_shared(self, tensor: Tensor) -> Handle:
-        if self._board is None:
-            return super().all_reduce_shared(tensor)
-        self.traffic.count_all_reduce(nbytes_of([tensor]), self.size)
-        return self._board.all_reduce(tensor)
 
     def exchange(self, chains: Sequence[Chain], tensor: Tensor) -> Handle:
         self._need_channel()
@@ -130,9 +131,11 @@ class RealCommunicator(Communicator):
         self._need_channel().connect_all(others)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._arena is None or device.type != "cpu":
-            return super().allocate(numel, dtype, device)
-        return self._arena.allocate(numel, dtype)
+        if self._arena is not None and device.type == "cpu":
+            return self._arena.allocate(numel, dtype)
+        made = super().allocate(numel, dtype, device)
+        self._lasting.add(made.untyped_storage().data_ptr())
+        return made
 
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
         self.traffic.sent += nbytes_of(body)
@@ -270,12 +273,12 @@ class RealCommunicator(Communicator):
         if self._desk is not None:
             self._desk.form(self.generation)
         group.form(self.generation, self.index, self.size)
-        if self._arena is not None and self.size > 1 and can_share() and group.backend != "nccl":
-            self._board = self._open_board(group, self._arena)
+        if self._meets_in is not None and self.size > 1 and can_share() and group.backend != "nccl":
+            self._board = self._open_board(group, self._meets_in)
 
     def _open_board(self, group: Group, arena: Arena) -> Board | None:
         """Meet the others of this host in memory; all of them, or nobody does."""
-        board = Board(arena, self.deadline_s)
+        board = Board(arena, self.deadline_s, self._lasting)
         words = group.tell_all(self.generation, self.index, self.size, json.dumps(board.address.to_json()))
         found = {rank: Address.from_json(json.loads(word)) for rank, word in zip(self.workers, words, strict=True)}
         refused = torch.zeros(1)

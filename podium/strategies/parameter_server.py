@@ -460,8 +460,8 @@ class _Pushes:
         if rows:
             body = self._rows(ranges[0])
         elif packing.codec.exact:
-            for span in layout.units[u].of(self.state.spans[m]):
-                worker.add_leftover(span)
+            for grad, span in zip(body, layout.units[u].of(self.state.spans[m]), strict=True):
+                worker.add_leftover(grad, span)
         else:
             spans = layout.units[u].of(self.state.spans[m])
             body = [packing.pack(g, s, self._turn, worker.memory) for g, s in zip(body, spans, strict=True)]

@@ -77,7 +77,7 @@ def numels(collective: Scheduled, size: int) -> st.SearchStrategy[int]:
     return st.one_of(st.integers(0, 3 * size), st.integers(0, min(5000, max(30, 10 * step))))
 
 
-DEFAULTS = [make_collective(name) for name in COLLECTIVES if name not in ("auto", "backend", "shared")]
+DEFAULTS = [make_collective(name) for name in COLLECTIVES if name not in ("default", "auto", "backend", "shared")]
 WHOLE = HalvingDoubling(small_bytes=1 << 40)
 HALVES = HalvingDoubling(small_bytes=0)
 ALL = [*DEFAULTS, WHOLE, HALVES, Hierarchical(groups=((4, 0, 2), (1,), (3, 5))), Hierarchical(group_size=4)]

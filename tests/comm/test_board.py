@@ -51,7 +51,7 @@ def every_kind(comm: Communicator) -> list[str]:
             for tensor in (inside(comm, mine), mine.clone()):
                 sums.append(tensor)
                 wants.append(total(numel, dtype))
-                handles.append(comm.all_reduce_shared(tensor))
+                handles.append(comm.all_reduce(tensor))
             into = torch.empty(WORKERS * numel, dtype=dtype)
             gathers.append(into)
             handles.append(comm.all_gather(mine, into))
@@ -71,7 +71,7 @@ def test_sums_and_gathers_of_every_dtype_and_size_inside_and_outside_the_arena()
 def within(comm: Communicator) -> list[float]:
     """Two neighbours in one segment: only what was asked for is touched."""
     whole = inside(comm, torch.full((300,), float(comm.rank + 1)))
-    comm.wait(comm.all_reduce_shared(whole[100:200]))
+    comm.wait(comm.all_reduce(whole[100:200]))
     return [float(whole[:100].sum()), float(whole[100:200].sum()), float(whole[200:].sum())]
 
 
@@ -82,14 +82,30 @@ def test_only_the_part_that_was_given_is_added_up() -> None:
 def nothing(comm: Communicator) -> list[Any]:
     """Zero elements, before and after others."""
     empty, into, one = torch.empty(0), torch.empty(0), torch.ones(3)
-    comm.wait(comm.all_reduce_shared(empty))
-    comm.wait(comm.all_reduce_shared(one))
-    comm.wait(comm.all_gather(empty, into), comm.all_reduce_shared(torch.empty(0, dtype=torch.float64)))
+    comm.wait(comm.all_reduce(empty))
+    comm.wait(comm.all_reduce(one))
+    comm.wait(comm.all_gather(empty, into), comm.all_reduce(torch.empty(0, dtype=torch.float64)))
     return [empty.numel(), into.numel(), one.tolist()]
 
 
 def test_nothing_adds_up_to_nothing() -> None:
     assert SHARED.run(nothing, WORKERS) == [[0, 0, [3.0] * 3]] * WORKERS
+
+
+def unusual(comm: Communicator) -> list[Any]:
+    """Tensors that are no plain run of memory, or that autograd knows, and a broadcast of each."""
+    whole = torch.zeros(4, 4)
+    slanted, known = whole.t()[:, :2], torch.ones(3, requires_grad=True)
+    slanted += comm.rank
+    comm.wait(comm.all_reduce(slanted), comm.all_reduce(known))
+    copied = torch.full((2, 3), float(comm.rank)).t()
+    comm.wait(comm.broadcast(copied, 1))
+    return [whole.tolist(), known.tolist(), copied.tolist()]
+
+
+def test_what_is_no_plain_run_of_memory_is_added_up_where_it_is() -> None:
+    rows = [[3.0] * 4] * 2 + [[0.0] * 4] * 2
+    assert SHARED.run(unusual, WORKERS) == [[rows, [3.0] * 3, [[1.0] * 2] * 3]] * WORKERS
 
 
 def issue_wrongly(comm: Communicator, what: str) -> tuple[str, str]:
@@ -102,19 +118,17 @@ def issue_wrongly(comm: Communicator, what: str) -> tuple[str, str]:
         tensor = tensor.double()
     elif what == "unknown dtype":
         tensor = torch.ones(8, dtype=torch.complex64)
-    elif odd and what == "not contiguous":
-        tensor = torch.ones(4, 4).t()[:, :2]
     elif odd and what == "too small to gather into":
         into = torch.empty(9)
     gathers = what == "too small to gather into" or (odd and what == "a gather")
     try:
-        comm.wait(comm.all_gather(tensor, into) if gathers else comm.all_reduce_shared(tensor))
+        comm.wait(comm.all_gather(tensor, into) if gathers else comm.all_reduce(tensor))
     except CommError as error:
         return type(error).__name__, str(error)
     return "nothing", ""
 
 
-WRONG = ["size", "dtype", "a gather", "unknown dtype", "not contiguous", "too small to gather into"]
+WRONG = ["size", "dtype", "a gather", "unknown dtype", "too small to gather into"]
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -128,7 +142,7 @@ def test_whoever_gives_something_else_is_noticed_by_all_at_once(what: str) -> No
 
 def end_in_the_middle(comm: Communicator, how: str) -> str | None:
     """One exchange that works, then one in which rank 1 is missing."""
-    comm.wait(comm.all_reduce_shared(torch.ones(5)))
+    comm.wait(comm.all_reduce(torch.ones(5)))
     if comm.rank == 1:
         if how == "exit":
             os._exit(0)
@@ -140,7 +154,7 @@ def end_in_the_middle(comm: Communicator, how: str) -> str | None:
         time.sleep(3.0)  # late: longer than the others wait
         return None
     try:
-        comm.wait(comm.all_reduce_shared(torch.ones(5)), deadline_s=1.0 if how == "late" else None)
+        comm.wait(comm.all_reduce(torch.ones(5)), deadline_s=1.0 if how == "late" else None)
     except Lost as error:
         return str(error)
     return None
@@ -168,9 +182,9 @@ def generations(comm: Communicator) -> list[float]:
         kept = []
         for n in range(3):
             tensor = inside(comm, torch.full((2000 * (n + 1),), float(comm.rank + generation)))
-            comm.wait(comm.all_reduce_shared(tensor))
+            comm.wait(comm.all_reduce(tensor))
             outside = torch.full((1500 * (n + 1),), float(comm.rank + generation))
-            comm.wait(comm.all_reduce_shared(outside))
+            comm.wait(comm.all_reduce(outside))
             kept += [float(tensor.mean()), float(outside.mean())]
         assert len(set(kept)) == 1
         found.append(kept[0])
@@ -184,16 +198,16 @@ def test_several_generations_in_a_row() -> None:
 
 def without_one(comm: Communicator) -> list[float]:
     """Rank 0 leaves; the others are a group of two, with another rank first."""
-    comm.wait(comm.all_reduce_shared(torch.ones(2)))
+    comm.wait(comm.all_reduce(torch.ones(2)))
     if comm.rank == 0:
         return []
-    stale = comm.all_reduce_shared(torch.ones(2))  # rank 0 never comes to this one
+    stale = comm.all_reduce(torch.ones(2))  # rank 0 never comes to this one
     comm.abandon()
     with pytest.raises(Lost):
         comm.wait(stale)
     comm.regroup(1, (1, 2))
     tensor = torch.tensor([1.0, 2.0]) * comm.rank
-    comm.wait(comm.all_reduce_shared(tensor))
+    comm.wait(comm.all_reduce(tensor))
     with pytest.raises(Lost):
         comm.wait(stale)  # it does not come back to life
     return tensor.tolist()

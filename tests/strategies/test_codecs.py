@@ -101,7 +101,7 @@ def learns(losses: list[float]) -> bool:
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_replicas_agree_after_synchronous_training(spec: str, way: dict[str, Any]) -> None:
     for strategy in (SYNCHRONOUS["all-reduce"], SYNCHRONOUS["parameter-server 2"]):
-        trained = train(task_of(epochs=1), strategy, 3, codec=spec, **way)
+        trained = train(task_of(samples=36, epochs=1), strategy, 3, codec=spec, **way)
         assert len(hashes(trained)) == 1
         assert all(value.isfinite().all() for value in trained[0].state.values())
 
@@ -170,8 +170,8 @@ def test_any_model_travels_in_any_codec(spec: str, model: str) -> None:
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_threads_and_virtual_time_give_the_same_bits(spec: str) -> None:
     for strategy in (SYNCHRONOUS["all-reduce"], SYNCHRONOUS["parameter-server 2"]):
-        threads = train(task_of(epochs=1), strategy, 3, codec=spec)
-        assert hashes(threads) == hashes(train_in(Virtual(), task_of(epochs=1), strategy, 3, codec=spec))
+        threads = train(task_of(samples=36, epochs=1), strategy, 3, codec=spec)
+        assert hashes(threads) == hashes(train_in(Virtual(), task_of(samples=36, epochs=1), strategy, 3, codec=spec))
 
 
 @pytest.mark.parametrize("world", [Real(), Real(shared=True)], ids=["sockets", "shared memory"])
@@ -201,18 +201,21 @@ def test_a_recorded_run_with_a_codec_replays_to_the_same_bits(tmp_path: Path, op
 # What codecs do to others.
 
 
-def one_cycle(optimizer: Optimizer, total_steps: int) -> LRScheduler:
-    return OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps + 1)
+def one_cycle(optimizer: Optimizer, total_steps: int, cycle_momentum: bool = True) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps + 1, cycle_momentum=cycle_momentum)
 
 
-@pytest.mark.xfail(strict=True, reason="a schedule that cycles momentum gives it back to the optimizer")
 def test_momentum_that_a_codec_took_over_is_not_done_again() -> None:
     """Schedules that cycle momentum write it into the optimizer's groups at every step."""
-    assert Memory().run(partial(_momenta, spec="dgc:ratio=0.5"), 2) == [[0.0]] * 2
+    with pytest.raises(ConfigError, match="cycle_momentum=False"):
+        Memory().run(partial(_momenta, cycles=True), 2)
+    assert Memory().run(partial(_momenta, cycles=False), 2) == [[0.0]] * 2
 
 
-def _momenta(comm: Communicator, spec: str) -> list[float]:
-    job = Job(RunConfig(task="toy", workers=2, codec=spec), toy(schedule=one_cycle), AllReduce(), task_is_named=False)
+def _momenta(comm: Communicator, cycles: bool) -> list[float]:
+    """What is left of the optimizer's own momentum after a run."""
+    task = toy(schedule=partial(one_cycle, cycle_momentum=cycles))
+    job = Job(RunConfig(task="toy", workers=2, codec="dgc:ratio=0.5"), task, AllReduce(), task_is_named=False)
     training = Training(job, comm, Recorder(comm.rank), Uncontrolled())
     training.run()
     return [group["momentum"] for group in training.worker.optimizer.param_groups]
@@ -248,7 +251,7 @@ def test_digits_are_learnt_within_a_point_of_dense(spec: str, dense_accuracy: fl
 
 
 def _accuracy(spec: str) -> float:
-    trained = train_in(Virtual(), digits_mlp(epochs=10), AllReduce(), 3, codec=spec)
+    trained = train_in(Virtual(), digits_mlp(epochs=8), AllReduce(), 2, codec=spec)
     return float(trained[0].report.metrics["accuracy"])
 
 
@@ -276,7 +279,7 @@ def total_of(leftovers: list[dict[str, Any]]) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(), ParameterServer(servers=2, pull="int8")], ids=str)
+@pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(servers=2, pull="int8")], ids=lambda s: s.name)
 @pytest.mark.parametrize("spec", RESIDUAL.values(), ids=RESIDUAL.keys())
 def test_a_resumed_run_equals_the_unbroken_one(tmp_path: Path, spec: str, strategy: Strategy[Any]) -> None:
     fields: dict[str, Any] = {"codec": spec, "checkpoint_every": 4}
@@ -313,7 +316,7 @@ def test_another_bucket_size_goes_on_to_nearly_the_same_result(tmp_path: Path) -
     assert_close(rest[0].state, whole[0].state, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("workers", [1, 5])
 @pytest.mark.parametrize("spec", RESIDUAL.values(), ids=RESIDUAL.keys())
 def test_with_fewer_or_more_workers_nothing_is_lost(tmp_path: Path, spec: str, workers: int) -> None:
     train(task_of(), AllReduce(), 4, run_dir=tmp_path / "cut", steps=4, codec=spec)
@@ -374,7 +377,8 @@ class Meeting:
             assert self._changed.wait_for(lambda: self._come[n].keys() >= set(self.left[n]), 4 * DEADLINE_S), (
                 "somebody is late"
             )
-            source = max(sorted(self._come[n]), key=lambda r: self._come[n][r])
+            stay = [r for r in self.plans[n] if r in self._come[n]]
+            source = max(stay, key=lambda r: self._come[n][r])
             return Regroup(n + 1, self.plans[n], source)
 
 
@@ -396,7 +400,8 @@ class Watching(Control):
 
     def stop_requested(self) -> bool:
         if len(self.after) < len(self.before):
-            self.after.append(self.worker.leftovers())
+            self.latest = self.worker.leftovers()
+            self.after.append(self.latest)
         return False
 
     def progress(self, facts: dict[str, Any]) -> None:
@@ -485,7 +490,11 @@ JOIN_AND_LEAVE_AT_ONCE = Fate((0, 1), [(0, 1, 2), (0, 1)], [(0, 1, 2), (0, 1, 2)
 
 
 @pytest.mark.parametrize("spec", RESIDUAL.values(), ids=RESIDUAL.keys())
-@pytest.mark.parametrize("strategy", [AllReduce(bucket_bytes=300), ParameterServer(mode="async")], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "strategy",
+    [AllReduce(bucket_bytes=300), ParameterServer(), ParameterServer(mode="async")],
+    ids=["all-reduce", "sync", "async"],
+)
 def test_a_lost_worker_changes_nothing_in_what_the_others_keep(strategy: Strategy[Any], spec: str) -> None:
     """Their last step did not happen, or had happened: either way its memory is the one they go on with, in bits."""
     seen = run_fate(DEATH, strategy, spec, checkpoint_every=8)
@@ -510,7 +519,6 @@ def test_nothing_is_lost_when_workers_join_and_leave(strategy: Strategy[Any], fa
     assert len({one.param_hash for one in stayed}) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="who has not sent anything yet takes no part in sharing what was left out")
 def test_a_newcomer_that_has_sent_nothing_shares_too() -> None:
     seen = run_fate(JOIN_AND_LEAVE_AT_ONCE, ParameterServer(mode="ssp", staleness=1), RESIDUAL["top-k"])
     check_kept(seen, 1)

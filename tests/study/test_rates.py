@@ -260,7 +260,7 @@ class TestDesign:
         packings = {codec: make_packing(codec) for codec in CODECS}
         for on, off in PAIRS:
             assert packings[on].keeps_residual and not packings[off].keeps_residual
-        assert not packings["vote:chunk=0"].keeps_residual
+        assert not packings["vote"].keeps_residual
 
     def test_each_run_is_asked_for_once(self) -> None:
         cells = Rates().cells()

@@ -14,10 +14,10 @@ CODECS = (
     "fp16",
     "bf16",
     "int8",
-    "sign:chunk=0",
-    "ef-sign:chunk=0",
-    "vote:chunk=0",
-    "one-bit:chunk=0",
+    "sign",
+    "ef-sign",
+    "vote",
+    "one-bit",
     "top-k:ratio=0.1",
     "top-k:ratio=0.01",
     "top-k:ratio=0.001",
@@ -30,15 +30,12 @@ CODECS = (
     "power-sgd:rank=4",
     "power-sgd:rank=1;feedback=false",
 )
-"""What is compared with `dense`, in the order of the tables.
-
-Signs with one magnitude for all that travels together: the magnitudes per chunk that they have by default came of this.
-"""
+"""What is compared with `dense`, in the order of the tables."""
 
 PAIRS = (
     ("top-k:ratio=0.01", "top-k:ratio=0.01;feedback=false"),
     ("power-sgd:rank=1", "power-sgd:rank=1;feedback=false"),
-    ("ef-sign:chunk=0", "sign:chunk=0"),
+    ("ef-sign", "sign"),
 )
 """The same wire with error feedback and without."""
 
@@ -114,7 +111,7 @@ class Rates:
 
 QUICK = Rates(
     workloads=(Workload(task="digits-cnn", epochs=1),),
-    codecs=("dense", "fp16", "ef-sign:chunk=0", "sign:chunk=0", "top-k:ratio=0.01", "power-sgd:rank=1"),
+    codecs=("dense", "fp16", "ef-sign", "sign", "top-k:ratio=0.01", "power-sgd:rank=1"),
     seeds=(0, 1),
 )
 """Shows in half a minute that everything works, and nothing else."""
