@@ -63,6 +63,7 @@ def recover(worker: Worker, control: Control, *, in_step: bool, carried: dict[st
         comm.abandon()  # at once: those who do not know of the loss yet learn of it by this
     if in_step:
         worker.forget_step()
+    before = worker.steps_done
     worker.forget_agreements()
     while True:
         plan = control.regroup(-1 if late else comm.generation, -1 if late else worker.steps_done)
@@ -71,6 +72,8 @@ def recover(worker: Worker, control: Control, *, in_step: bool, carried: dict[st
         try:
             comm.regroup(plan.generation, plan.members, plan.servers, plan.addresses)
             _take_state(worker, plan.source, carried)
+            # Whoever is a step ahead has a sum that we are part of: what we sent for it is sent.
+            worker.settle_leftovers(happened=in_step and worker.steps_done > before)
             return plan
         except Lost:  # another one went while we were forming: report again
             comm.abandon()

@@ -83,6 +83,12 @@ class Reducer:
         """Time since the last `complete` that went into packing, waiting and unpacking."""
         self._handles: list[Handle] = []
         self._sent: list[_Sent] = []
+        self._halfway = False
+
+    @property
+    def knows_what_is_left(self) -> bool:
+        """Whether all that was issued is known to the memory: of codecs with several sums, only after the last."""
+        return not self._halfway and all(one.rounds is None for one in self._sent)
 
     def issue_exactly(self, tensor: Tensor) -> None:
         """Sum a tensor as it is, whatever the codec."""
@@ -124,6 +130,7 @@ class Reducer:
     def _complete(self, turn: Turn) -> None:
         (sent, self._sent), (handles, self._handles) = (self._sent, []), (self._handles, [])
         under_way = [one for one in sent if one.rounds is not None]
+        self._halfway = bool(under_way)
         while under_way:
             under_way = [again for one in under_way if (again := self._next_round(one)) is not None]
         self.comm.wait(*handles, *(one.handle for one in sent if one.rounds is None))
@@ -136,6 +143,7 @@ class Reducer:
             else:
                 one.tensor.zero_()
                 codec.decode_add(one.wire, one.tensor, one.span, turn)
+        self._halfway = False
 
     def _next_round(self, one: _Sent) -> _Sent | None:
         """Wait for one sum and issue the next, if there is one."""
@@ -153,10 +161,12 @@ class Reducer:
         rounds.finish(one.tensor)
 
     def drop(self) -> None:
-        """Forget what was issued: the exchange has failed, and the step with it."""
+        """Forget what was issued: the exchange has failed."""
+        if not self.knows_what_is_left:
+            self.memory.forget()
         self._handles.clear()
         self._sent.clear()
-        self.memory.forget()
+        self._halfway = False
 
 
 def take_leftover(memory: Memory, tensor: Tensor, span: Span) -> bool:

@@ -141,6 +141,7 @@ class Training:
             return
         if self._in_step:
             self.worker.forget_step()
+            self.worker.settle_leftovers(happened=False)
             self._in_step = False
         if self.comm.servers:
             self.job.strategy.finish(self.worker, state)

@@ -349,6 +349,13 @@ class Worker:
         for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(kept)
         self.reducer.drop()
+
+    def settle_leftovers(self, *, happened: bool) -> None:
+        """After a step in flight was lost here: whether it happened all the same, with what we had sent for it."""
+        if happened:
+            self.memory.commit()
+        else:
+            self.memory.forget()
         self._emptied = False
 
     def forget_agreements(self) -> None:

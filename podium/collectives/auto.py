@@ -64,7 +64,7 @@ class Auto(Collective):
         if not comm.talks:
             return Backend()
         comm.meet()
-        candidates: list[Collective] = [Backend(), Ring(), HalvingDoubling()]
+        candidates = [Backend(), Ring(measure=True).prepare(comm), HalvingDoubling()]
         return Measured(candidates=tuple(candidates), seconds=_measure(comm, candidates))
 
     def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:

@@ -35,9 +35,9 @@ class Ring(Scheduled):
     least_bytes: int = 4096
     """Chunks are not smaller: a small tensor is cut into fewer chunks than there are members."""
     order: tuple[int, ...] | None = None
-    """The members in the order in which the ring visits them; when not given, the best by measured links."""
-    measure: bool = True
-    """Whether links are measured where the order is not given; otherwise the ring follows the ranks."""
+    """The members in the order in which the ring visits them; by rank when not given."""
+    measure: bool = False
+    """Whether to measure the links and take the best order for them: another day it may be another, and round so."""
 
     def __post_init__(self) -> None:
         require_positive("ring", segment_bytes=self.segment_bytes, least_bytes=self.least_bytes)

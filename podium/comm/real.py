@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -84,9 +83,11 @@ class RealCommunicator(Communicator):
         self._desk = None if channel is None else Desk(channel)
         self._exchanges = 0
         if group is not None:
-            # Who was lost since all joined is missed in the first exchange, where it can be dealt with.
-            with contextlib.suppress(Lost):
+            try:
                 self._form()
+            except Lost:  # the first exchange fails at once, on all of us, where it can be dealt with
+                self._board = None
+                group.drop()
 
     @property
     def shares_host(self) -> bool:  # type: ignore[override]  # it changes with the generation

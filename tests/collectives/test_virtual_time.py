@@ -95,19 +95,19 @@ def test_the_ring_crosses_the_slow_gap_twice_and_no_more(tmp_path: Path) -> None
     gaps = [(a, b) for a in range(6) for b in range(a + 1, 6) if a % 2 != b % 2]
     links = "".join(f'[[link]]\nbetween = ["n-{a}", "n-{b}"]\nmbit = 50\nlatency_us = 2000\n' for a, b in gaps)
     cluster = cluster_of(tmp_path, TWO_SITES + links)
-    (chosen, *_) = prepared(cluster, "ring")
+    (chosen, *_) = prepared(cluster, "ring", measure=True)
     assert isinstance(chosen, Ring)
     assert chosen.order is not None
     crossings = sum(a % 2 != b % 2 for a, b in zip(chosen.order, (*chosen.order[1:], chosen.order[0]), strict=True))
     assert crossings == 2
 
 
-def prepared(cluster: Cluster, name: str) -> list[object]:
-    return Virtual(cluster).run(partial(prepare, name=name), len(cluster.nodes))
+def prepared(cluster: Cluster, name: str, **options: object) -> list[object]:
+    return Virtual(cluster).run(partial(prepare, name=name, options=options), len(cluster.nodes))
 
 
-def prepare(comm: Communicator, name: str) -> object:
-    return make_collective(name).prepare(comm)
+def prepare(comm: Communicator, name: str, options: dict[str, object]) -> object:
+    return make_collective(name, options).prepare(comm)
 
 
 @pytest.mark.parametrize("size", range(2, 12))
