@@ -137,14 +137,13 @@ class Training:
 
     def _rescue(self, state: Any) -> None:
         """A step did not happen. Where the truth lives on servers, bring it home before the survivors regroup."""
-        if not self.job.strategy.survives_loss:
+        if not self.job.strategy.survives_loss or not self.comm.servers:
             return
         if self._in_step:
             self.worker.forget_step()
             self.worker.settle_leftovers(happened=False)
             self._in_step = False
-        if self.comm.servers:
-            self.job.strategy.finish(self.worker, state)
+        self.job.strategy.finish(self.worker, state)
 
     def _next_batch(self) -> Batch | None:
         self.worker.stop_requested = self.control.stop_requested()

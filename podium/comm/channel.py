@@ -133,8 +133,8 @@ class Channel:
         """One way; has taken the body when it returns."""
         self._reach(to).transmit(frames.encode_frame(kind, self.rank, 0, meta, body, self.limits))
 
-    def post(self, to: int, kind: str, meta: Meta, part: Tensor | None, sent: Callable[[], None]) -> None:
-        """One way, and returns at once; the part must not change until `sent` was called, from any thread."""
+    def post(self, to: int, kind: str, meta: Meta, part: Tensor | None, sent: Callable[[bool], None]) -> None:
+        """One way, and returns at once. The part must not change until `sent` is told, from any thread, how it went."""
         body = () if part is None else (part,)
         buffers = frames.encode_frame(kind, self.rank, 0, meta, body, self.limits)
         self._reach(to).transmit(buffers, later=True, sent=sent)

@@ -14,6 +14,7 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 from torch import Tensor
@@ -88,7 +89,13 @@ class Desk:
 
         def post(peer: int, name: Key, part: Tensor) -> None:
             meta: Meta = {"of": key, "name": name}
-            self._channel.post(members[peer], MOVE, meta, part, running.sent)
+            self._channel.post(members[peer], MOVE, meta, part, partial(went, peer))
+
+        def went(peer: int, well: bool) -> None:
+            if well:
+                running.sent()
+            else:
+                self._fail(lambda other: other is handle, f"rank {members[peer]} is gone")
 
         def finished() -> None:
             with self._changed:
@@ -136,7 +143,7 @@ class Desk:
         self._fail(lambda handle: handle.number[0] == generation, why)
         for peer in sorted(peers - {self._channel.rank}):
             with contextlib.suppress(CommError):
-                self._channel.post(peer, GIVE_UP, {"generation": generation, "why": why}, None, lambda: None)
+                self._channel.post(peer, GIVE_UP, {"generation": generation, "why": why}, None, _ignore)
 
     # Used by the links, on their receiving threads.
 
@@ -249,6 +256,10 @@ class Desk:
                 handle.error = why
                 self._open.pop(handle.number, None)
             self._changed.notify_all()
+
+
+def _ignore(_well: bool) -> None:
+    pass
 
 
 def _index(handle: ExchangeHandle, rank: int) -> int:

@@ -163,12 +163,12 @@ class Link:
         *,
         later: bool = False,
         more: bool = False,
-        sent: Callable[[], None] | None = None,
+        sent: Callable[[bool], None] | None = None,
     ) -> None:
         """Send a frame. `later` lets one that cannot go at once go from the sender's thread when this has returned.
 
         `more`: another follows at once; a frame without a body of its own waits for it and travels with it. `sent` is
-        called once the frame was written.
+        told once the frame was written, or will never be.
         """
         with self._turn:
             self._check_whole()
@@ -186,7 +186,19 @@ class Link:
                 return
         self._send(ticket, buffers, body, sent)
 
-    def _send(self, ticket: int, buffers: list[memoryview], body: int, sent: Callable[[], None] | None = None) -> None:
+    def _send(
+        self, ticket: int, buffers: list[memoryview], body: int, sent: Callable[[bool], None] | None = None
+    ) -> None:
+        try:
+            self._write(ticket, buffers, body)
+        except CommError:
+            if sent is not None:
+                sent(False)
+            raise
+        if sent is not None:
+            sent(True)
+
+    def _write(self, ticket: int, buffers: list[memoryview], body: int) -> None:
         """The one place where frames are written, in order; `body` of their bytes are tensors'."""
         with self._turn:
             came = self._serving == ticket or self._turn.wait_for(
@@ -208,8 +220,6 @@ class Link:
                 self._sending, self._serving = False, self._serving + 1
                 self._turn.notify_all()
         self.channel.count(sent=(body, wire))
-        if sent is not None:
-            sent()
 
     def _give_up(self) -> DeadlineExceeded:
         took = f"{self.channel.deadline_s:g} s"

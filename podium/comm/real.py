@@ -117,6 +117,9 @@ class RealCommunicator(Communicator):
     def exchange(self, chains: Sequence[Chain], tensor: Tensor) -> Handle:
         self._need_channel()
         assert self._desk is not None
+        if not tensor.is_contiguous():
+            raise CommError(f"rank {self.rank}: what is exchanged must be contiguous, got stride {tensor.stride()}")
+        tensor = tensor.detach().view(-1)
         moves = [move for chain in chains for move in chain]
         size = tensor.element_size()
         self.traffic.sent += size * sum(m.stop - m.start for m in moves if m.kind == "send")
