@@ -21,6 +21,7 @@ from podium.codecs import make_codec
 from podium.codecs.base import Codec, Matrix, Memory, Rounds, RoundsCodec, Span, Turn
 from podium.codecs.feedback import RESIDUAL, keep_own_residual, keep_residual, with_residual
 from podium.config import convert, parse_spec
+from podium.errors import ConfigError
 
 if TYPE_CHECKING:
     from podium.collectives.base import Collective
@@ -58,7 +59,10 @@ def make_packing(spec: str) -> Packing:
     codec = make_codec(name, options)
     if feedback is None:
         return Packing(codec, codec.wants_feedback)
-    return Packing(codec, convert(feedback, bool, f"codec {name}: feedback"))
+    wanted = convert(feedback, bool, f"codec {name}: feedback")
+    if wanted and not codec.feeds_back:
+        raise ConfigError(f"codec {name}: feedback has no meaning with it, got feedback={feedback}")
+    return Packing(codec, wanted)
 
 
 class _Sent(NamedTuple):

@@ -148,6 +148,8 @@ class Codec(ABC):
     """Whether it does the optimizer's momentum itself, before packing."""
     keeps_residual: ClassVar[bool] = False
     """Whether what was not sent stays in its own memory, so that nobody else has to keep it."""
+    feeds_back: ClassVar[bool] = True
+    """Whether error feedback has a meaning with it."""
     remembers: ClassVar[tuple[str, ...]] = ("residual",)
     """What it or its error feedback keeps for whole spans, by name; all of it is shared out when workers leave."""
     passes: ClassVar[float] = 6.0

@@ -176,6 +176,7 @@ class Vote(_Mean):
     """
 
     name: ClassVar[str] = "vote"
+    feeds_back: ClassVar[bool] = False  # what is applied is the majority's, not what any one of them sent
 
     @property
     def wants_feedback(self) -> bool:

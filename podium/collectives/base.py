@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from podium.collectives.gather import gather_schedule
+
 if TYPE_CHECKING:
     from podium.comm.base import Communicator, Handle
     from podium.comm.schedule import Chain
@@ -52,6 +54,10 @@ class Scheduled(Collective):
 
     def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
         return comm.exchange(_chains(self, comm.index, comm.size, tensor.numel(), tensor.element_size()), tensor)
+
+    def all_gather(self, comm: Communicator, tensor: Tensor, into: Tensor) -> Handle:
+        into.view(comm.size, -1)[comm.index].copy_(tensor.view(-1))
+        return comm.exchange(gather_schedule(comm.index, comm.size, tensor.numel(), tensor.element_size()), into)
 
 
 @lru_cache(maxsize=1024)

@@ -185,6 +185,17 @@ def send_buffers(sock: Stream, buffers: Sequence[memoryview]) -> int:
     return total
 
 
+def after(buffers: Sequence[memoryview], gone: int) -> list[memoryview]:
+    """What is left of these when so many bytes have gone."""
+    rest = []
+    for buffer in buffers:
+        skipped = min(gone, buffer.nbytes)
+        gone -= skipped
+        if skipped < buffer.nbytes:
+            rest.append(buffer[skipped:])
+    return rest
+
+
 def write_frame(
     sock: Stream,
     kind: str,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CLOSE_S = 2.0
 """How long `close` lets peers read what was sent to them."""
 _HELD_FRAMES = 256
+_AT_ONCE = 512  # buffers of one write
 SHARING = ".sharing"
 """Kind of the frame by which one end of a link tells the other that it can reach its memory."""
 _INLINE_BYTES = 64 << 10  # tensors of up to this size are sent by their caller: the socket's buffer takes them at once
@@ -167,8 +168,9 @@ class Link:
     ) -> None:
         """Send a frame. `later` lets one that cannot go at once go from the sender's thread when this has returned.
 
-        `more`: another follows at once; a frame without a body of its own waits for it and travels with it. `sent` is
-        told once the frame was written, or will never be.
+        `more`: another follows at once; a frame without a body of its own waits for it and travels with it. With
+        `sent` this never blocks, so that a receiving thread may use it: `sent` is told once the frame was written, or
+        will never be.
         """
         with self._turn:
             self._check_whole()
@@ -180,17 +182,33 @@ class Link:
             body, self._held_body = self._held_body, 0
             large = body > _INLINE_BYTES
             ticket, self._tickets = self._tickets, self._tickets + 1
-            if later and (large or ticket != self._serving):
+            gone = 0
+            if sent is not None and not large and ticket == self._serving:
+                gone = self._write_some(buffers)
+            if sent is not None and gone == sum(buffer.nbytes for buffer in buffers):
+                self._serving += 1
+                self._turn.notify_all()
+            elif sent is not None or (later and (large or ticket != self._serving)):
+                # In the order of tickets, so still under the lock: the one thread must not wait for what is behind it.
                 # An error breaks the link, and so reaches whoever waits for the reply.
-                self._sender.submit(self._send, ticket, buffers, body, sent)
+                self._sender.submit(self._send, ticket, buffers, body, sent, gone)
                 return
-        self._send(ticket, buffers, body, sent)
+        if sent is None:
+            return self._send(ticket, buffers, body)
+        self.channel.count(sent=(body, gone))
+        sent(True)
 
     def _send(
-        self, ticket: int, buffers: list[memoryview], body: int, sent: Callable[[bool], None] | None = None
+        self,
+        ticket: int,
+        buffers: list[memoryview],
+        body: int,
+        sent: Callable[[bool], None] | None = None,
+        gone: int = 0,
     ) -> None:
+        """Write a frame of which `gone` bytes were written before, and say how it went."""
         try:
-            self._write(ticket, buffers, body)
+            self._write(ticket, buffers, body, gone)
         except CommError:
             if sent is not None:
                 sent(False)
@@ -198,8 +216,17 @@ class Link:
         if sent is not None:
             sent(True)
 
-    def _write(self, ticket: int, buffers: list[memoryview], body: int) -> None:
-        """The one place where frames are written, in order; `body` of their bytes are tensors'."""
+    def _write_some(self, buffers: list[memoryview]) -> int:
+        """Write what goes at once; called under the lock by whoever has the turn."""
+        if not isinstance(self.sock, socket.socket):
+            return 0
+        try:
+            return self.sock.sendmsg(buffers[:_AT_ONCE], [], socket.MSG_DONTWAIT)
+        except OSError:  # it is full; or it is over, which the sender's thread will find too
+            return 0
+
+    def _write(self, ticket: int, buffers: list[memoryview], body: int, gone: int = 0) -> None:
+        """Write a frame when its turn has come, and wait until it is gone; `body` of its bytes are tensors'."""
         with self._turn:
             came = self._serving == ticket or self._turn.wait_for(
                 lambda: self._broken or self._serving == ticket, self.channel.deadline_s
@@ -209,7 +236,7 @@ class Link:
         if not came:
             raise self._give_up()
         try:
-            wire = frames.send_buffers(self.sock, buffers)
+            wire = gone + frames.send_buffers(self.sock, frames.after(buffers, gone))
         except BlockingIOError:  # by SO_SNDTIMEO: nothing went out for the whole deadline
             raise self._give_up() from None
         except OSError as error:

@@ -20,13 +20,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
 from podium.codecs import make_codec
-from podium.codecs.base import Span, Turn
+from podium.codecs.base import Codec, Span, Turn
 from podium.config import parse_spec
 from podium.errors import ConfigError, Lost
 from podium.reducing import span_of
@@ -138,7 +139,7 @@ class ParameterServer(Strategy[PSState]):
                 f"parameter-server: mitigation={self.mitigation} cannot go with prefetch: a server knows which "
                 "parameters it gave last, not which ones a worker that ran ahead has used"
             )
-        pull = make_codec(*parse_spec(self.pull, "pull"))
+        pull = self.pull_codec
         if pull.takes_momentum:
             raise ConfigError(f"parameter-server: pull={self.pull} packs gradients, and servers answer with parameters")
         if pull.name == "auto":
@@ -252,9 +253,14 @@ class ParameterServer(Strategy[PSState]):
         if set(answers[0].meta["workers"]) != set(comm.workers):
             worker.pause_agreed = True  # somebody is gone: all hear of it here, and regroup
 
+    @cached_property
+    def pull_codec(self) -> Codec:
+        """What packs the servers' answers."""
+        return make_codec(*parse_spec(self.pull, "pull"))
+
     @property
     def packs_answers(self) -> bool:
-        return not make_codec(*parse_spec(self.pull)).exact
+        return not self.pull_codec.exact
 
     # Inside.
 
@@ -403,7 +409,7 @@ class _Pushes:
         self.units: list[tuple[int, int]] = []  # (server, unit) of each call
         self.lease = batch.lease if strategy.feed == "cursor" else worker.position
         self._options = strategy.options(worker)
-        self._pull = make_codec(*parse_spec(strategy.pull))
+        self._pull = strategy.pull_codec
         self._turn = worker.turn
         self._batch, self._prefetch = batch, strategy.prefetch
         self._grads, self._params = worker.flat.grads, worker.params

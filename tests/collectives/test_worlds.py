@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from functools import partial
 
 import pytest
@@ -101,3 +102,36 @@ def test_the_sum_of_64_megabytes(world: World, workers: int) -> None:
 def test_the_sum_in_shared_memory(workers: int) -> None:
     world = Real(shared=True)
     assert world.run(partial(reduce_all, names=("shared", "default", "auto"), sizes=SIZES), workers) == [[]] * workers
+
+
+def storm(comm: Communicator) -> bool:
+    """Many small exchanges at once, over connections that hold little: whoever receives must never wait to send."""
+    ring = make_collective("ring").prepare(comm)
+    channel = comm._channel  # type: ignore[attr-defined]  # the real world's
+    for link in channel._links.values():
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            link.sock.setsockopt(socket.SOL_SOCKET, option, 35_000)
+    for count in (6, 8, 9, 10, 11):
+        for _ in range(25):
+            tensors = [torch.full((3 * 16 * 256,), float(comm.rank + 1)) for _ in range(count)]
+            comm.barrier()
+            comm.wait(*(ring.all_reduce(comm, tensor) for tensor in tensors), deadline_s=10.0)
+            if any(not bool((tensor == 6).all()) for tensor in tensors):
+                return False
+    return True
+
+
+def test_a_storm_of_small_exchanges_over_narrow_connections() -> None:
+    assert Real().run(storm, 3) == [True] * 3
+
+
+def gather_all(comm: Communicator) -> list[int]:
+    collective = make_collective("ring").prepare(comm)
+    into = torch.empty(3 * comm.size, dtype=torch.uint8)
+    comm.wait(collective.all_gather(comm, torch.full((3,), comm.rank + 1, dtype=torch.uint8), into))
+    return into.tolist()
+
+
+@pytest.mark.parametrize("world", [Memory(), Virtual(), Real()], ids=lambda world: world.name)
+def test_what_cannot_be_summed_is_gathered_by_schedule_too(world: World) -> None:
+    assert world.run(gather_all, 4) == [[n for n in (1, 2, 3, 4) for _ in range(3)]] * 4
