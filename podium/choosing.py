@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 SIZES = (4 << 10, 64 << 10, 512 << 10)
 """Bytes that are sent to learn what the network does."""
+_MORE, _QUICK_S = 16, 0.02
+"""Up to so many times the largest of them are sent, too, where that one took less than this."""
 _PACKINGS = 3
 _EXCHANGES = (6, 4, 2)
 """How often each size is sent: packing loses something, so it must not be chosen because of one late packet."""
@@ -95,10 +97,10 @@ def choose(
     trial = spans[sizes.index(max(sizes))]
     largest, like = max(sizes), grads[trial.buffer]
     if comm.servers:
-        line_sum = line_gather = _line(comm, lambda n: _to_servers(comm, n), like.device)
+        line_sum = line_gather = _line(comm, lambda n: _to_servers(comm, n), like.device, largest)
     else:
-        line_sum = _line(comm, lambda n: (collective.all_reduce(comm, _bytes(n, like.device)),), like.device)
-        line_gather = _line(comm, lambda n: (_gather(comm, collective, n, like.device),), like.device)
+        line_sum = _line(comm, lambda n: (collective.all_reduce(comm, _bytes(n, like.device)),), like.device, largest)
+        line_gather = _line(comm, lambda n: (_gather(comm, collective, n, like.device),), like.device, largest)
     rates = {spec: _rate(comm, packing, trial, largest, like) for spec, packing in packings.items()}
     line_sum, line_gather, rates = _slowest(comm, line_sum, line_gather, rates)
 
@@ -179,19 +181,38 @@ class Check:
         }
 
 
-def _line(comm: Communicator, issue: Callable[[int], tuple[Any, ...]], device: torch.device) -> Line:
-    """What an exchange takes, as a line over its bytes: the best of a few tries at each size."""
-    best = []
-    for nbytes, tries in zip(SIZES, _EXCHANGES, strict=True):
+def _line(comm: Communicator, issue: Callable[[int], tuple[Any, ...]], device: torch.device, largest: int) -> Line:
+    """What an exchange takes, as a line over its bytes: the best of a few tries at each size.
+
+    A network on which half a megabyte is nothing is also tried with what really goes over it.
+    """
+
+    def best(nbytes: int, tries: int) -> float:
         times = []
         for _ in range(tries):
             comm.barrier()
             began = _now(comm, device)
             comm.wait(*issue(nbytes))
             times.append(_now(comm, device) - began)
-        best.append(min(times))
-    beta = max(0.0, (best[-1] - best[0]) / (SIZES[-1] - SIZES[0]))
-    return Line(max(0.0, best[0] - beta * SIZES[0]), beta)
+        return min(times)
+
+    sizes = list(SIZES)
+    seconds = [best(nbytes, tries) for nbytes, tries in zip(SIZES, _EXCHANGES, strict=True)]
+    more = min(largest, _MORE * SIZES[-1])
+    if more > SIZES[-1] and _of_slowest(comm, seconds[-1:])[0] < _QUICK_S:  # all or none of them
+        sizes.append(more)
+        seconds.append(best(more, _EXCHANGES[-1]))
+    beta = max(0.0, (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]))
+    return Line(max(0.0, seconds[0] - beta * sizes[0]), beta)
+
+
+def _of_slowest(comm: Communicator, mine: Sequence[float]) -> list[float]:
+    """Each number as it is for the worker for whom it is largest."""
+    numbers = torch.tensor(mine, dtype=torch.float64)
+    everyone = torch.empty(comm.size * len(mine), dtype=torch.float64)
+    comm.wait(comm.all_gather(numbers, everyone))
+    worst: list[float] = everyone.view(comm.size, -1).amax(dim=0).tolist()
+    return worst
 
 
 def _gather(comm: Communicator, collective: Collective, nbytes: int, device: torch.device) -> Any:
@@ -237,10 +258,7 @@ def _slowest(
     comm: Communicator, line_sum: Line, line_gather: Line, rates: dict[str, Rate]
 ) -> tuple[Line, Line, dict[str, Rate]]:
     """What all workers agree on: everything as slow as for the slowest."""
-    mine = torch.tensor([*line_sum, *line_gather, *(rate.seconds for rate in rates.values())], dtype=torch.float64)
-    everyone = torch.empty(comm.size * mine.numel(), dtype=torch.float64)
-    comm.wait(comm.all_gather(mine, everyone))
-    worst = everyone.view(comm.size, -1).amax(dim=0).tolist()
+    worst = _of_slowest(comm, [*line_sum, *line_gather, *(rate.seconds for rate in rates.values())])
     # A message is a message: what a sum and a gather take for none at all differs by chance more than by nature.
     worst[0] = worst[2] = min(worst[0], worst[2])
     slow = {spec: rate._replace(seconds=s) for (spec, rate), s in zip(rates.items(), worst[4:], strict=True)}
