@@ -125,6 +125,7 @@ def test_a_new_server_that_is_lost_is_replaced_like_the_first(place: Make) -> No
     here.begin()
     ask(here, servers=2)
     here.arrive(2)
+    called_together(here, 0)  # the plan is to hold the new server
     plans(here, {0: 2})
     here.leave(2)
     wait_until(lambda: here.respawned == [(2,)])
