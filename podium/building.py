@@ -14,11 +14,10 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from podium.codecs import make_codec
 from podium.codecs.dense import Dense
-from podium.collectives import make_collective
+from podium.collectives import collective_of
 from podium.comm.base import Communicator
-from podium.config import RunConfig, parse_spec
+from podium.config import RunConfig
 from podium.data.base import Data
 from podium.data.order import GlobalOrder
 from podium.errors import ConfigError, DataError
@@ -133,7 +132,7 @@ def build_worker(job: Job, comm: Communicator, total_steps: int, device: torch.d
             accumulate=config.accumulate or task.accumulate,
             autocast=config.autocast or task.autocast,
             rows=job.sends_rows,
-            collective=make_collective(*parse_spec(config.collective)),
+            collective=collective_of(config),
             packing=fitted(job.packing, optimizer),
             seed=config.seed,
         )
@@ -177,7 +176,7 @@ def make_server(job: Job, comm: Communicator, recorder: Recorder, *, replaces: b
         arrivals=arrivals,
         copies=_copies(job, comm),
         codec=job.packing.codec,
-        pull=make_codec(*parse_spec(job.strategy.pull)),
+        pull=job.strategy.pull_codec,
         lanes=0 if comm.shares_process else min(_MOST_LANES, len(os.sched_getaffinity(0))),
     )
     if replaces:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from podium.codecs.base import Memory, RoundsCodec, Span, Turn
 from podium.errors import ConfigError
-from podium.reducing import Packing
+from podium.reducing import Packing, make_packing
 
 if TYPE_CHECKING:
     from podium.codecs.auto import AutoCodec
@@ -79,18 +79,17 @@ class Choice:
 
 def choose(
     auto: AutoCodec,
-    make: Callable[[str], Packing],
     comm: Communicator,
     collective: Collective,
     spans: Sequence[Span],
     grads: Sequence[Tensor],
 ) -> Choice:
-    """Measure and decide. Collective; `make` turns a codec's text into a packing."""
-    packings = {spec: make(spec) for spec in auto.candidates}
+    """Measure and decide. Collective."""
+    packings = {spec: make_packing(spec) for spec in auto.candidates}
     for spec, packing in packings.items():
         if packing.codec.takes_momentum or packing.codec.name == "auto":
             raise ConfigError(f"codec auto: {spec} changes more than how gradients are packed, so it is no candidate")
-    plain = make("dense")
+    plain = make_packing("dense")
     sizes = [span.numel * grads[span.buffer].element_size() for span in spans]
     if comm.size == 1:
         return Choice([plain] * len(spans), ["dense"] * len(spans), 0.0, 0.0, {"why": "one worker sends nothing"})

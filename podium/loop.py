@@ -25,11 +25,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from podium.building import derived_seed, fitted, packing_for
 from podium.cluster.process import Node, NodeSpec, settle_in
-from podium.codecs import make_codec
-from podium.collectives import make_collective
+from podium.collectives import collective_of
 from podium.comm.base import Communicator
 from podium.comm.memory import MemoryWorld
-from podium.config import RunConfig, parse_spec
+from podium.config import RunConfig
 from podium.data.base import as_dataset
 from podium.data.order import GlobalOrder
 from podium.errors import ConfigError, Lost, TrainingError
@@ -39,7 +38,6 @@ from podium.flat import Flat
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
 from podium.recovery import Control, recover
-from podium.reducing import make_packing
 from podium.servers.server import Server
 from podium.strategies import make_strategy
 from podium.strategies.base import Strategy
@@ -79,7 +77,7 @@ class Run:
             schedule=schedule,
             bucket_bytes=strategy.bucket_bytes,
             clip_norm=clip_norm,
-            collective=make_collective(*parse_spec(asked.collective)),
+            collective=collective_of(asked),
             packing=fitted(packing_for(asked, strategy), optimizer),
             seed=seed,
         )
@@ -121,7 +119,7 @@ class Run:
         feed: Feed = (CursorFeed if self.strategy.feed == "cursor" else StepFeed)(dataset, order, worker, device)
         if worker.steps_done == 0:
             worker.share_from_first()
-        worker.prepare_exchanges(make_packing)
+        worker.prepare_exchanges()
         self._state = self.strategy.init(worker)
         try:
             yield from self._until_horizon(feed)
@@ -160,7 +158,7 @@ class Run:
             if not self.strategy.survives_loss:
                 raise
             recover(self.worker, self._control, in_step=True, carried={})
-            self.worker.prepare_exchanges(make_packing)
+            self.worker.prepare_exchanges()
             self._state = self.strategy.init(self.worker)
             return torch.tensor(float("nan"))
         meter.record(self._recorder, batch, float(loss))
@@ -236,9 +234,8 @@ def _serve(
     own_model, own_optimizer = copy.deepcopy((model, optimizer))  # the worker's own stay untouched
     flat = Flat(own_model, own_optimizer, strategy.bucket_bytes)  # laid out as the workers' is
     packing = packing_for(node.config, strategy)
-    pull = make_codec(*parse_spec(strategy.pull))
     recorder = node.recorder(comm.rank)
-    server = Server(comm, flat, own_optimizer, recorder=recorder, codec=packing.codec, pull=pull)
+    server = Server(comm, flat, own_optimizer, recorder=recorder, codec=packing.codec, pull=strategy.pull_codec)
     if alone:
         run_server(server)
         raise SystemExit(0)

@@ -1,10 +1,11 @@
-"""Things named by text: `package.module:name` and `file.py:name`."""
+"""Things named by text: a name from a table, `package.module:name` or `file.py:name`."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,19 @@ def load_named(spec: str) -> Any:
     if not hasattr(module, name):
         raise UnknownName(f"name in {place}:", name, [n for n in vars(module) if not n.startswith("_")])
     return getattr(module, name)
+
+
+def find_class(kind: str, name: str, table: Mapping[str, str]) -> type[Any]:
+    """The class that `name` stands for: one of the table's, or the user's own. `kind` is for messages."""
+    if name not in table and ":" not in name:
+        raise UnknownName(kind, name, table)
+    first, _, second = name.partition(":")
+    if first in table and second:
+        raise ConfigError(f"{kind} {first}: options are key=value, got {second!r}")
+    cls = load_named(table.get(name, name))
+    if not isinstance(cls, type):
+        raise ConfigError(f"{name} must be a {kind} class, got {type(cls).__name__}")
+    return cls
 
 
 def _import(place: str, spec: str) -> ModuleType:

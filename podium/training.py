@@ -34,7 +34,6 @@ from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
 from podium.nests import join_rows, map_tensors
 from podium.recovery import Control, recover
-from podium.reducing import make_packing
 from podium.servers.server import Server
 from podium.worker import Batch
 
@@ -107,7 +106,7 @@ class Training:
     def _stretch(self) -> None:
         worker, strategy = self.worker, self.job.strategy
         worker.flat.check()
-        worker.prepare_exchanges(make_packing)
+        worker.prepare_exchanges()
         if self._checkpoint_was_missed():
             self._settle_buffers()
             self._checkpoint()

@@ -280,18 +280,18 @@ class Worker:
 
     # What the training loop uses.
 
-    def prepare_exchanges(self, make: Callable[[str], Packing] | None = None) -> None:
+    def prepare_exchanges(self) -> None:
         """Make the collective ready for the present members, and choose codecs where that is left to us.
 
-        Collective, and does nothing a second time. `make` turns a codec's text into a packing.
+        Collective, and does nothing a second time.
         """
         if self._prepared_for == self.comm.generation:
             return
         self.reducer.collective = self._chosen.prepare(self.comm)
         self._prepared_for = self.comm.generation
         codec = self.packing.codec
-        if isinstance(codec, AutoCodec) and make is not None:
-            choice = choose(codec, make, self.comm, self.reducer.collective, self.spans, self.flat.grads)
+        if isinstance(codec, AutoCodec):
+            choice = choose(codec, self.comm, self.reducer.collective, self.spans, self.flat.grads)
             self.packings, self.push = choice.packings, (choice.specs[0], choice.packings[0])
             self.news.append({"kind": "codec", **choice.facts})
             self._check = Check(choice, codec.check_after) if codec.check_after else None

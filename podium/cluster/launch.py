@@ -23,7 +23,7 @@ from podium.cluster.base import Event, Launcher, Plan, Planned
 from podium.cluster.ending import termination_unwinds
 from podium.codecs import CODECS
 from podium.codecs.auto import AutoCodec
-from podium.collectives import make_collective
+from podium.collectives import collective_of
 from podium.config import LIFTED, RunConfig, RunResult, build, lift, parse_spec, parse_strategy
 from podium.errors import ConfigError, RecordError
 from podium.files import write_atomically
@@ -248,7 +248,7 @@ def check(config: RunConfig) -> Strategy[Any]:
     """The strategy, if it can run with this many workers and their shares."""
     strategy: Strategy[Any] = make_strategy(config.strategy, config.strategy_options, config.workers)
     check_packing(config, strategy)
-    make_collective(*parse_spec(config.collective, "collective"))
+    collective_of(config)
     if strategy.colocated and strategy.server_count > config.workers:
         raise ConfigError(
             f"{config.strategy}: colocated servers need a worker each ({config.workers}), got {strategy.server_count}"

@@ -24,7 +24,7 @@ from podium.building import Job, device_of, make_server
 from podium.cluster.base import Planned
 from podium.cluster.membership import Membership
 from podium.cluster.roster import Role
-from podium.collectives import make_collective
+from podium.collectives import collective_of
 from podium.comm.arena import Arena
 from podium.comm.channel import Channel
 from podium.comm.memory import WallClock
@@ -32,7 +32,7 @@ from podium.comm.real import RealCommunicator
 from podium.comm.sockets import Address
 from podium.comm.tls import tls_of
 from podium.comm.torch_dist import Group, backend_for, client_store, file_store, named_part
-from podium.config import RunConfig, build, parse_spec
+from podium.config import RunConfig, build
 from podium.errors import PodiumError, RecordError, TrainingError
 from podium.measure.records import Recorder
 from podium.servers.server import Server
@@ -185,7 +185,7 @@ class Node:
         """Join, learn where the others are, and make one communicator per endpoint of this process."""
         spec, config = self.spec, self.config
         channels: dict[int, Channel] = {}
-        collective = make_collective(*parse_spec(config.collective))
+        collective = collective_of(config)
         talks = collective.needs_channel and not (spec.same_host and collective.prefers_memory)
         if spec.servers or talks:
             for e in spec.endpoints:

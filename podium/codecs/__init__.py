@@ -7,8 +7,8 @@ from typing import Any
 
 from podium.codecs.base import Codec
 from podium.config import build
-from podium.errors import ConfigError, UnknownName
-from podium.names import load_named
+from podium.errors import ConfigError
+from podium.names import find_class
 
 CODECS: dict[str, str] = {
     "auto": "podium.codecs.auto:AutoCodec",
@@ -29,13 +29,8 @@ CODECS: dict[str, str] = {
 
 def find_codec(name: str) -> type[Codec]:
     """The class of a codec: a name from the list, or `file.py:Class` / `module:Class` of the user's own."""
-    if name not in CODECS and ":" not in name:
-        raise UnknownName("codec", name, CODECS)
-    first, _, second = name.partition(":")
-    if first in CODECS and second:
-        raise ConfigError(f"codec {first}: options are key=value, got {second!r}")
-    cls = load_named(CODECS.get(name, name))
-    if not (isinstance(cls, type) and issubclass(cls, Codec)):
+    cls = find_class("codec", name, CODECS)
+    if not issubclass(cls, Codec):
         raise ConfigError(f"{name} must be a codec class, got {cls!r}")
     return cls
 

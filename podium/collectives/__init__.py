@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from podium.config import build
-from podium.errors import ConfigError, UnknownName
-from podium.names import load_named
+from podium.config import RunConfig, build, parse_spec
+from podium.errors import ConfigError
+from podium.names import find_class
 
 if TYPE_CHECKING:
     from podium.collectives.base import Collective
@@ -29,15 +29,7 @@ COLLECTIVES: dict[str, str] = {
 
 def find_collective(name: str) -> type[Any]:
     """The class of a collective: a name from the list, or `file.py:Class` / `module:Class` of the user's own."""
-    if name not in COLLECTIVES and ":" not in name:
-        raise UnknownName("collective", name, COLLECTIVES)
-    first, _, second = name.partition(":")
-    if first in COLLECTIVES and second:
-        raise ConfigError(f"collective {first}: options are key=value, got {second!r}")
-    cls = load_named(COLLECTIVES.get(name, name))
-    if not isinstance(cls, type):
-        raise ConfigError(f"{name} must be a collective class, got {type(cls).__name__}")
-    return cls
+    return find_class("collective", name, COLLECTIVES)
 
 
 def make_collective(name: str, options: Mapping[str, Any] | None = None) -> Collective:
@@ -48,3 +40,8 @@ def make_collective(name: str, options: Mapping[str, Any] | None = None) -> Coll
     if not issubclass(cls, Collective):
         raise ConfigError(f"{name} must be a collective class, got {cls.__name__}")
     return build(cls, options or {}, who=f"collective {name}")
+
+
+def collective_of(config: RunConfig) -> Collective:
+    """The one that a run asks for."""
+    return make_collective(*parse_spec(config.collective, "collective"))

@@ -16,7 +16,7 @@ from podium.comm.board import Address, Board, BoardHandle, can_share
 from podium.comm.channel import Channel
 from podium.comm.desk import Desk, ExchangeHandle
 from podium.comm.link import ChannelHandle
-from podium.comm.schedule import Chain
+from podium.comm.schedule import Chain, nbytes_received, nbytes_sent
 from podium.comm.sockets import Address as SocketAddress
 from podium.comm.torch_dist import Group
 from podium.errors import CommError, Lost
@@ -120,10 +120,8 @@ class RealCommunicator(Communicator):
         if not tensor.is_contiguous():
             raise CommError(f"rank {self.rank}: what is exchanged must be contiguous, got stride {tensor.stride()}")
         tensor = tensor.detach().view(-1)
-        moves = [move for chain in chains for move in chain]
-        size = tensor.element_size()
-        self.traffic.sent += size * sum(m.stop - m.start for m in moves if m.kind == "send")
-        self.traffic.received += size * sum(m.stop - m.start for m in moves if m.kind != "send")
+        self.traffic.sent += nbytes_sent(chains, tensor.element_size())
+        self.traffic.received += nbytes_received(chains, tensor.element_size())
         self._exchanges += 1
         staged = tensor if tensor.device.type == "cpu" else tensor.cpu()
         handle = self._desk.issue(self._exchanges, self.workers, chains, staged)

@@ -160,6 +160,11 @@ def nbytes_sent(chains: Sequence[Chain], itemsize: int) -> int:
     return sum((m.stop - m.start) * itemsize for chain in chains for m in chain if m.kind == "send")
 
 
+def nbytes_received(chains: Sequence[Chain], itemsize: int) -> int:
+    """Bytes of tensors that it receives."""
+    return sum((m.stop - m.start) * itemsize for chain in chains for m in chain if m.kind != "send")
+
+
 def carry_out(schedules: Sequence[Sequence[Chain]], tensors: Sequence[Tensor]) -> None:
     """All members' parts, here and now, one message at a time: what a schedule means."""
     mail: list[tuple[int, int, Key, Tensor]] = []

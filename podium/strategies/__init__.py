@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from podium.config import build
-from podium.errors import ConfigError, UnknownName
-from podium.names import load_named
+from podium.errors import ConfigError
+from podium.names import find_class
 
 STRATEGIES: dict[str, str] = {
     "solo": "podium.strategies.solo:Solo",
@@ -18,15 +18,7 @@ STRATEGIES: dict[str, str] = {
 
 def find_strategy(name: str) -> type[Any]:
     """The class of a strategy: a name from the list, or `file.py:Class` / `module:Class` of the user's own."""
-    if name not in STRATEGIES and ":" not in name:
-        raise UnknownName("strategy", name, STRATEGIES)
-    first, _, second = name.partition(":")
-    if first in STRATEGIES and second:
-        raise ConfigError(f"strategy {first}: options are key=value, got {second!r}")
-    cls = load_named(STRATEGIES.get(name, name))
-    if not isinstance(cls, type):
-        raise ConfigError(f"{name} must be a strategy class, got {type(cls).__name__}")
-    return cls
+    return find_class("strategy", name, STRATEGIES)
 
 
 def make_strategy(name: str, options: Mapping[str, Any] | None = None, workers: int = 1) -> Any:

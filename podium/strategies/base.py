@@ -11,9 +11,14 @@ same code runs on processes, in threads and in virtual time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
 
 from torch import Tensor
+
+from podium.codecs import make_codec
+from podium.codecs.base import Codec
+from podium.config import parse_spec
 
 if TYPE_CHECKING:
     from podium.worker import Batch, Worker
@@ -40,6 +45,11 @@ class Strategy(ABC, Generic[S]):
     """How many servers hold each range."""
     snapshot_every: int = 0
     """Updates between two snapshots of a server; 0: none."""
+
+    @cached_property
+    def pull_codec(self) -> Codec:
+        """What packs the servers' answers."""
+        return make_codec(*parse_spec(self.pull, "pull"))
 
     @property
     def server_count(self) -> int:

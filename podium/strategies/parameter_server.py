@@ -20,15 +20,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
-from podium.codecs import make_codec
-from podium.codecs.base import Codec, Span, Turn
-from podium.config import parse_spec
+from podium.codecs.base import Span, Turn
 from podium.errors import ConfigError, Lost
 from podium.reducing import span_of
 from podium.servers.gate import Rules
@@ -252,11 +249,6 @@ class ParameterServer(Strategy[PSState]):
         assert answers[0] is not None
         if set(answers[0].meta["workers"]) != set(comm.workers):
             worker.pause_agreed = True  # somebody is gone: all hear of it here, and regroup
-
-    @cached_property
-    def pull_codec(self) -> Codec:
-        """What packs the servers' answers."""
-        return make_codec(*parse_spec(self.pull, "pull"))
 
     @property
     def packs_answers(self) -> bool:

@@ -23,7 +23,7 @@ from podium.config import RunConfig, parse_spec
 from podium.errors import CommError, ConfigError
 from podium.flat import Flat
 from podium.measure.records import Recorder
-from podium.reducing import make_packing, span_of
+from podium.reducing import span_of
 from podium.servers.ranges import Range, lay_out
 from podium.servers.wires import Wires
 from podium.strategies.parameter_server import ParameterServer
@@ -95,7 +95,7 @@ def push_often(comm: Communicator, spec: str, pull: str, servers: int, mode: str
         return None
     worker = build_worker(job, comm, STEPS, torch.device("cpu"))
     worker.samples, worker.batch_size, worker.horizon = 12 * STEPS, 12, 12 * STEPS
-    worker.prepare_exchanges(make_packing)
+    worker.prepare_exchanges()
     state, began = strategy.init(worker), worker.params[0].clone()
     pushed, mid = torch.zeros_like(began, dtype=torch.float64), []
     for step in range(STEPS):

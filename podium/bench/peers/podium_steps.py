@@ -19,7 +19,6 @@ from podium.building import Job, build_worker
 from podium.cluster.netns import enter_namespace
 from podium.comm.real import RealCommunicator
 from podium.config import RunConfig
-from podium.reducing import make_packing
 from podium.strategies.all_reduce import AllReduce
 from podium.task import load_task
 from podium.worker import Batch, Worker
@@ -87,7 +86,7 @@ class _Replica:
         worker = build_worker(Job(config, task, strategy), comm, 1, torch.device("cpu"))
         worker.samples, worker.batch_size = len(task.data().train), task.batch_size
         worker.position = end = _EPOCHS_DONE * worker.samples
-        worker.prepare_exchanges(make_packing)
+        worker.prepare_exchanges()
         state = strategy.init(worker)  # type: ignore[func-returns-value]  # None is its state
         inputs, targets = share_of_data(task, comm.index, comm.size)
         batch = Batch(inputs, targets, len(targets), 1 / comm.size, end=end)
