@@ -35,7 +35,7 @@ class LocalSteps(Strategy[None]):
         loss = worker.train_locally(batch)
         if worker.steps_done % self.every == 0:
             self._average(worker)
-            worker.agree_to_stop()
+            worker.agree()
         return loss
 
     def finish(self, worker: Worker, state: None) -> None:

@@ -111,8 +111,8 @@ class Backward:
                 view.zero_()
         worker = self.worker
         worker.count_samples(samples)
-        votes = float(worker.stop_requested), float(worker.pause_requested)
-        tail = [votes[0], weighted_loss, float(worker.used_otherwise()), votes[1]]
+        stop, pause, switch = worker.wishes
+        tail = [stop, weighted_loss, float(worker.used_otherwise()), pause, switch]
         self.flat.tail.copy_(torch.tensor(tail))
         self._missing = [0] * len(self._missing)
         self._announce(on_ready, keep=0)

@@ -11,7 +11,7 @@ buffer, which `check` notices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,9 +20,10 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from podium.errors import ConfigError, TrainingError
 
-TAIL = 4
+TAIL = 5
 """Extra numbers behind the last bucket: how many workers want to stop, the sum of their weighted losses, how many used
-other parameters in this step than when they last agreed on the used ones, and how many want to pause."""
+other parameters in this step than when they last agreed on the used ones, how many want to pause, and how many say that
+the phase is over."""
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is smaller, so that the first exchange starts early."""
@@ -114,6 +115,17 @@ class Flat:
         b = self.buckets[index]
         extra = TAIL if index == len(self.buckets) - 1 else 0
         return self.grads[b.buffer][b.start : b.stop + extra]
+
+    def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Copies of the parts of flat tensors laid out as the parameters are, by parameter; rows stay away."""
+        return {p.name: flats[p.buffer][p.start : p.stop].clone() for p in self.pieces if not p.row}
+
+    def add_by_name(self, flats: Sequence[Tensor], parts: Mapping[str, Tensor]) -> None:
+        """Add such parts to flat tensors."""
+        for piece in self.pieces:
+            if piece.name in parts:
+                mine = flats[piece.buffer][piece.start : piece.stop]
+                mine += parts[piece.name].to(mine.device)
 
     def check(self) -> None:
         """Raise when a parameter no longer lies in its buffer."""

@@ -119,7 +119,7 @@ class Run:
         feed: Feed = (CursorFeed if self.strategy.feed == "cursor" else StepFeed)(dataset, order, worker, device)
         if worker.steps_done == 0:
             worker.share_from_first()
-        worker.prepare_exchanges()
+        worker.outgoing.prepare()
         self._state = self.strategy.init(worker)
         try:
             yield from self._until_horizon(feed)
@@ -158,11 +158,11 @@ class Run:
             if not self.strategy.survives_loss:
                 raise
             recover(self.worker, self._control, in_step=True, carried={})
-            self.worker.prepare_exchanges()
+            self.worker.outgoing.prepare()
             self._state = self.strategy.init(self.worker)
             return torch.tensor(float("nan"))
         meter.record(self._recorder, batch, float(loss))
-        self.worker.tell_news(self._recorder)
+        self.worker.outgoing.tell_news(self._recorder, self.worker.steps_done)
         self._control.progress(progress_of(self.worker, float(loss), total_samples=self.worker.horizon))
         return loss
 

@@ -73,7 +73,7 @@ def recover(worker: Worker, control: Control, *, in_step: bool, carried: dict[st
             comm.regroup(plan.generation, plan.members, plan.servers, plan.addresses)
             _take_state(worker, plan.source, carried)
             # Whoever is a step ahead has a sum that we are part of: what we sent for it is sent.
-            worker.settle_leftovers(happened=in_step and worker.steps_done > before)
+            worker.outgoing.settle_leftovers(happened=in_step and worker.steps_done > before)
             return plan
         except Lost:  # another one went while we were forming: report again
             comm.abandon()

@@ -106,12 +106,14 @@ class Training:
     def _stretch(self) -> None:
         worker, strategy = self.worker, self.job.strategy
         worker.flat.check()
-        worker.prepare_exchanges()
+        worker.outgoing.prepare()
         if self._checkpoint_was_missed():
             self._settle_buffers()
             self._checkpoint()
         if not self._is_through():
             worker.horizon = self._next_horizon()
+            if strategy.by_rounds and strategy.survives_loss:
+                worker.mark()
             state = strategy.init(worker)
             try:
                 self._train(state)
@@ -120,7 +122,7 @@ class Training:
                 raise
             strategy.finish(worker, state)
         if worker.pause_agreed:
-            worker.share_leftovers()
+            worker.outgoing.share_leftovers()
             return self._regroup("somebody joins or leaves, or is gone")  # all begin anew, newcomers too
         self._settle_buffers()
         if self._is_through() and (self.evaluated_at != worker.position or self.loss is None):
@@ -136,13 +138,24 @@ class Training:
 
     def _rescue(self, state: Any) -> None:
         """A step did not happen. Where the truth lives on servers, bring it home before the survivors regroup."""
-        if not self.job.strategy.survives_loss or not self.comm.servers:
+        if not self.job.strategy.survives_loss:
+            return
+        if self.job.strategy.by_rounds:
+            return self._undo_round()
+        if not self.comm.servers:
             return
         if self._in_step:
             self.worker.forget_step()
-            self.worker.settle_leftovers(happened=False)
+            self.worker.outgoing.settle_leftovers(happened=False)
             self._in_step = False
         self.job.strategy.finish(self.worker, state)
+
+    def _undo_round(self) -> None:
+        """The round under way did not happen: its samples come again, divided among those who are left."""
+        before, self._in_step = self.worker.steps_done, False
+        self.worker.return_to_mark()
+        facts = {"step": self.worker.steps_done, "position": self.worker.position}
+        self.recorder.write("undone", self.comm.clock.now_ns(), steps=before - self.worker.steps_done, **facts)
 
     def _next_batch(self) -> Batch | None:
         self.worker.stop_requested = self.control.stop_requested()
@@ -151,15 +164,18 @@ class Training:
 
     def _step(self, state: Any, batch: Batch) -> None:
         worker, meter = self.worker, StepMeter(self.worker)
-        if self.job.strategy.survives_loss and self.job.strategy.feed == "step" and self.comm.size > 1:
+        by_rounds, retried = self.job.strategy.by_rounds, self.job.strategy.survives_loss and self.comm.size > 1
+        if retried and self.job.strategy.feed == "step" and not by_rounds:
             worker.remember()
             self._in_step = True
         if self.job.buffers == "broadcast":
             worker.broadcast_buffers()
         loss = float(self.job.strategy.step(worker, state, batch))
         self._in_step = False
+        if by_rounds and retried and worker.round.steps == 0:
+            worker.mark()
         meter.record(self.recorder, batch, loss)
-        self.worker.tell_news(self.recorder)
+        worker.outgoing.tell_news(self.recorder, worker.steps_done)
         if not math.isfinite(loss):
             raise TrainingError(
                 f"rank {self.comm.rank}: the loss became {loss} at step {worker.steps_done} (sample position "
@@ -238,7 +254,7 @@ class Training:
             own = {
                 "rng": worker.generators(),
                 "buffers": {k: v.clone() for k, v in worker.model.named_buffers()},
-                "leftovers": worker.leftovers(),
+                "leftovers": worker.outgoing.leftovers(),
             }
             checkpoint.save_own(run_dir, step, self.comm.rank, own)
             if self.comm.size > 1:
@@ -304,7 +320,7 @@ class Training:
         for rank in ranks:
             own = found.own(rank)
             if own is not None and "leftovers" in own:  # older checkpoints have none
-                self.worker.add_leftovers(own["leftovers"])
+                self.worker.outgoing.add_leftovers(own["leftovers"])
 
     # A lost rank.
 
@@ -321,7 +337,7 @@ class Training:
         servers, before = self.comm.servers, self.comm.workers
         plan = recover(self.worker, self.control, in_step=self._in_step, carried=carried, late=self._late)
         self._in_step, self.worker.pause_agreed = False, False
-        self.worker.scale_leftovers(len(before) / max(1, len(set(before).intersection(plan.members))))
+        self.worker.outgoing.scale_leftovers(len(before) / max(1, len(set(before).intersection(plan.members))))
         if self.comm.rank not in plan.members:
             self._retired = True
         self.evaluated_at, self.saved_at = carried["evaluated_at"], carried["saved_at"]
@@ -374,7 +390,7 @@ class Training:
             buckets=worker.buckets,
             shares_memory=self.comm.shares_memory,
             codec=self.job.config.codec,
-            collective=worker.reducer.collective.name,
+            collective=worker.outgoing.reducer.collective.name,
             device=str(self.device),
             total_steps=self.total_steps,
             samples=self.order.samples,

@@ -19,22 +19,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from podium.backward import Backward
-from podium.choosing import Check, choose
-from podium.codecs.auto import AutoCodec
-from podium.codecs.base import Memory, Span, Turn
+from podium.codecs.base import Turn
 from podium.codecs.dense import Dense
-from podium.codecs.feedback import RESIDUAL, UNSENT
 from podium.collectives.backend import Backend
 from podium.collectives.base import Collective
-from podium.comm.base import Communicator, Meta
+from podium.comm.base import Communicator, Handle, Meta
 from podium.data.order import Slice
 from podium.errors import ConfigError
 from podium.flat import Flat
 from podium.generators import State, generator_state, set_generator_state
-from podium.measure.records import Recorder
 from podium.nests import map_tensors
 from podium.optim import FlatOptimizer
-from podium.reducing import Packing, Reducer, spans_of, take_leftover
+from podium.outgoing import Outgoing
+from podium.reducing import Packing
+from podium.rounds import Mark, Round
 
 
 class Batch(NamedTuple):
@@ -107,6 +105,10 @@ class Worker:
         """This worker was told that somebody wants to join or leave; it says so with its next exchange."""
         self.pause_agreed = False
         """The workers agreed to end the stretch here, to regroup and go on."""
+        self.switch_requested = False
+        """This worker has seen that the phase is over; it says so with its next exchange."""
+        self.switch_agreed = False
+        """The workers agreed to end the stretch here, and to go on with the next phase."""
         self.next_lease: Meta | None = None
         """What to train on next, where a server has said so already."""
         self.lease_done = -1
@@ -124,30 +126,14 @@ class Worker:
         self._backward = Backward(self)
         self._buffers = [b for b in model.buffers() if b.is_floating_point()]
         self._seed = seed
-        self.packing = packing or Packing(Dense(), feedback=False)
-        self.memory = Memory(self.flat.grads, sum(p.stop - p.start for p in self.flat.pieces if not p.row))
-        """What the codec remembers of what was left out."""
-        self._emptied = False  # whether what was left out went out with the present step
-        self.leftovers_shared = False
-        """Whether every worker has an equal part of what all have not sent."""
-        if self.packing.codec.takes_momentum and getattr(schedule, "cycle_momentum", False):
-            raise ConfigError(
-                f"codec {self.packing.codec.name} does the momentum itself, and the schedule would cycle the "
-                "optimizer's: give it cycle_momentum=False"
-            )
+        self.outgoing = Outgoing(comm, self.flat, packing or Packing(Dense(), feedback=False), collective or Backend())
+        """What this worker sends: how it is packed, and what was left out."""
         self._momentum = self._give_momentum_away()
-        self._chosen = collective or Backend()
-        self._prepared_for = -1
-        self.reducer = Reducer(comm, self._chosen, self.memory)
-        self.spans = spans_of(self.flat)
-        """What each bucket is made of, for a codec."""
-        self.packings = [self.packing] * len(self.spans)
-        """How each bucket is packed."""
-        self.push: tuple[str | None, Packing] = (None, self.packing)
-        """How what goes to servers is packed; with its name, where it was chosen on the way."""
-        self.news: list[dict[str, Any]] = []
-        """What was decided about packing since somebody asked."""
-        self._check: Check | None = None
+        self.round = Round()
+        """What was trained since the last exchange, where workers step by themselves."""
+        self.kept: dict[str, list[Tensor]] = {}
+        """What a strategy wants to find again after a checkpoint: flat tensors, laid out as the parameters are."""
+        self._mark: Mark | None = None
         self._before: tuple[State, list[Tensor], int] | None = None
 
     # What strategies use.
@@ -176,31 +162,11 @@ class Worker:
 
     def issue(self, bucket: int) -> None:
         """Begin to sum a bucket's gradients over the workers; never waits."""
-        packing, span = self.packings[bucket], self.spans[bucket]
-        if packing.codec.exact or self._is_alone:
-            self.add_leftover(span.of(self.flat.grads), span)
-            return self.reducer.issue_exactly(self.bucket(bucket))
-        self.reducer.issue(span.of(self.flat.grads), packing, span, self.turn)
-        if bucket == self.buckets - 1:
-            self.reducer.issue_exactly(self.flat.tail)
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether there is nobody to pack anything for."""
-        return self.comm.size == 1 and not self.packing.codec.takes_momentum and not self.comm.servers
-
-    def add_leftover(self, tensor: Tensor, span: Span) -> None:
-        """Where nothing is packed any more, what was left out before goes out with this gradient, once."""
-        self._emptied = take_leftover(self.memory, tensor, span) or self._emptied
+        self.outgoing.issue(bucket, self.turn)
 
     def complete(self) -> None:
         """Wait until all issued buckets hold the sums."""
-        self.reducer.complete(self.turn)
-        spent, self.reducer.spent_ns = self.reducer.spent_ns, 0
-        if self._check is not None:
-            found = self._check.add(spent, self.comm)
-            if found is not None:
-                self._learn(found)
+        self.outgoing.complete(self.turn)
 
     @property
     def turn(self) -> Turn:
@@ -210,25 +176,49 @@ class Worker:
 
     def apply(self, batch: Batch) -> None:
         """Move the parameters by the reduced gradients: the one place where a synchronous step becomes true."""
-        stop, self.step_loss, changed, pause = self.flat.tail.tolist()
+        stop, self.step_loss, changed, pause, switch = self.flat.tail.tolist()
         used = self._agree_on_used(changed=changed > 0)
-        if not all(packing.codec.exact for packing in self.packings):
+        if not self.outgoing.is_exact:
             # What was left out of a parameter's gradient may come when nobody has used it.
             used = [is_used or bool(view.any()) for is_used, view in zip(used, self.flat.views, strict=True)]
-        self.stop_agreed, self.pause_agreed = self.stop_agreed or stop > 0, self.pause_agreed or pause > 0
+        self.heed(stop=stop > 0, pause=pause > 0, switch=switch > 0)
         self._move(used, batch)
 
     def train_locally(self, batch: Batch) -> Tensor:
         """One step by this worker's own gradient, over its own samples; nobody else takes part."""
+        began = self.comm.clock.now_ns()
         loss = self.backward(batch._replace(weight=1.0))
         self._move(self._backward.used, batch)
+        self.round.add(batch, float(loss), self.comm.clock.now_ns() - began)
         return loss
 
-    def agree_to_stop(self) -> None:
-        """Put the workers' wishes to stop or pause together, where no reduced gradient carries them. Collective."""
-        votes = torch.tensor([float(self.stop_requested), float(self.pause_requested)])
-        self.comm.wait(self.comm.all_reduce(votes))
-        self.stop_agreed, self.pause_agreed = bool(votes[0] > 0), self.pause_agreed or bool(votes[1] > 0)
+    def agree(self, *handles: Handle) -> None:
+        """The round is over: wait for these exchanges and put the workers' wishes and losses together. Collective."""
+        words = torch.tensor([*self.wishes, self.round.loss, self.round.samples], dtype=torch.float64)
+        self.comm.wait(*handles, self.comm.all_reduce(words))
+        stop, pause, switch, loss, samples = words.tolist()
+        self.heed(stop=stop > 0, pause=pause > 0, switch=switch > 0)
+        self.step_loss = loss / samples if samples else None
+        self.round = Round()
+
+    @property
+    def wishes(self) -> tuple[float, float, float]:
+        """Whether this worker wants to stop, to pause, and to go on to the next phase."""
+        return float(self.stop_requested), float(self.pause_requested), float(self.switch_requested)
+
+    def heed(self, *, stop: bool, pause: bool, switch: bool) -> None:
+        """What the workers agreed on; once agreed it stays so until it is done."""
+        self.stop_agreed, self.pause_agreed = self.stop_agreed or stop, self.pause_agreed or pause
+        self.switch_agreed = self.switch_agreed or switch
+
+    def moments(self) -> list[Tensor]:
+        """The optimizer's state that is as large as the parameters, such as momentum: the tensors themselves.
+
+        The same on all workers in number and order, where all have stepped all parameters.
+        """
+        states = (self.optimizer.state.get(p, {}) for p in self.flat.parameters)
+        found = [state[key] for state in states for key in sorted(state)]
+        return [value for value in found if isinstance(value, Tensor) and value.dim() > 0]
 
     def _move(self, used: Sequence[bool], batch: Batch) -> None:
         for p, view, is_used in zip(self.flat.parameters, self.flat.views, used, strict=True):
@@ -242,10 +232,7 @@ class Worker:
     def advance(self, batch: Batch) -> None:
         """A step became true: count it and move on in the order; in synchronous training the schedule follows."""
         self.steps_done += 1
-        self.memory.commit()
-        if self._emptied and (self._is_alone or all(packing.codec.exact for packing in self.packings)):
-            self.memory.clear()
-        self._emptied = False
+        self.outgoing.step_done()
         self.position = max(self.position, batch.end)
         if batch.lease < 0:
             self.step_schedule()
@@ -274,68 +261,11 @@ class Worker:
     def unused_among(self, pieces: Iterable[int]) -> list[int]:
         """Those of these pieces that this worker's backward has not reached."""
         used = self._backward.used
-        if not self.push[1].codec.exact:  # what was left out of their gradients may come all the same
+        if not self.outgoing.push[1].codec.exact:  # what was left out of their gradients may come all the same
             return []
         return [i for i in pieces if not used[i]]
 
     # What the training loop uses.
-
-    def prepare_exchanges(self) -> None:
-        """Make the collective ready for the present members, and choose codecs where that is left to us.
-
-        Collective, and does nothing a second time.
-        """
-        if self._prepared_for == self.comm.generation:
-            return
-        self.reducer.collective = self._chosen.prepare(self.comm)
-        self._prepared_for = self.comm.generation
-        codec = self.packing.codec
-        if isinstance(codec, AutoCodec):
-            choice = choose(codec, self.comm, self.reducer.collective, self.spans, self.flat.grads)
-            self.packings, self.push = choice.packings, (choice.specs[0], choice.packings[0])
-            self.news.append({"kind": "codec", **choice.facts})
-            self._check = Check(choice, codec.check_after) if codec.check_after else None
-
-    def tell_news(self, recorder: Recorder) -> None:
-        """Put on record what was decided about packing."""
-        news, self.news = self.news, []
-        for facts in news:
-            kind = facts.pop("kind")
-            recorder.write(kind, self.comm.clock.now_ns(), step=self.steps_done, **facts)
-
-    def _learn(self, found: dict[str, Any]) -> None:
-        """Packing is given up where it takes longer than going without was predicted to."""
-        assert self._check is not None
-        self.news.append({"kind": "codec_check", **found})
-        if not found["keeps"]:
-            self.packings = [Packing(Dense(), feedback=False)] * len(self.packings)
-        self._check = None
-
-    def share_leftovers(self) -> None:
-        """Before somebody joins or leaves: every worker gets an equal part of what all have not sent. Collective.
-
-        All or nothing: a member may be lost over it. One that has sent nothing yet takes part all the same.
-        """
-        names = [*self.packing.codec.remembers]
-        has = torch.tensor([float(name in self.memory.of_span) for name in names])
-        self.comm.wait(self.comm.all_reduce(has))
-        nothing = [torch.zeros_like(flat) for flat in self.flat.grads] if has.any() else []
-        shared = {
-            name: [flat.clone() for flat in self.memory.of_span.get(name, nothing)]
-            for name, anywhere in zip(names, has.tolist(), strict=True)
-            if anywhere
-        }
-        self.comm.wait(*(self.comm.all_reduce(flat) for flats in shared.values() for flat in flats))
-        for name, flats in shared.items():
-            self.memory.of_span[name] = [flat.div_(self.comm.size) for flat in flats]
-        self.leftovers_shared = True
-
-    def scale_leftovers(self, factor: float) -> None:
-        """Take over the parts of those who have left, where all had an equal part."""
-        shared, self.leftovers_shared = self.leftovers_shared, False
-        for flats in self.memory.of_span.values() if shared else ():
-            for flat in flats:
-                flat *= factor
 
     def remember(self) -> None:
         """Keep what a step changes besides parameters, so that a failed step leaves no trace."""
@@ -348,15 +278,7 @@ class Worker:
         self.set_generators(generators)
         for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(kept)
-        self.reducer.drop()
-
-    def settle_leftovers(self, *, happened: bool) -> None:
-        """After a step in flight was lost here: whether it happened all the same, with what we had sent for it."""
-        if happened:
-            self.memory.commit()
-        else:
-            self.memory.forget()
-        self._emptied = False
+        self.outgoing.reducer.drop()
 
     def forget_agreements(self) -> None:
         """What the workers once agreed on for good they must agree on anew: some may have been in mid-agreement."""
@@ -423,6 +345,22 @@ class Worker:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
+    # Rounds.
+
+    def mark(self) -> None:
+        """All agree here: this is where to go back to, should the next round fail."""
+        self._mark = Mark(self.state(), self.generators(), [buffer.clone() for buffer in self.model.buffers()])
+
+    def return_to_mark(self) -> None:
+        """The round under way did not happen."""
+        assert self._mark is not None
+        self.load_state(self._mark.state)
+        self.set_generators(self._mark.generators)
+        for buffer, kept in zip(self.model.buffers(), self._mark.buffers, strict=True):
+            buffer.copy_(kept)
+        self.outgoing.reducer.drop()
+        self.round = Round()
+
     # State by name.
 
     def state(self) -> dict[str, Any]:
@@ -436,6 +374,7 @@ class Worker:
             "schedule": None if self.schedule is None else _plain_state(self.schedule.state_dict()),
             "steps_done": self.steps_done,
             "position": self.position,
+            "kept": {name: self.flat.by_name(flats) for name, flats in self.kept.items()},
         }
 
     def _settings(self, g: int) -> dict[str, Any]:
@@ -445,44 +384,20 @@ class Worker:
 
     def _give_momentum_away(self) -> list[float] | None:
         """Where the codec does the momentum, the optimizer does none; what it would have done."""
-        codec = self.packing.codec
+        codec = self.outgoing.packing.codec
         if not codec.takes_momentum:
             return None
+        if getattr(self.schedule, "cycle_momentum", False):
+            raise ConfigError(
+                f"codec {codec.name} does the momentum itself, and the schedule would cycle the optimizer's: "
+                "give it cycle_momentum=False"
+            )
         before = []
         for group in self.optimizer.param_groups:
             codec.check(group)
             before.append(group["momentum"])
             group["momentum"] = 0.0
         return before
-
-    def leftovers(self) -> dict[str, Any]:
-        """What the codec remembers, by name: a checkpoint keeps it as this worker's own."""
-        of_span = {}
-        for name, flats in self.memory.of_span.items():
-            parts = {p.name: flats[p.buffer][p.start : p.stop].clone() for p in self.flat.pieces if not p.row}
-            of_span[name] = parts
-        return {"of_span": of_span, "named": {k: v.clone() for k, v in self.memory.named.items()}}
-
-    def add_leftovers(self, kept: Mapping[str, Any]) -> None:
-        """Take over what a worker, this one or one that is no more, had not sent.
-
-        What a codec that keeps its own residual had not sent is a residual to any other, and the other way round; the
-        momentum that such a codec kept ends with it.
-        """
-        for was, parts in kept["of_span"].items():
-            name = was
-            if was in (RESIDUAL, UNSENT):
-                name = UNSENT if self.packing.codec.keeps_residual else RESIDUAL
-            elif not self.packing.codec.keeps_residual:
-                continue
-            if name not in self.memory.of_span:
-                self.memory.of_span[name] = [torch.zeros_like(flat) for flat in self.flat.grads]
-            for piece in self.flat.pieces:
-                if piece.name in parts:
-                    mine = self.memory.of_span[name][piece.buffer][piece.start : piece.stop]
-                    mine += parts[piece.name].to(mine.device)
-        for name, tensor in kept["named"].items():
-            self.memory.named.setdefault(name, tensor.to(self.device))
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Become what `state` says; the inverse of `state`."""
@@ -502,6 +417,10 @@ class Worker:
         if self.schedule is not None and state["schedule"] is not None:
             self.schedule.load_state_dict(state["schedule"])
         self.steps_done, self.position = state["steps_done"], state["position"]
+        self.kept = {}
+        for name, parts in state.get("kept", {}).items():  # older checkpoints have none
+            self.kept[name] = [torch.zeros_like(flat) for flat in self.params]
+            self.flat.add_by_name(self.kept[name], parts)
         self.flat.check()
 
     def load_optimizer_state(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:

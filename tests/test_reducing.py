@@ -315,7 +315,7 @@ class LocalSteps(Strategy[Apart]):
 
     def init(self, worker: Worker) -> Apart:
         anchor = [p.clone() for p in worker.params]
-        return Apart(anchor, Reducer(worker.comm, worker.reducer.collective, Memory(anchor)))
+        return Apart(anchor, Reducer(worker.comm, worker.outgoing.reducer.collective, Memory(anchor)))
 
     def step(self, worker: Worker, state: Apart, batch: Batch) -> Tensor:
         loss = worker.train_locally(batch)
@@ -328,7 +328,7 @@ class LocalSteps(Strategy[Apart]):
 
     def _meet(self, worker: Worker, state: Apart) -> None:
         drift = [(a - p) / worker.comm.size for a, p in zip(state.anchor, worker.params, strict=True)]
-        for packing, span in zip(worker.packings, spans_of(worker.flat), strict=True):
+        for packing, span in zip(worker.outgoing.packings, spans_of(worker.flat), strict=True):
             state.reducer.issue(span.of(drift), packing, span, worker.turn)
         state.reducer.complete(worker.turn)
         state.reducer.memory.commit()

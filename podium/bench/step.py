@@ -214,7 +214,7 @@ def _podium(
         bucket_bytes=strategy.bucket_bytes,
         collective=collective,
     )
-    worker.prepare_exchanges()
+    worker.outgoing.prepare()
     state = strategy.init(worker)
     turns = _in_turn([Batch(x, y, len(y), 1 / setting.ranks) for x, y in batches])
     return lambda: strategy.step(worker, state, turns()), comm.barrier, model

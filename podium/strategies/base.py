@@ -33,6 +33,10 @@ class Strategy(ABC, Generic[S]):
     max_workers: ClassVar[int | None] = None
     exchanges: ClassVar[bool] = True
     """Whether gradients are sent anywhere, so that codecs and collectives have a part in it."""
+    talks: ClassVar[bool] = False
+    """Whether workers send messages to each other, so that they need a channel even where there are no servers."""
+    by_rounds: ClassVar[bool] = False
+    """Whether workers step by themselves and agree now and then (`worker.agree`): a lost round is done again."""
     survives_loss: ClassVar[bool] = False
     """Whether training goes on among the survivors after `step` raised `Lost`, and workers may join and leave."""
     replaces_servers: ClassVar[bool] = False

@@ -192,7 +192,7 @@ class ParameterServer(Strategy[PSState]):
         layouts = lay_out(worker.flat, len(worker.comm.servers), self._unit_bytes(worker))
         state = PSState(layouts, [[0] * len(layout.units) for layout in layouts])
         state.spans = [[span_of(worker.flat, r) for r in layout.ranges] for layout in layouts]
-        worker.memory.forget()
+        worker.outgoing.memory.forget()
         worker.next_lease, worker.lease_done = None, -1
         if self.prefetch:
             state.outbox = [torch.zeros_like(g) for g in worker.flat.grads]
@@ -272,7 +272,7 @@ class ParameterServer(Strategy[PSState]):
             pushes.scatter(server, unit, answer)
             dropped = dropped or answer.meta.get("dropped", False)
         if dropped:
-            worker.memory.forget()  # these samples will come again
+            worker.outgoing.memory.forget()  # these samples will come again
         if self.prefetch:
             for mine, landed in zip(worker.params, state.inbox, strict=True):
                 mine.copy_(landed)
@@ -322,7 +322,7 @@ class ParameterServer(Strategy[PSState]):
             "end": worker.horizon,
             "batch_size": worker.batch_size,
             "parts": self._parts(worker),
-            "codec": worker.push[0],
+            "codec": worker.outgoing.push[0],
             "unit_bytes": self._unit_bytes(worker),
         }
 
@@ -454,15 +454,15 @@ class _Pushes:
             **facts,
         }
         body, into = [r.of(self._grads) for r in ranges], [r.of(self._params) for r in ranges]
-        rows, (_, packing) = bool(ranges) and ranges[0].row > 0, worker.push
+        rows, (_, packing) = bool(ranges) and ranges[0].row > 0, worker.outgoing.push
         if rows:
             body = self._rows(ranges[0])
         elif packing.codec.exact:
             for grad, span in zip(body, layout.units[u].of(self.state.spans[m]), strict=True):
-                worker.add_leftover(grad, span)
+                worker.outgoing.add_leftover(grad, span)
         else:
             spans = layout.units[u].of(self.state.spans[m])
-            body = [packing.pack(g, s, self._turn, worker.memory) for g, s in zip(body, spans, strict=True)]
+            body = [packing.pack(g, s, self._turn, worker.outgoing.memory) for g, s in zip(body, spans, strict=True)]
             worker.comm.clock.touch(round(packing.codec.passes * sum(span.numel for span in spans) * 4))
             meta["turn"] = list(self._turn)
         whole = not rows and self._pull.exact

@@ -95,7 +95,7 @@ def push_often(comm: Communicator, spec: str, pull: str, servers: int, mode: str
         return None
     worker = build_worker(job, comm, STEPS, torch.device("cpu"))
     worker.samples, worker.batch_size, worker.horizon = 12 * STEPS, 12, 12 * STEPS
-    worker.prepare_exchanges()
+    worker.outgoing.prepare()
     state, began = strategy.init(worker), worker.params[0].clone()
     pushed, mid = torch.zeros_like(began, dtype=torch.float64), []
     for step in range(STEPS):
@@ -110,7 +110,7 @@ def push_often(comm: Communicator, spec: str, pull: str, servers: int, mode: str
         worker.advance(batch)
         mid.append(worker.params[0].clone())
     strategy.finish(worker, state)
-    flats = worker.memory.of_span.get("unsent" if "dgc" in spec else "residual")
+    flats = worker.outgoing.memory.of_span.get("unsent" if "dgc" in spec else "residual")
     kept = torch.zeros_like(pushed) if flats is None else flats[0][: pushed.numel()].double()
     return Held(began, pushed, kept, mid, worker.params[0].clone())
 

@@ -400,13 +400,13 @@ class Watching(Control):
 
     def stop_requested(self) -> bool:
         if len(self.after) < len(self.before):
-            self.latest = self.worker.leftovers()
+            self.latest = self.worker.outgoing.leftovers()
             self.after.append(self.latest)
         return False
 
     def progress(self, facts: dict[str, Any]) -> None:
         if facts["event"] == "progress":
-            self.latest = self.worker.leftovers()
+            self.latest = self.worker.outgoing.leftovers()
 
     def change_requested(self) -> bool:
         self._batches += 1

@@ -86,7 +86,7 @@ class _Replica:
         worker = build_worker(Job(config, task, strategy), comm, 1, torch.device("cpu"))
         worker.samples, worker.batch_size = len(task.data().train), task.batch_size
         worker.position = end = _EPOCHS_DONE * worker.samples
-        worker.prepare_exchanges()
+        worker.outgoing.prepare()
         state = strategy.init(worker)  # type: ignore[func-returns-value]  # None is its state
         inputs, targets = share_of_data(task, comm.index, comm.size)
         batch = Batch(inputs, targets, len(targets), 1 / comm.size, end=end)
@@ -99,11 +99,11 @@ class _Replica:
     def chosen(self) -> dict[str, Any]:
         """What `auto` has come to: the codecs that are in use now, and its reasons; nothing for any other."""
         assert self._worker is not None
-        news = {fact["kind"]: fact for fact in self._worker.news}
+        news = {fact["kind"]: fact for fact in self._worker.outgoing.news}
         if "codec" not in news:
             return {}
         decided, checked = news["codec"], news.get("codec_check", {})
-        packs = any(not packing.codec.exact for packing in self._worker.packings)
+        packs = any(not packing.codec.exact for packing in self._worker.outgoing.packings)
         return {
             "codec": "+".join(decided["chosen"]) if packs else "dense",
             "why": decided.get("why", ""),
