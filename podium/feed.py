@@ -65,7 +65,7 @@ class CursorFeed(Feed):
             lease = self._draw()
         if "lease" not in lease:
             worker.position = lease["position"]
-            worker.stop_agreed, worker.pause_agreed = lease["stop"], worker.pause_agreed or lease["pause"]
+            worker.heed(lease["agreed"])
             return None
         piece = Slice(*lease["piece"])
         self._follow_schedule(piece)
@@ -74,7 +74,7 @@ class CursorFeed(Feed):
     def _draw(self) -> Meta:
         """Ask for a lease; the answer may have to wait until all others are through with theirs."""
         worker, comm = self.worker, self.worker.comm
-        asked = {"done": worker.lease_done, "stop": worker.stop_requested, "pause": worker.pause_requested}
+        asked = {"done": worker.lease_done, "wishes": list(worker.wishes)}
         worker.lease_done = -1
         call = comm.call(comm.servers[0], "draw", asked)
         (answer,) = comm.wait(call, deadline_s=PATIENCE * comm.deadline_s)

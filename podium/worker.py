@@ -181,7 +181,7 @@ class Worker:
         if not self.outgoing.is_exact:
             # What was left out of a parameter's gradient may come when nobody has used it.
             used = [is_used or bool(view.any()) for is_used, view in zip(used, self.flat.views, strict=True)]
-        self.heed(stop=stop > 0, pause=pause > 0, switch=switch > 0)
+        self.heed((stop > 0, pause > 0, switch > 0))
         self._move(used, batch)
 
     def train_locally(self, batch: Batch) -> Tensor:
@@ -197,17 +197,18 @@ class Worker:
         words = torch.tensor([*self.wishes, self.round.loss, self.round.samples], dtype=torch.float64)
         self.comm.wait(*handles, self.comm.all_reduce(words))
         stop, pause, switch, loss, samples = words.tolist()
-        self.heed(stop=stop > 0, pause=pause > 0, switch=switch > 0)
+        self.heed((stop > 0, pause > 0, switch > 0))
         self.step_loss = loss / samples if samples else None
         self.round = Round()
 
     @property
-    def wishes(self) -> tuple[float, float, float]:
+    def wishes(self) -> tuple[bool, bool, bool]:
         """Whether this worker wants to stop, to pause, and to go on to the next phase."""
-        return float(self.stop_requested), float(self.pause_requested), float(self.switch_requested)
+        return self.stop_requested, self.pause_requested, self.switch_requested
 
-    def heed(self, *, stop: bool, pause: bool, switch: bool) -> None:
-        """What the workers agreed on; once agreed it stays so until it is done."""
+    def heed(self, agreed: Sequence[bool]) -> None:
+        """What the workers agreed on, in the order of `wishes`; once agreed it stays so until it is done."""
+        stop, pause, switch = agreed
         self.stop_agreed, self.pause_agreed = self.stop_agreed or stop, self.pause_agreed or pause
         self.switch_agreed = self.switch_agreed or switch
 

@@ -108,16 +108,21 @@ class Cursor:
         held = [n for n, (who, _) in self.open.items() if who == worker]
         return held + [n for n, who in self._ahead.items() if who == worker]
 
-    def close(self) -> None:
-        """Lend nothing that was not lent before; what comes back still has to be done."""
+    def close(self, at_once: bool = True) -> None:
+        """Lend nothing that was not lent before; what comes back still has to be done.
+
+        Not `at_once`: the global step that is being lent is lent to its end, so that others can go on from there.
+        """
         # After a restart, slices are lent in order, so all before one that somebody has were lent too.
         furthest = max([*self._ahead, *self._done], default=-1)
         while self.position <= furthest and (self._cut or self.position < self.end):
             lease = self._advance()
             if lease is not None:
                 self.returned.append(lease)
-        self.end = self.position
-        self._cut.clear()
+        if at_once:
+            self._cut.clear()
+        last = self._cut[-1].piece if self._cut else None
+        self.end = self.position if last is None else last.position + last.count
 
     @property
     def exhausted(self) -> bool:

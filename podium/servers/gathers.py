@@ -21,7 +21,7 @@ from torch import Tensor
 
 from podium.comm.base import Message, Meta
 from podium.servers.gate import Gathering, Push
-from podium.servers.intake import Intake
+from podium.servers.intake import WISHES, Intake
 
 if TYPE_CHECKING:
     from podium.servers.server import Server
@@ -359,8 +359,7 @@ class Gathers(Intake):
             server.apply(number, unit, total.options, sorted(total.unused), slices)
         last = [self._last_of(key).meta for key in added if key in self._parts]
         self._facts = {
-            "stop": any(m["stop"] for m in last),
-            "pause": any(m["pause"] for m in last),
+            "agreed": [any(wished) for wished in zip(*(m["wishes"] for m in last), strict=True)] or [False] * WISHES,
             "loss": sum(m["loss"] for m in last),
         }
         if not self._by_steps:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from podium.servers.server import Server
 
 
+WISHES = 3
+"""What workers may wish for with a push or a draw: to stop, to pause, to go on to the next phase."""
+
+
 class Intake(ABC):
     """Takes pushes in."""
 

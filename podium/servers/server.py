@@ -38,7 +38,7 @@ from podium.servers.copies import Copies
 from podium.servers.cursor import Cursor
 from podium.servers.gate import Rules
 from podium.servers.gathers import Gathers
-from podium.servers.intake import Intake
+from podium.servers.intake import WISHES, Intake
 from podium.servers.lanes import Lanes
 from podium.servers.mitigation import make_mitigation
 from podium.servers.ranges import Layout, Unit, lay_out
@@ -94,7 +94,7 @@ class Server:
         self.gone: set[int] = set()
         self._skipped: set[int] = set()
         self._acquainted: set[tuple[int, int]] = set()  # (worker, unit) that a restored server has answered
-        self.stopping = self.pausing = False
+        self.agreed = [False] * WISHES
         self._parked: dict[int, Message] = {}
         self._left: dict[int, Message] = {}
         self._through: set[int] = set()
@@ -133,13 +133,20 @@ class Server:
         self.copies.close()
 
     def _next(self) -> Message:
-        for n in range(PATIENCE):
+        silences = 0
+        while True:
             try:
                 return self._arrivals.next(self.comm)
             except DeadlineExceeded:
-                if n == PATIENCE - 1:
+                # Between stretches nobody owes us a word; whoever watches over the ranks ends us with them.
+                silences += 0 if self._is_idle else 1
+                if silences == PATIENCE:
                     raise
-        raise AssertionError("unreachable")
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no stretch of training is under way here."""
+        return not self.seed_meta or self._through >= set(self.live)
 
     @property
     def live(self) -> list[int]:
@@ -188,7 +195,7 @@ class Server:
         self._skipped.clear()
         self._parked.clear()
         self._fresh = {(w, u) for w in self.workers for u in range(len(self.shard.units))}
-        self.stopping = self.pausing = False
+        self.agreed = [False] * WISHES
         self.cursor = None
         if meta["leases"] and self.is_first:
             order = GlobalOrder(meta["samples"], seed=0)  # lends positions only: its permutation does not matter
@@ -221,10 +228,11 @@ class Server:
         self.serve_parked()
 
     def wishes(self, meta: Meta) -> None:
-        """Note a worker's wish to stop, or to pause for others to join or leave."""
-        self.stopping, self.pausing = self.stopping or meta["stop"], self.pausing or meta["pause"]
-        if self.cursor is not None and (self.stopping or self.pausing):
-            self.cursor.close()
+        """Note a worker's wish to stop, to pause for others to join or leave, or to go on to the next phase."""
+        self.agreed = [before or wished for before, wished in zip(self.agreed, meta["wishes"], strict=True)]
+        if self.cursor is not None and any(self.agreed):
+            stop, pause, _ = self.agreed
+            self.cursor.close(at_once=stop or pause)
 
     def serve_parked(self) -> None:
         """Give workers that wait for a lease one, or let them go when all is done."""
@@ -239,7 +247,7 @@ class Server:
             self.intake.rest(set(self._parked))
         if cursor.drained and set(self._parked) >= set(self.live):
             for message in self._parked.values():
-                meta = {"position": cursor.position, "stop": self.stopping, "pause": self.pausing}
+                meta = {"position": cursor.position, "agreed": self.agreed}
                 self.answer(message, meta)
             self._parked.clear()
 

@@ -285,8 +285,7 @@ class ParameterServer(Strategy[PSState]):
         assert answer is not None
         meta = answer.meta
         if self.feed == "step":
-            worker.stop_agreed = worker.stop_agreed or meta.get("stop", False)
-            worker.pause_agreed = worker.pause_agreed or meta.get("pause", False)
+            worker.heed(meta.get("agreed", (False, False, False)))
             worker.step_loss = meta.get("loss")
         else:
             worker.lease_done = -1 if dropped or self.prefetch else pushes.lease
@@ -432,8 +431,7 @@ class _Pushes:
             "early": False,
             "last": True,
             "done": worker.lease_done,
-            "stop": worker.stop_requested,
-            "pause": worker.pause_requested,
+            "wishes": list(worker.wishes),
             "loss": loss * batch.weight,
             "samples": batch.samples,
             "weight": batch.weight,

@@ -83,7 +83,7 @@ class Fake:
     """Units that it pushes before it dies, …"""
     dies_waiting: bool = False
     """… before the answer to the last of them where that ends a push."""
-    wishes: Meta = field(default_factory=lambda: {"stop": False, "pause": False})
+    wishes: list[bool] = field(default_factory=lambda: [False, False, False])
     ending: Meta = field(default_factory=dict)
     """What it was told when nothing was left."""
     versions: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Fake:
         self.wait(*calls)
 
     def draw(self, done: int = -1) -> Meta:
-        return self.wait(self.comm.call(self.comm.servers[0], "draw", {"done": done, **self.wishes}))[0].meta
+        return self.wait(self.comm.call(self.comm.servers[0], "draw", {"done": done, "wishes": self.wishes}))[0].meta
 
     def push_unit(self, m: int, u: int, lease: int, done: int = -1) -> Handle:
         if self.dies_after <= 0:
@@ -141,7 +141,7 @@ class Fake:
         }
         if last:
             facts = {"loss": 0.0, "samples": SLICE if lease >= 0 else 0, "weight": 0.0, "lend": True}
-            meta.update({"done": done, **self.wishes, **facts})
+            meta.update({"done": done, "wishes": self.wishes, **facts})
         value = 2.0 ** (lease // SLICE) if lease >= 0 else 0.0
         body = [torch.full((r.stop - r.start,), value) for r in layout.units[u].of(layout.ranges)]
         return self.comm.call(self.comm.servers[m], "push", meta, body)
@@ -575,9 +575,9 @@ def test_a_step_that_lost_a_worker_did_not_happen(servers: int) -> None:
     assert set(after) == {-2.0}, "alone: the seed's parameters are the worker's own, which this one never moved"
 
 
-@pytest.mark.parametrize("kind", ["stop", "pause"])
+@pytest.mark.parametrize("kind", range(3), ids=["stop", "pause", "switch"])
 @pytest.mark.parametrize("mode", ["async", "in step", "softsync"])
-def test_a_wish_to_end_closes_the_cursor_and_reaches_all(mode: str, kind: str) -> None:
+def test_a_wish_to_end_closes_the_cursor_and_reaches_all(mode: str, kind: int) -> None:
     def wishes(fake: Fake) -> Meta:
         fake.seed(MODES[mode], slices=16)
         fake.comm.barrier()
@@ -593,7 +593,7 @@ def test_a_wish_to_end_closes_the_cursor_and_reaches_all(mode: str, kind: str) -
 
     facts, (served,) = play(wishes, goes_on)
     assert facts[0] == facts[1]
-    assert facts[0][kind]
+    assert facts[0]["agreed"] == [i == kind for i in range(3)]
     slices = facts[0]["position"] // SLICE
     assert set(served.params) == all_of(slices), "all before the position is done, and nothing after it"
 
