@@ -24,6 +24,9 @@ _HOME = {
     "ArrayDataset": "podium.data.base",
     "MapDataset": "podium.data.base",
     "Strategy": "podium.strategies.base",
+    "Trigger": "podium.triggers.base",
+    "Reading": "podium.triggers.base",
+    "Phases": "podium.strategies.phases",
     "Worker": "podium.worker",
     "Batch": "podium.worker",
     "RunConfig": "podium.config",
@@ -45,8 +48,11 @@ if TYPE_CHECKING:
     from podium.errors import PodiumError as PodiumError
     from podium.loop import join as join
     from podium.strategies.base import Strategy as Strategy
+    from podium.strategies.phases import Phases as Phases
     from podium.study.run import compare as compare
     from podium.task import Task as Task
+    from podium.triggers.base import Reading as Reading
+    from podium.triggers.base import Trigger as Trigger
     from podium.worker import Batch as Batch
     from podium.worker import Worker as Worker
 

@@ -166,6 +166,7 @@ def make_server(job: Job, comm: Communicator, recorder: Recorder, *, replaces: b
         check_parts(job.task.name, model, optimizer, None)
         flat = Flat(model, optimizer, job.strategy.bucket_bytes, rows=job.sends_rows)  # laid out as the workers' is
         torch.set_rng_state(outer)
+    served = [phase for phase in job.strategy.phases if phase.strategy.server_count]
     replay = job.config.replay
     arrivals = None if replay is None else AsRecorded(read_records(Path(replay)), comm.rank)
     server = Server(
@@ -178,6 +179,7 @@ def make_server(job: Job, comm: Communicator, recorder: Recorder, *, replaces: b
         codec=job.packing.codec,
         pull=job.strategy.pull_codec,
         lanes=0 if comm.shares_process else min(_MOST_LANES, len(os.sched_getaffinity(0))),
+        takes_gradients=any(getattr(phase.strategy, "takes_gradients", True) for phase in served),
     )
     if replaces:
         where = server.copies.restore()

@@ -174,6 +174,12 @@ class RunResult:
     """Ranks that were lost on the way."""
     restored: Sequence[Mapping[str, Any]] = ()
     """Servers that took the place of lost ones: `server`, `source` of its state, `took_s`, `lost_updates`."""
+    audit: Mapping[str, int] = field(default_factory=dict)
+    """Samples of the order that no step used (`missing`), and that more than one did (`repeated`), by the records."""
+    switches: Sequence[Mapping[str, Any]] = ()
+    """Changes of phase: `before`, `after`, `rule`, `why`, `value`, `step`, `epoch`, `seconds`, `cost_ms` by part."""
+    rules: Sequence[Mapping[str, Any]] = ()
+    """When the rule in force fired, and when others would have: `rule`, `in_force`, `step`, `epoch`, `seconds`, …"""
     model: str = ""
     """Where the trained parameters are (safetensors)."""
 
@@ -286,7 +292,12 @@ def resolve(
 
 
 def parse_strategy(text: str, who: str = "strategy") -> tuple[str, dict[str, Any]]:
-    """`name` or `name:key=value,key=value` to name and options; `my.py:Class` and `module:Class` are names too."""
+    """`name` or `name:key=value,key=value` to name and options; `my.py:Class` and `module:Class` are names too.
+
+    `STRATEGY until TRIGGER | STRATEGY` is short for the phases that it says.
+    """
+    if ("|" in text or " until " in text) and not text.startswith("phases:"):
+        return "phases", {"run": text.strip().replace(",", ";")}
     name, _, rest = text.partition(":")
     second, _, behind = rest.partition(":")
     if second and "=" not in second:  # no option, so a class in a file or module of the user's own

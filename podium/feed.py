@@ -1,16 +1,18 @@
-"""Where a worker's batches come from: its share of each global step, or leases from the servers' cursor."""
+"""Where a worker's batches come from: its share of each global step or round, or leases from the servers' cursor."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, final
 
 import torch
 
 from podium.comm.base import Meta
 from podium.data.base import Dataset
-from podium.data.order import GlobalOrder, Slice, share_of
+from podium.data.order import GlobalOrder, Slice, divide, share_of
+from podium.errors import ConfigError
 from podium.nests import map_tensors
 from podium.servers.server import PATIENCE
 from podium.worker import Batch, Worker
@@ -54,15 +56,105 @@ class StepFeed(Feed):
         return self._batch(mine, mine.count / step.count, step.position + step.count)
 
 
+class RoundPlan(NamedTuple):
+    """What one worker does in a round."""
+
+    begin: int
+    end: int
+    """Sample positions of the whole round, over all workers."""
+    mine: list[Slice]
+    """One per step, in order; never empty, but the only one may hold no samples."""
+    steps: float
+    """How many global steps the round makes up."""
+
+    def step_at(self, k: int) -> int:
+        """The global steps, counted from the round's first, that are behind when its k-th step is done here."""
+        return round(k * self.steps / len(self.mine))
+
+
+def parts_from(order: GlobalOrder, position: int, end: int, batch_size: int, size: int) -> Iterator[Slice]:
+    """The order from here on, each global step cut in `size` parts, up to `end` or the end of the epoch.
+
+    Where a step has fewer samples than parts, some are empty. One that is begun is gone on with.
+    """
+    while position < end:
+        offset = position % order.samples
+        begin = position - offset % batch_size
+        step = order.slice_at(begin, min(batch_size, end - begin))
+        at = begin
+        for count in divide(step.count, [1.0] * size):
+            start, at = max(at, position), at + count
+            if at > position or (count == 0 and position == begin):
+                yield order.slice_at(start, at - start)
+        position = at
+        if position % order.samples == 0:
+            return
+
+
+def plan_round(
+    order: GlobalOrder, position: int, horizon: int, batch_size: int, paces: Sequence[int], index: int
+) -> RoundPlan:
+    """What the worker at `index` does in the round that begins here, where worker i does `paces[i]` parts of it.
+
+    A part is what one of them would get of a global step. The last round of an epoch or stretch has fewer parts, which
+    are divided in the same proportion.
+    """
+    parts = list(islice(parts_from(order, position, horizon, batch_size, len(paces)), sum(paces)))
+    counts = list(paces) if len(parts) == sum(paces) else divide(len(parts), paces)
+    before = sum(counts[:index])
+    mine = parts[before : before + counts[index]]
+    end = parts[-1].position + parts[-1].count
+    held = [part for part in mine if part.count] or [order.slice_at(position, 0)]
+    return RoundPlan(position, end, held, len(parts) / len(paces))
+
+
+@final
+class RoundFeed(Feed):
+    """This worker's parts of each round, where workers do unequal numbers of steps: `worker.round_steps` says how many.
+
+    The worker's position is that of the round's beginning until it has done its last step of it. With one step for
+    everybody it is the division of a `StepFeed`.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._plan: RoundPlan | None = None
+
+    def next(self) -> Batch | None:
+        worker, k = self.worker, self.worker.round.steps
+        if worker.position >= worker.horizon:
+            worker.follow_schedule(self._step_at(worker.position))
+            return None
+        if k == 0 or self._plan is None:
+            self._plan = plan_round(
+                self.order, worker.position, worker.horizon, worker.batch_size, worker.round_steps, worker.comm.index
+            )
+        plan = self._plan
+        worker.follow_schedule(self._step_at(plan.begin) + plan.step_at(k))
+        piece, is_last = plan.mine[k], k == len(plan.mine) - 1
+        weight, end = piece.count / (plan.end - plan.begin), plan.end if is_last else plan.begin
+        return self._batch(piece, weight, end, lease=0)  # any lease: the schedule is followed here
+
+    def _step_at(self, position: int) -> int:
+        """The global step that begins here, or is under way."""
+        epochs, offset = divmod(position, self.order.samples)
+        return self.order.steps(self.worker.batch_size, 1) * epochs + offset // self.worker.batch_size
+
+
 @final
 class CursorFeed(Feed):
-    """Leases from the cursor on the first server: one comes with the answer to a push, where there is one left."""
+    """Leases from the cursor on the first server: one comes with the answer to a push, where there is one left.
+
+    A lease of several slices is a batch for each; what is left of it stays the worker's next lease.
+    """
 
     def next(self) -> Batch | None:
         worker = self.worker
         lease, worker.next_lease = worker.next_lease, None
         if lease is None:
             lease = self._draw()
+        if lease.get("cuts"):
+            lease, worker.next_lease = _first_of(lease)
         if "lease" not in lease:
             worker.position = lease["position"]
             worker.heed(lease["agreed"])
@@ -72,14 +164,20 @@ class CursorFeed(Feed):
         return self._batch(piece, piece.count / lease["of"], piece.position + piece.count, lease["lease"])
 
     def _draw(self) -> Meta:
-        """Ask for a lease; the answer may have to wait until all others are through with theirs."""
-        worker, comm = self.worker, self.worker.comm
-        asked = {"done": worker.lease_done, "wishes": list(worker.wishes)}
-        worker.lease_done = -1
-        call = comm.call(comm.servers[0], "draw", asked)
-        (answer,) = comm.wait(call, deadline_s=PATIENCE * comm.deadline_s)
-        assert answer is not None
-        return answer.meta
+        """Ask for a lease; the answer may have to wait until all others are through with theirs.
+
+        A worker that only serves is told to ask again after so many pushes of others, each of which may take as long.
+        """
+        worker, comm, patience = self.worker, self.worker.comm, 1
+        while True:
+            asked = {"done": worker.lease_done, "wishes": list(worker.wishes), "patience": patience}
+            worker.lease_done = -1
+            call = comm.call(comm.servers[0], "draw", asked)
+            (answer,) = comm.wait(call, deadline_s=patience * PATIENCE * comm.deadline_s)
+            assert answer is not None
+            if "again" not in answer.meta:
+                return answer.meta
+            patience = answer.meta["again"]
 
     def _follow_schedule(self, piece: Slice) -> None:
         """The learning rate is that of the global step in which the lease lies."""
@@ -87,9 +185,34 @@ class CursorFeed(Feed):
         if worker.schedule is None:
             return
         steps_per_epoch = -(-self.order.samples // worker.batch_size)
-        due = piece.epoch * steps_per_epoch + piece.offset // worker.batch_size
-        while worker.schedule.last_epoch < due:
-            worker.step_schedule()
+        worker.follow_schedule(piece.epoch * steps_per_epoch + piece.offset // worker.batch_size)
+
+
+def make_feed(
+    kind: str,
+    dataset: Dataset,
+    order: GlobalOrder,
+    worker: Worker,
+    device: torch.device,
+    shares: Sequence[float] | None = None,
+) -> Feed:
+    """The feed that a strategy asks for."""
+    if kind == "cursor":
+        return CursorFeed(dataset, order, worker, device)
+    if kind == "round":
+        if shares is not None:
+            raise ConfigError("shares divide a global step, and here workers do unequal numbers of steps; use steps")
+        return RoundFeed(dataset, order, worker, device)
+    return StepFeed(dataset, order, worker, device, shares=shares)
+
+
+def _first_of(lease: Meta) -> tuple[Meta, Meta | None]:
+    """The first slice of a lease of several, and the rest."""
+    (count, of), *cuts = lease["cuts"]
+    piece = Slice(*lease["piece"])
+    first = {"lease": lease["lease"], "piece": piece._replace(count=count), "of": of}
+    rest = Slice(piece.position + count, piece.count - count, piece.epoch, piece.offset + count)
+    return first, {**first, "piece": rest, "cuts": cuts} if cuts else None
 
 
 def to_device(value: Any, device: torch.device) -> Any:

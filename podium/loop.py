@@ -32,17 +32,19 @@ from podium.config import RunConfig
 from podium.data.base import as_dataset
 from podium.data.order import GlobalOrder
 from podium.errors import ConfigError, Lost, TrainingError
-from podium.feed import CursorFeed, Feed, StepFeed
+from podium.feed import Feed, make_feed
 from podium.files import save_tensors
 from podium.flat import Flat
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
+from podium.phasing import Phasing
 from podium.recovery import Control, recover
 from podium.servers.server import Server
 from podium.strategies import make_strategy
 from podium.strategies.base import Strategy
 from podium.task import Task
 from podium.training import run_server
+from podium.triggers.base import Course
 from podium.worker import Batch, Worker
 
 _STARTED_AS: list[Node] = []
@@ -68,7 +70,7 @@ class Run:
     ) -> None:
         """`config`: what the run was asked for; where there is none, this worker is alone."""
         asked = config or RunConfig()
-        self.strategy, self.comm, self.seed = strategy, comm, seed
+        self.comm, self.seed, self._plan = comm, seed, strategy
         self.worker = Worker(
             model,
             optimizer,
@@ -81,9 +83,15 @@ class Run:
             packing=fitted(packing_for(asked, strategy), optimizer),
             seed=seed,
         )
-        self._control, self._recorder = control, recorder
+        self._control, self._recorder, self._codec = control, recorder, asked.codec
+        self._phasing: Phasing | None = None
         self._batch: Batch | None = None
         self._state: Any = None
+
+    @property
+    def strategy(self) -> Strategy[Any]:
+        """How replicas come to agree just now."""
+        return self._plan.phases[0].strategy if self._phasing is None else self._phasing.strategy
 
     @property
     def rank(self) -> int:
@@ -113,24 +121,37 @@ class Run:
                 f"run.batches: the data must stay the same: {worker.samples} samples, now {order.samples}"
             )
         worker.samples, worker.batch_size = order.samples, batch_size
-        worker.horizon = worker.position + epochs * order.samples
         worker.flat.check()
-        device = worker.params[0].device
-        feed: Feed = (CursorFeed if self.strategy.feed == "cursor" else StepFeed)(dataset, order, worker, device)
         if worker.steps_done == 0:
             worker.share_from_first()
-        worker.outgoing.prepare()
-        self._state = self.strategy.init(worker)
-        try:
-            yield from self._until_horizon(feed)
-        finally:  # also when the user breaks out of the loop, which all workers must do after the same step
-            self.strategy.finish(worker, self._state)
+        phasing = self._lead(Course(order.samples, batch_size, worker.position + epochs * order.samples))
+        while worker.position < phasing.course.end and not worker.stop_agreed:
+            feed = make_feed(self.strategy.feed, dataset, order, worker, worker.device)
+            worker.horizon = phasing.horizon
+            worker.outgoing.prepare()
+            if self.strategy.by_rounds and self.strategy.survives_loss:
+                worker.mark()
+            self._state = self.strategy.init(worker)
+            try:
+                yield from self._until_horizon(feed)
+            finally:  # also when the user breaks out of the loop, which all workers must do after the same step
+                self.strategy.finish(worker, self._state)
+            if phasing.is_over:
+                phasing.advance()
+
+    def _lead(self, course: Course) -> Phasing:
+        """The phases of the run; from one call of `batches` to the next they go on where they were."""
+        if self._phasing is None:
+            packing = self.worker.outgoing.packing
+            self._phasing = Phasing(self._plan, self.worker, course, self._recorder, self._codec, packing)
+        self._phasing.course = course._replace(began=self._phasing.course.began)
+        return self._phasing
 
     def _until_horizon(self, feed: Feed) -> Iterator[tuple[Any, Any]]:
         worker = self.worker
         while True:
             worker.stop_requested = self._control.stop_requested()
-            batch = None if worker.stop_agreed else feed.next()
+            batch = None if worker.stop_agreed or worker.switch_agreed else feed.next()
             if batch is None:
                 break
             self._batch = batch
@@ -149,22 +170,38 @@ class Run:
         batch, self._batch = self._batch, None
         if batch is None:
             raise ConfigError("run.step: there is no batch in hand; call it once for each batch of run.batches")
-        meter = StepMeter(self.worker)
-        if self.strategy.survives_loss and self.comm.size > 1:
-            self.worker.remember()
+        meter, worker, strategy = StepMeter(self.worker), self.worker, self.strategy
+        retried = strategy.survives_loss and self.comm.size > 1
+        if retried and not strategy.by_rounds:
+            worker.remember()
         try:
-            loss = self.strategy.step(self.worker, self._state, batch._replace(closure=closure))
+            loss = strategy.step(worker, self._state, batch._replace(closure=closure))
         except Lost:
-            if not self.strategy.survives_loss:
+            if not strategy.survives_loss:
                 raise
-            recover(self.worker, self._control, in_step=True, carried={})
-            self.worker.outgoing.prepare()
-            self._state = self.strategy.init(self.worker)
+            self._recover()
             return torch.tensor(float("nan"))
-        meter.record(self._recorder, batch, float(loss))
+        if retried and strategy.by_rounds and worker.round.steps == 0:
+            worker.mark()
+        took_ns = meter.record(self._recorder, batch, float(loss))
+        if self._phasing is not None:
+            self._phasing.step_s = took_ns / 1e9
+            self._phasing.saw_step(float(loss))
         self.worker.outgoing.tell_news(self._recorder, self.worker.steps_done)
         self._control.progress(progress_of(self.worker, float(loss), total_samples=self.worker.horizon))
         return loss
+
+    def _recover(self) -> None:
+        """Go on with whoever is left: from the last step, or from where the round began."""
+        worker, phasing = self.worker, self._phasing
+        assert phasing is not None
+        if self.strategy.by_rounds:
+            worker.return_to_mark()
+        carried = {"phasing": phasing.state()}
+        recover(worker, self._control, in_step=not self.strategy.by_rounds, carried=carried)
+        phasing.load_state(carried["phasing"])
+        worker.outgoing.prepare()
+        self._state = self.strategy.init(worker)
 
     def save(self, path: str | Path) -> None:
         """Write the model as safetensors; does nothing except on the first worker."""

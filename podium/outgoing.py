@@ -50,7 +50,7 @@ class Outgoing:
         self._check: Check | None = None
         self._prepared_for = -1
 
-    def use(self, packing: Packing, name: str) -> None:
+    def use(self, packing: Packing, name: str | None) -> None:
         """Pack otherwise from here on; what was left out so far goes out with what comes next."""
         kept = self.leftovers()
         self.memory.clear()

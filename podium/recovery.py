@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-
+from podium.comm.words import share_bytes
 from podium.errors import Lost
 from podium.files import bytes_to_tree, tree_to_bytes
 from podium.worker import Worker
@@ -53,7 +52,7 @@ class Control(ABC):
         raise Lost("a peer is lost, and nobody here can regroup")
 
 
-def recover(worker: Worker, control: Control, *, in_step: bool, carried: dict[str, int], late: bool = False) -> Regroup:
+def recover(worker: Worker, control: Control, *, in_step: bool, carried: dict[str, Any], late: bool = False) -> Regroup:
     """Bring this worker to where those who go on agree to be. `carried` goes with the state and is updated from it.
 
     A worker that is not among them is left as it is.
@@ -80,20 +79,15 @@ def recover(worker: Worker, control: Control, *, in_step: bool, carried: dict[st
             late = False
 
 
-def _take_state(worker: Worker, source: int, carried: dict[str, int]) -> None:
+def _take_state(worker: Worker, source: int, carried: dict[str, Any]) -> None:
     """Everybody becomes what the source is; nothing is changed before all of it is here."""
     comm = worker.comm
     mine = b""
     if comm.rank == source:
         mine = tree_to_bytes({"worker": worker.state(), "stop_agreed": worker.stop_agreed, "carried": carried})
-    length = torch.tensor([len(mine)], dtype=torch.int64)
-    comm.wait(comm.broadcast(length, source))
-    data = torch.empty(int(length.item()), dtype=torch.uint8)
-    if comm.rank == source:
-        data.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    comm.wait(comm.broadcast(data, source))
+    data = share_bytes(comm, source, mine)
     if comm.rank != source:
-        state = bytes_to_tree(data.numpy().tobytes(), f"state of rank {source}")
+        state = bytes_to_tree(data, f"state of rank {source}")
         worker.load_state(state["worker"])
         worker.stop_agreed = state["stop_agreed"]
         carried.update(state["carried"])

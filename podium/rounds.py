@@ -24,8 +24,6 @@ class Round:
 
     steps: int = 0
     samples: int = 0
-    of: int = 0
-    """Samples of the global steps that its batches are parts of."""
     loss: float = 0.0
     """Summed over the samples."""
     busy_ns: int = 0
@@ -34,14 +32,8 @@ class Round:
     def add(self, batch: Batch, loss: float, busy_ns: int) -> None:
         self.steps += 1
         self.samples += batch.samples
-        self.of += round(batch.samples / batch.weight) if batch.weight > 0 else 0
         self.loss += loss * batch.samples
         self.busy_ns += busy_ns
-
-    @property
-    def weight(self) -> float:
-        """This worker's part of the round's samples."""
-        return self.samples / self.of if self.of else 0.0
 
 
 class Mark(NamedTuple):

@@ -13,7 +13,7 @@ Validation happens inside the run, on the first worker.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,14 +28,20 @@ from podium.comm.base import Communicator
 from podium.data.base import Dataset
 from podium.data.order import GlobalOrder
 from podium.errors import CheckpointError, Lost, TrainingError
-from podium.feed import CursorFeed, Feed, StepFeed, to_device
+from podium.feed import Feed, make_feed, to_device
 from podium.files import save_tensors
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
 from podium.nests import join_rows, map_tensors
+from podium.phasing import Ending, Phasing
 from podium.recovery import Control, recover
 from podium.servers.server import Server
+from podium.strategies.base import Strategy
+from podium.triggers.base import Course
 from podium.worker import Batch
+
+_COMPARE_EVERY = 10
+"""Steps between two comparisons of the workers' speeds, where a rule asks for them."""
 
 
 class Report(NamedTuple):
@@ -48,6 +54,17 @@ class Report(NamedTuple):
     stopped: bool
     loss: float | None
     metrics: dict[str, float]
+
+
+class Leaving(NamedTuple):
+    """A phase that has ended, and what that cost this worker."""
+
+    before: str
+    after: str
+    ending: Ending
+    drain_ns: int
+    home_ns: int
+    left: int  # when everything was home
 
 
 def position_after(order: GlobalOrder, steps: int, batch_size: int) -> int:
@@ -72,13 +89,23 @@ class Training:
         self.end = position_after(self.order, self.total_steps, job.batch_size)
         self.worker = build_worker(job, comm, self.total_steps, self.device)
         self.worker.samples, self.worker.batch_size = self.order.samples, job.batch_size
+        course = Course(self.order.samples, job.batch_size, self.end)
+        packing = self.worker.outgoing.packing
+        self.phasing = Phasing(job.strategy, self.worker, course, recorder, job.config.codec, packing)
         self.feed = self._make_feed()
+        self._leaving: Leaving | None = None  # a phase has ended, and the next has not begun
         self.evaluated_at = -1  # the position of the last validation
         self.saved_at = -1
         self._began_at = 0
         self.loss: float | None = None
         self.metrics: dict[str, float] = {}
         self._in_step = False
+        self._step_ended = self._finish_ns = 0  # when the last step, with its validation, and how long the last finish
+
+    @property
+    def strategy(self) -> Strategy[Any]:
+        """How replicas come to agree just now."""
+        return self.phasing.strategy
 
     # The run.
 
@@ -104,43 +131,103 @@ class Training:
         return self.worker.position >= self.end or self.worker.stop_agreed
 
     def _stretch(self) -> None:
-        worker, strategy = self.worker, self.job.strategy
+        worker, strategy = self.worker, self.strategy
         worker.flat.check()
         worker.outgoing.prepare()
         if self._checkpoint_was_missed():
             self._settle_buffers()
             self._checkpoint()
         if not self._is_through():
-            worker.horizon = self._next_horizon()
+            worker.horizon = min(self._next_horizon(), self.phasing.horizon)
             if strategy.by_rounds and strategy.survives_loss:
                 worker.mark()
+            began = self.comm.clock.now_ns()
             state = strategy.init(worker)
+            self._has_switched(began)
             try:
                 self._train(state)
             except Lost:
                 self._rescue(state)
                 raise
-            strategy.finish(worker, state)
+            self._finish(state)
+        if self.phasing.is_over:
+            self._switch()
         if worker.pause_agreed:
             worker.outgoing.share_leftovers()
             return self._regroup("somebody joins or leaves, or is gone")  # all begin anew, newcomers too
+        if self._leaving is not None:
+            return None
         self._settle_buffers()
         if self._is_through() and (self.evaluated_at != worker.position or self.loss is None):
             self._validate()
         self._checkpoint()
 
     def _train(self, state: Any) -> None:
-        worker = self.worker
         self._validate_when_due()  # again, where the one who did it was lost over it
-        while not worker.stop_agreed and not worker.pause_agreed and (batch := self._next_batch()) is not None:
+        while not self._is_agreed_to_end() and (batch := self._next_batch()) is not None:
             self._step(state, batch)
             self._validate_when_due()
+            self._step_ended = self.comm.clock.now_ns()
+
+    def _is_agreed_to_end(self) -> bool:
+        """Whether the stretch ends here although there is more to train on."""
+        return self.worker.stop_agreed or self.worker.pause_agreed or self.worker.switch_agreed
+
+    # From one phase to the next.
+
+    def _finish(self, state: Any) -> None:
+        began = self.comm.clock.now_ns()
+        try:
+            self.strategy.finish(self.worker, state)
+        except Lost:
+            if self.strategy.by_rounds and self.strategy.survives_loss:
+                self._undo_round()
+            raise
+        self._finish_ns = self.comm.clock.now_ns() - began
+
+    def _switch(self) -> None:
+        """The phase is over: everything is home, and the next one takes it from there."""
+        began = self.comm.clock.now_ns()
+        before, after, ending = self.phasing.advance()
+        self.feed = self._make_feed()
+        drained = began - self._finish_ns - self._step_ended
+        self._leaving = Leaving(before.text, after.text, ending, drained, self._finish_ns, began)
+        if before.strategy.feed == "cursor" and self.comm.size > 1:
+            self._agree_on_validation()
+
+    def _agree_on_validation(self) -> None:
+        """Asynchronous workers pass the end of an epoch each for itself; what the first has validated counts."""
+        at = torch.tensor([self.evaluated_at], dtype=torch.int64)
+        self.comm.wait(self.comm.broadcast(at, self.comm.workers[0]))
+        self.evaluated_at = int(at.item())
+
+    def _has_switched(self, began: int) -> None:
+        """The next phase has begun: put on record when, why and what it cost."""
+        if self._leaving is None:
+            return
+        leaving, self._leaving, now = self._leaving, None, self.comm.clock.now_ns()
+        self.recorder.write(
+            "switch",
+            now,
+            before=leaving.before,
+            after=leaving.after,
+            rule=leaving.ending.rule,
+            why=leaving.ending.why,
+            value=leaving.ending.value,
+            step=self._global_step(),
+            epoch=self.worker.position / self.order.samples,
+            position=self.worker.position,
+            drain_ns=leaving.drain_ns,
+            home_ns=leaving.home_ns,
+            hand_over_ns=began - leaving.left,
+            begin_ns=now - began,
+        )
 
     def _rescue(self, state: Any) -> None:
         """A step did not happen. Where the truth lives on servers, bring it home before the survivors regroup."""
-        if not self.job.strategy.survives_loss:
+        if not self.strategy.survives_loss:
             return
-        if self.job.strategy.by_rounds:
+        if self.strategy.by_rounds:
             return self._undo_round()
         if not self.comm.servers:
             return
@@ -148,7 +235,7 @@ class Training:
             self.worker.forget_step()
             self.worker.outgoing.settle_leftovers(happened=False)
             self._in_step = False
-        self.job.strategy.finish(self.worker, state)
+        self.strategy.finish(self.worker, state)
 
     def _undo_round(self) -> None:
         """The round under way did not happen: its samples come again, divided among those who are left."""
@@ -164,24 +251,36 @@ class Training:
 
     def _step(self, state: Any, batch: Batch) -> None:
         worker, meter = self.worker, StepMeter(self.worker)
-        by_rounds, retried = self.job.strategy.by_rounds, self.job.strategy.survives_loss and self.comm.size > 1
-        if retried and self.job.strategy.feed == "step" and not by_rounds:
+        by_rounds, retried = self.strategy.by_rounds, self.strategy.survives_loss and self.comm.size > 1
+        if retried and self.strategy.feed == "step" and not by_rounds:
             worker.remember()
             self._in_step = True
         if self.job.buffers == "broadcast":
             worker.broadcast_buffers()
-        loss = float(self.job.strategy.step(worker, state, batch))
+        loss = float(self.strategy.step(worker, state, batch))
         self._in_step = False
         if by_rounds and retried and worker.round.steps == 0:
             worker.mark()
-        meter.record(self.recorder, batch, loss)
+        self.phasing.step_s = meter.record(self.recorder, batch, loss) / 1e9
         worker.outgoing.tell_news(self.recorder, worker.steps_done)
         if not math.isfinite(loss):
             raise TrainingError(
                 f"rank {self.comm.rank}: the loss became {loss} at step {worker.steps_done} (sample position "
                 f"{batch.piece.position}); lower the rate, clip gradients (--set clip_norm=1), check the data"
             )
+        self.phasing.times = self._compare_times()
+        self.phasing.saw_step(loss)
         self.control.progress(progress_of(worker, loss, total_steps=self.total_steps, total_samples=self.end))
+
+    def _compare_times(self) -> Mapping[int, float]:
+        """Seconds of computing per sample, by worker, every so many steps where a rule asks for it. Collective."""
+        worker, strategy = self.worker, self.strategy
+        if not self.phasing.compares_times:
+            return {}
+        if strategy.feed == "cursor":
+            return worker.take_times()
+        due = worker.round.steps == 0 if strategy.by_rounds else worker.steps_done % _COMPARE_EVERY == 0
+        return worker.compare_times() if due else {}
 
     # Validation, buffers, checkpoints.
 
@@ -194,11 +293,13 @@ class Training:
         due = epoch // every * every * self.order.samples
         if due == 0 or self.evaluated_at >= due:
             return
-        together = self.job.strategy.feed == "step"
+        together = self.strategy.feed != "cursor"
         if together:
             self._settle_buffers()
         self._validate()
-        if together and self.comm.size > 1:
+        if together and self.comm.size > 1 and self.phasing.is_led:
+            self.phasing.share()
+        elif together and self.comm.size > 1:
             self.comm.barrier()  # here, so that the wait for the first worker does not count as part of a step
 
     def _validate(self) -> None:
@@ -218,7 +319,8 @@ class Training:
             "loss": self.loss,
             "metrics": self.metrics,
         }
-        self.recorder.write("eval", now, **facts, eval_ns=now - began)
+        self.recorder.write("eval", now, **facts, eval_ns=now - began, waited=self.strategy.feed != "cursor")
+        self.phasing.saw_validation(self.loss, self.metrics)
         self.control.progress({"event": "eval", **facts})
 
     def _global_step(self) -> int:
@@ -270,7 +372,7 @@ class Training:
         worker = self.worker
         if self._is_through():
             save_tensors(run_dir / "model.safetensors", worker.model.state_dict())
-        shared = {**worker.state(), **self._must_match()}
+        shared = {**worker.state(), **self._must_match(), "phasing": self.phasing.state()}
         path = checkpoint.save_shared(run_dir, step, shared, self.comm.workers, self.job.config.keep_checkpoints)
         self.saved_at = worker.position  # at once: should others give up waiting, it is not written again
         now = self.comm.clock.now_ns()
@@ -304,6 +406,9 @@ class Training:
             self.worker.load_state(shared)
         except (KeyError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{found.path} does not fit task {self.job.task.name}: {error}") from error
+        if "phasing" in shared:  # older checkpoints have none
+            self.phasing.load_state(shared["phasing"])
+            self.feed = self._make_feed()
         own = found.own(self.comm.rank)
         if own is not None:
             self.worker.set_generators(own["rng"])
@@ -325,7 +430,7 @@ class Training:
     # A lost rank.
 
     def _recover(self, error: Lost) -> None:
-        if not self.job.strategy.survives_loss:
+        if not self.strategy.survives_loss:
             raise error
         self._regroup(str(error))
 
@@ -333,7 +438,12 @@ class Training:
         """Hear who goes on together, and become as they are."""
         began = self.comm.clock.now_ns()
         first, own_steps = self.comm.workers[0], self.worker.steps_done
-        carried = {"evaluated_at": self.evaluated_at, "saved_at": self.saved_at, "began_at": self._began_at}
+        carried: dict[str, Any] = {
+            "evaluated_at": self.evaluated_at,
+            "saved_at": self.saved_at,
+            "began_at": self._began_at,
+            "phasing": self.phasing.state(),
+        }
         servers, before = self.comm.servers, self.comm.workers
         plan = recover(self.worker, self.control, in_step=self._in_step, carried=carried, late=self._late)
         self._in_step, self.worker.pause_agreed = False, False
@@ -342,7 +452,9 @@ class Training:
             self._retired = True
         self.evaluated_at, self.saved_at = carried["evaluated_at"], carried["saved_at"]
         self._began_at = carried["began_at"]
-        if not self._late and self.job.strategy.feed == "cursor":
+        self.phasing.load_state(carried["phasing"])
+        self.feed = self._make_feed()
+        if not self._late and self.strategy.feed == "cursor":
             self.worker.steps_done = own_steps  # each counts its own
         if first not in plan.members and self.evaluated_at == self.worker.position:
             self.evaluated_at = -1  # no step was done since, so nobody knows whether it was through with validating
@@ -395,6 +507,7 @@ class Training:
             total_steps=self.total_steps,
             samples=self.order.samples,
             position=worker.position,
+            watched=self.phasing.watched,
         )
 
     def _end(self) -> Report:
@@ -416,10 +529,9 @@ class Training:
         return report
 
     def _make_feed(self) -> Feed:
-        common = (self.data.train, self.order, self.worker, self.device)
-        if self.job.strategy.feed == "cursor":
-            return CursorFeed(*common)
-        return StepFeed(*common, shares=self.job.config.shares)
+        return make_feed(
+            self.strategy.feed, self.data.train, self.order, self.worker, self.device, self.job.config.shares
+        )
 
 
 def run_server(server: Server) -> None:

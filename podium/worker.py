@@ -33,6 +33,7 @@ from podium.optim import FlatOptimizer
 from podium.outgoing import Outgoing
 from podium.reducing import Packing
 from podium.rounds import Mark, Round
+from podium.triggers.noise import NoiseMeter
 
 
 class Batch(NamedTuple):
@@ -131,9 +132,18 @@ class Worker:
         self._momentum = self._give_momentum_away()
         self.round = Round()
         """What was trained since the last exchange, where workers step by themselves."""
+        self.round_steps: Sequence[int] = ()
+        """How many steps each worker does in the present round, in order of their places, where these differ."""
         self.kept: dict[str, list[Tensor]] = {}
         """What a strategy wants to find again after a checkpoint: flat tensors, laid out as the parameters are."""
         self._mark: Mark | None = None
+        self.busy_ns = self.busy_samples = 0
+        """Time spent on gradients since somebody asked, and on how many samples."""
+        self.paces: dict[int, float] = {}
+        """All workers' seconds of computing per sample, where servers have said so."""
+        self.noise: NoiseMeter | None = None
+        self.noise_scale: float | None = None
+        """The gradient noise scale, where it is measured."""
         self._before: tuple[State, list[Tensor], int] | None = None
 
     # What strategies use.
@@ -158,10 +168,16 @@ class Worker:
         `on_ready(b)` is called once per bucket, in index order, as soon as its gradients are there: it may issue an
         exchange and must not wait. A worker without samples contributes zeros.
         """
-        return self._backward.run(batch, on_ready)
+        began = self.comm.clock.now_ns()
+        loss = self._backward.run(batch, on_ready)
+        self.busy_ns += self.comm.clock.now_ns() - began
+        self.busy_samples += batch.samples
+        return loss
 
     def issue(self, bucket: int) -> None:
         """Begin to sum a bucket's gradients over the workers; never waits."""
+        if self.noise is not None:
+            self.noise.add_own(float(self.outgoing.spans[bucket].of(self.flat.grads).square().sum()))
         self.outgoing.issue(bucket, self.turn)
 
     def complete(self) -> None:
@@ -182,6 +198,9 @@ class Worker:
             # What was left out of a parameter's gradient may come when nobody has used it.
             used = [is_used or bool(view.any()) for is_used, view in zip(used, self.flat.views, strict=True)]
         self.heed((stop > 0, pause > 0, switch > 0))
+        if self.noise is not None and batch.weight > 0:
+            whole = sum(float(span.of(self.flat.grads).square().sum()) for span in self.outgoing.spans)
+            self.noise_scale = self.noise.step_done(whole, batch.weight, batch.samples)
         self._move(used, batch)
 
     def train_locally(self, batch: Batch) -> Tensor:
@@ -238,6 +257,11 @@ class Worker:
         if batch.lease < 0:
             self.step_schedule()
 
+    def follow_schedule(self, step: int) -> None:
+        """Bring the schedule to this global step, where it is behind."""
+        while self.schedule is not None and self.schedule.last_epoch < step:
+            self.step_schedule()
+
     def step_schedule(self) -> None:
         if self.schedule is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a server may have stepped in its place
@@ -247,6 +271,24 @@ class Worker:
         """Clip this worker's own gradient, where each is a step of its own."""
         assert self.clip_norm is not None
         nn.utils.clip_grad_norm_(self.flat.parameters[::-1], self.clip_norm)
+
+    def compare_times(self) -> dict[int, float]:
+        """Seconds of computing per sample since the last comparison, by worker. Collective."""
+        mine = torch.zeros(self.comm.size, dtype=torch.float64)
+        mine[self.comm.index] = self.take_pace()
+        self.comm.wait(self.comm.all_reduce(mine))
+        return {rank: seconds for rank, seconds in zip(self.comm.workers, mine.tolist(), strict=True) if seconds > 0}
+
+    def take_pace(self) -> float:
+        """This worker's seconds of computing per sample since it was last asked; 0 where it has done nothing."""
+        pace = self.busy_ns / self.busy_samples / 1e9 if self.busy_samples else 0.0
+        self.busy_ns = self.busy_samples = 0
+        return pace
+
+    def take_times(self) -> dict[int, float]:
+        """What the servers last said of all workers' seconds per sample, once."""
+        times, self.paces = self.paces, {}
+        return times
 
     def touched_rows(self, piece: int) -> tuple[Tensor, Tensor]:
         """Of a parameter that travels by rows: which rows have a gradient, in order, and what it is."""
@@ -377,6 +419,13 @@ class Worker:
             "position": self.position,
             "kept": {name: self.flat.by_name(flats) for name, flats in self.kept.items()},
         }
+
+    def pack_by(self, name: str | None, make: Callable[[], Packing]) -> None:
+        """Pack otherwise from here on; `name` tells servers of it, where it is not what the run began with."""
+        for group, momentum in zip(self.optimizer.param_groups, self._momentum or (), strict=False):
+            group["momentum"] = momentum
+        self.outgoing.use(make(), name)
+        self._momentum = self._give_momentum_away()
 
     def _settings(self, g: int) -> dict[str, Any]:
         """A parameter group's settings as the user chose them."""

@@ -308,6 +308,7 @@ class Trained(NamedTuple):
     records: list[Record]
     position: int
     optimizer: dict[str, dict[str, Any]]  # the optimizer's state, by parameter name
+    groups: list[dict[str, Any]]  # … and its settings, by group
 
     @property
     def losses(self) -> list[float]:
@@ -358,7 +359,7 @@ def train_rank(comm: Communicator, job: Job) -> Trained | list[Record]:
     training = Training(job, comm, recorder, Uncontrolled())
     report = training.run()
     kept = training.worker.state()
-    return Trained(kept["model"], report, recorder.kept, training.worker.position, kept["optimizer"])
+    return Trained(kept["model"], report, recorder.kept, training.worker.position, kept["optimizer"], kept["groups"])
 
 
 # Comparing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,26 +13,29 @@ from podium.cli.options import options
 from podium.cli.output import Output
 
 
-@click.command("list")
+@click.command("list", short_help="List the names that other verbs take.")
 @options("json")
 @click.pass_obj
 def list_names(out: Output) -> None:
-    """List tasks, strategies, codecs, collectives and launchers."""
+    """List tasks, strategies, triggers, codecs, collectives and launchers."""
     from podium.codecs import CODECS, find_codec
     from podium.collectives import COLLECTIVES, find_collective
     from podium.config import LAUNCHERS
     from podium.strategies import STRATEGIES, find_strategy
     from podium.tasks import describe_tasks
+    from podium.triggers import TRIGGERS
 
     found = {
         "tasks": describe_tasks(),
         "strategies": _described(STRATEGIES, find_strategy),
+        "triggers": _described(TRIGGERS, _find_trigger),
         "codecs": _described(CODECS, find_codec),
         "collectives": _described(COLLECTIVES, find_collective),
     }
-    out.document({**found, "launchers": list(LAUNCHERS)})
+    settings = {name: _options(_find_trigger(name)) for name in TRIGGERS}
+    out.document({**found, "trigger_options": settings, "launchers": list(LAUNCHERS)})
     for what, lines in found.items():
-        out.say(what.capitalize(), *_table(lines), "")
+        out.say(what.capitalize(), *_table(lines, settings if what == "triggers" else {}), "")
     out.say(f"Launchers: {', '.join(LAUNCHERS)}")
 
 
@@ -40,5 +44,25 @@ def _described(names: Iterable[str], find: Callable[[str], type[Any]]) -> dict[s
     return {name: (inspect.getdoc(find(name)) or "").partition("\n")[0] for name in names}
 
 
-def _table(lines: Mapping[str, str]) -> list[str]:
-    return [f"  {name:<18} {text}".rstrip() for name, text in lines.items()]
+def _find_trigger(name: str) -> type[Any]:
+    from podium.names import find_class
+    from podium.triggers import TRIGGERS
+
+    return find_class("trigger", name, TRIGGERS)
+
+
+def _options(cls: type[Any]) -> dict[str, Any]:
+    """A class's options with their defaults; null where there is none or it must be given."""
+    missing = dataclasses.MISSING
+    return {field.name: None if field.default is missing else field.default for field in dataclasses.fields(cls)}
+
+
+def _table(lines: Mapping[str, str], settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each name and, where its options are given, another for them."""
+    shown = []
+    for name, text in lines.items():
+        shown.append(f"  {name:<18} {text}".rstrip())
+        if name in settings:
+            given = [k if default is None else f"{k}={str(default).lower()}" for k, default in settings[name].items()]
+            shown.append(f"  {'':<18} options: {', '.join(given)}")
+    return shown

@@ -14,7 +14,11 @@ from podium.config import LAUNCHERS, RunConfig, resolve
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS: dict[str, Callable[[Any], Any]] = {
-    "strategy": click.option("--strategy", metavar="NAME[:K=V,…]", help="How replicas come to agree. [all-reduce]"),
+    "strategy": click.option(
+        "--strategy",
+        metavar="NAME[:K=V,…]",
+        help="How replicas come to agree; in phases: 'A until TRIGGER | B'. [all-reduce]",
+    ),
     "codec": click.option("--codec", metavar="NAME[:K=V,…]", help="How gradients are packed for the wire. [dense]"),
     "collective": click.option(
         "--collective", metavar="NAME[:K=V,…]", help="How workers add up what they send each other. [default]"

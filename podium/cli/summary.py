@@ -8,8 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from podium.config import RunConfig, RunResult
-from podium.study.format import pushes, restoration
+from podium.study.format import change, pushes, reason, restoration, switch_cost
+from podium.study.rows import other_rules
 from podium.ui import format_bytes, format_number, format_seconds
+
+MOST_SWITCHES = 4
+"""A run that goes to and fro has too many to tell of all."""
 
 
 def summary(result: RunResult, config: RunConfig) -> str:
@@ -35,11 +39,46 @@ def summary(result: RunResult, config: RunConfig) -> str:
     if result.lost:
         lines.append(("lost", "rank " + ", ".join(str(rank) for rank in result.lost)))
     lines += [("restored", restoration(facts)) for facts in result.restored]
+    lines += [*_switches(result), *_other_rules(result)]
     lines.append(("run", result.run_dir))
     lines.append(("next", next_command(result, config)))
     workers = "1 worker" if result.workers == 1 else f"{result.workers} workers"
+    width = max(10, *(len(name) for name, _ in lines))
     head = f"{result.task} · {result.strategy} · {workers} · seed {result.seed} · {result.status}"
-    return "\n".join([head, *(f"  {name:<10} {text}" for name, text in lines)])
+    return "\n".join([head, *(f"  {name:<{width}} {text}" for name, text in lines)])
+
+
+def _switches(result: RunResult) -> list[tuple[str, str]]:
+    """When the run went from one phase to the next, why, and what that cost."""
+    own = [rule["rule"] for rule in result.rules if rule["in_force"]]
+    if not result.switches:
+        return [("switch", f"none; the rule did not fire: {', '.join(own)}")] if own else []
+    lines = []
+    for facts in result.switches[:MOST_SWITCHES]:
+        when = f"step {facts['step']:,}, epoch {round(facts['epoch'], 2):g}, {format_seconds(facts['seconds'])}"
+        lines += [("switch", change(facts)), ("", f"at {when}: {reason(facts, result.rules)}")]
+        lines.append(("", f"cost {switch_cost(facts)}"))
+    more = len(result.switches) - MOST_SWITCHES
+    return [*lines, ("", f"and {more:,} more, in result.json")] if more > 0 else lines
+
+
+def _other_rules(result: RunResult) -> list[tuple[str, str]]:
+    """When rules that were not in force would have fired, as a small table."""
+    told = other_rules({"rules": result.rules})
+    if not any(told):
+        return []
+    width = max((len(rule["rule"]) for rule in told.fired), default=0)
+    steps = max((len(f"{rule['step']:,}") for rule in told.fired), default=0)
+    lines = [
+        f"{rule['rule']:<{width}}  step {rule['step']:>{steps},}  epoch {round(rule['epoch'], 2):<5g}"
+        + ("  after the switch" if rule["after_switch"] else "")
+        for rule in told.fired
+    ]
+    lines += [f"not fired: {', '.join(told.silent)}"] if told.silent else []
+    lines += [f"not measured: {', '.join(told.unmeasured)}"] if told.unmeasured else []
+    if any(rule["after_switch"] for rule in told.fired):
+        lines.append("(after the switch a rule sees another run than it would have made)")
+    return [("other rules" if i == 0 else "", line.rstrip()) for i, line in enumerate(lines)]
 
 
 def agreement(hashes: Mapping[str, str]) -> str:
@@ -56,8 +95,18 @@ def next_command(result: RunResult, config: RunConfig) -> str:
     """What one would most likely type now."""
     if result.status == "stopped":
         return f"podium train --resume {shlex.quote(result.run_dir)}"
+    if config.strategy == "phases":
+        named = f"--strategy solo --strategy {shlex.quote(_phases(config.strategy_options))}"
+        return f"podium compare {config.task} {named} --workers {max(2, config.workers)}"
     others = ["solo", config.strategy] if config.strategy != "solo" else ["solo", "all-reduce"]
     return f"podium compare {config.task} --strategies {','.join(others)} --workers {max(2, config.workers)}"
+
+
+def _phases(options: Mapping[str, Any]) -> str:
+    """Phases as one would type them; commas would end an option."""
+    run = str(options["run"]).replace(",", ";")
+    more = "".join(f",{name}={value}" for name, value in options.items() if name != "run")
+    return f"phases:run={run}{more}" if more else run
 
 
 def _sent(result: RunResult) -> str:

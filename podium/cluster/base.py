@@ -44,5 +44,11 @@ class Launched(NamedTuple):
     facts: dict[str, Any]  # for the manifest: what the launcher found or set up
 
 
+def hosts_of(strategy: Strategy[Any], workers: int) -> range:
+    """The workers that colocated servers live with: all, or those that only serve in some phase."""
+    only_serve = max(getattr(phase.strategy, "only_serve", 0) for phase in strategy.phases)
+    return range(workers - only_serve, workers) if 0 < only_serve < workers else range(workers)
+
+
 Launcher = Callable[[Job, Callable[[Event], None] | None, threading.Event | None], Launched]
 """(job, on_event, stop) to what the ranks came to; raises a PodiumError when a rank failed."""

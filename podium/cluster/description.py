@@ -148,13 +148,18 @@ class Cluster:
     def names(self) -> tuple[str, ...]:
         return tuple(node.name for node in self.nodes)
 
-    def place(self, workers: int, servers: int = 0, colocated: bool = False) -> tuple[int, ...]:
-        """The node of every rank, workers first. A colocated server m sits with worker m modulo the workers."""
+    def place(
+        self, workers: int, servers: int = 0, colocated: bool = False, hosts: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """The node of every rank, workers first. A colocated server m sits with worker m modulo the workers.
+
+        `hosts`: only these workers have servers beside them, in turn.
+        """
         if workers < 1 or servers < 0:
             raise ConfigError(f"cluster: placement needs 1 worker and 0 servers or more, got {workers} and {servers}")
         placed = _cycle(self.workers or range(len(self.nodes)), workers)
         if colocated:
-            return (*placed, *_cycle(placed, servers))
+            return (*placed, *_cycle([placed[w] for w in hosts] or placed, servers))
         if self.servers:
             return (*placed, *_cycle(self.servers, servers))
         load = [placed.count(node) for node in range(len(self.nodes))]

@@ -249,10 +249,6 @@ def check(config: RunConfig) -> Strategy[Any]:
     strategy: Strategy[Any] = make_strategy(config.strategy, config.strategy_options, config.workers)
     check_packing(config, strategy)
     collective_of(config)
-    if strategy.colocated and strategy.server_count > config.workers:
-        raise ConfigError(
-            f"{config.strategy}: colocated servers need a worker each ({config.workers}), got {strategy.server_count}"
-        )
     if config.shares is not None and strategy.feed == "cursor":
         raise ConfigError(
             f"{label_of(config.strategy, strategy)}: its workers lease samples as they come for them, so shares must "

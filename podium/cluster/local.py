@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.building import Job
-from podium.cluster.base import Event, Launched, Planned
+from podium.cluster.base import Event, Launched, Planned, hosts_of
 from podium.cluster.coordinator import Coordinator
 from podium.cluster.process import NodeSpec, run_node
 from podium.cluster.rendezvous import rendezvous_folder
@@ -233,7 +233,9 @@ def endpoints_of(job: Planned) -> list[tuple[int, ...]]:
     workers, servers = job.config.workers, job.strategy.server_count
     if not job.strategy.colocated:
         return [(rank,) for rank in range(workers + servers)]
-    return [(rank, *(workers + m for m in range(servers) if m % workers == rank)) for rank in range(workers)]
+    hosts = hosts_of(job.strategy, workers)
+    beside = [hosts[m % len(hosts)] for m in range(servers)]
+    return [(rank, *(workers + m for m in range(servers) if beside[m] == rank)) for rank in range(workers)]
 
 
 def rules_of(job: Planned, *, survives_loss: bool, replaces_servers: bool = False, fixed: str = "") -> Rules:

@@ -77,6 +77,8 @@ class NodeSpec:
     """Whether Unix sockets reach all other ranks."""
     clock_ns: int | None = None
     """When the run began, on this machine's monotonic clock; None: now."""
+    talks: bool = False
+    """Whether workers send each other messages, beside what their collective sends."""
     namespace: str | None = None
     log: str | None = None
     """Where this process's own output goes; None leaves it on the terminal."""
@@ -98,6 +100,7 @@ class NodeSpec:
                 "role": role,
                 "workers": job.config.workers,
                 "servers": job.strategy.server_count,
+                "talks": job.strategy.talks,
                 "config": job.config.to_dict(),
                 **others,
             }
@@ -186,8 +189,8 @@ class Node:
         spec, config = self.spec, self.config
         channels: dict[int, Channel] = {}
         collective = collective_of(config)
-        talks = collective.needs_channel and not (spec.same_host and collective.prefers_memory)
-        if spec.servers or talks:
+        by_schedule = collective.needs_channel and not (spec.same_host and collective.prefers_memory)
+        if spec.servers or spec.talks or by_schedule:
             for e in spec.endpoints:
                 listen = spec.socket(f"c{e}") if spec.same_host else f"tcp:{spec.host}:0"
                 channels[e] = Channel(

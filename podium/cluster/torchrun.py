@@ -196,7 +196,7 @@ def _config(argv: list[str], environment: Environment) -> tuple[RunConfig, list[
     if script:
         given["task"] = script[0]
     config = resolve(file, overrides, given)
-    strategy = make_strategy(config.strategy, config.strategy_options)
+    strategy = make_strategy(config.strategy, config.strategy_options, environment.world_size)
     servers = 0 if strategy.colocated else strategy.server_count
     if environment.world_size <= servers:
         raise ConfigError(f"{config.strategy} needs more than {servers} processes, got {environment.world_size}")

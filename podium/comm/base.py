@@ -193,6 +193,23 @@ class Communicator(ABC):
     def recv(self, deadline_s: float | None = None) -> Message:
         """The next message from anyone, in order of arrival. A departure is a message."""
 
+    def poll(self, *calls: Handle, deadline_s: float | None = None) -> Message | None:
+        """The next message, if one is here now; otherwise None, at once.
+
+        With `calls`: waits for a message or for all of these calls, whichever is first, and is None if it was the
+        calls; one that failed counts as done. In virtual time, now is this rank's own clock, which polling does not
+        move: whoever has nothing to compute must wait, not poll again.
+        """
+        if self.in_backward:
+            raise CommError(f"rank {self.rank}: polling inside a backward pass is not allowed")
+        before = self.clock.now_ns()
+        message = self._poll(calls, self.deadline_s if deadline_s is None else deadline_s)
+        self.waited_ns += self.clock.now_ns() - before if calls else 0
+        return message
+
+    @abstractmethod
+    def _poll(self, calls: Sequence[Handle], deadline_s: float) -> Message | None: ...
+
     @property
     def addresses(self) -> Mapping[int, str]:
         """Where other endpoints listen, in worlds where that has to be known."""

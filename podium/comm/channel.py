@@ -187,6 +187,21 @@ class Channel:
             raise DeadlineExceeded(f"rank {self.rank}: no message from anyone for {self._limit(deadline_s):g} s")
         return message
 
+    def poll(self, calls: Sequence[ChannelHandle] = (), deadline_s: float | None = None) -> Message | None:
+        """The next message, if one is here; with `calls`, waits for one until all of these are done or one failed."""
+
+        def over() -> bool:
+            return all(h.done for h in calls) or any(h.error is not None for h in calls)
+
+        message = self.inbox.get(self._limit(deadline_s), over)
+        if message is None:
+            self._check_open()
+            if not over():
+                late = ", ".join(f"rank {h.to} ({h.kind!r})" for h in calls if not h.done)
+                limit = self._limit(deadline_s)
+                raise DeadlineExceeded(f"rank {self.rank}: for {limit:g} s no message, and no reply from {late}")
+        return message
+
     def wait(self, handles: Sequence[ChannelHandle], deadline_s: float | None = None) -> list[Message]:
         """All replies, in the order of the handles; raises as soon as one of them cannot come any more.
 
@@ -224,6 +239,7 @@ class Channel:
         with self._settled:
             handle.message = message
             handle.tell_waiter()
+        self.inbox.nudge()
 
     def note_call(self, link: Link, number: int) -> int:
         """A number for `Message.call`, good for this connection only: a peer that comes back gets no old replies."""
@@ -247,6 +263,7 @@ class Channel:
             for handle in orphans:
                 handle.error = Lost(f"rank {self.rank}: {what} before {handle.kind!r} was answered by rank {handle.to}")
                 handle.tell_waiter()
+        self.inbox.nudge()
         self.inbox.put(Message(link.peer, DEPARTED, {"error": link.fault} if link.fault else {}), None)
 
     # Connecting.

@@ -97,6 +97,11 @@ class Exchanges:
         ]
 
 
+def taken(body: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A message's tensors as its receiver gets them: copies, on the CPU, as between processes."""
+    return tuple(t.clone() if t.device.type == "cpu" else t.cpu() for t in body)
+
+
 def gathered(tensors: list[Tensor]) -> Tensor:
     """All of them, one after the other."""
     return torch.cat(tensors)

@@ -90,6 +90,7 @@ class Inbox:
         self._waiting: deque[tuple[Message, int | None]] = deque()
         self._count = self._bytes = 0
         self._closed = False
+        self._minds_calls = False  # whether somebody waits for a message or for something else
 
     def reserve(self, nbytes: int) -> None:
         with self._drained:
@@ -114,9 +115,13 @@ class Inbox:
             self._waiting.append((message, reserved))
             self._filled.notify()
 
-    def get(self, deadline_s: float) -> Message | None:
+    def get(self, deadline_s: float, over: Callable[[], bool] | None = None) -> Message | None:
+        """The next message; None past the deadline, when closed, or once `over`, which is asked at every nudge."""
         with self._filled:
-            self._filled.wait_for(lambda: self._waiting or self._closed, deadline_s)
+            self._minds_calls = over is not None
+            is_over = over or _never
+            self._filled.wait_for(lambda: self._waiting or self._closed or is_over(), deadline_s)
+            self._minds_calls = False
             if self._closed or not self._waiting:
                 return None
             message, reserved = self._waiting.popleft()
@@ -124,11 +129,21 @@ class Inbox:
                 self._release(reserved)
             return message
 
+    def nudge(self) -> None:
+        """A call has ended: whoever waits for a message or for that looks again."""
+        if self._minds_calls:
+            with self._filled:
+                self._filled.notify_all()
+
     def close(self) -> None:
         with self._filled:
             self._closed = True
             self._filled.notify_all()
             self._drained.notify_all()
+
+
+def _never() -> bool:
+    return False
 
 
 class Link:

@@ -17,7 +17,7 @@ from typing import final
 from torch import Tensor
 
 from podium.comm.base import DEPARTED, Clock, Communicator, Handle, Message, Meta, nbytes_of
-from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, land, sum_in_order
+from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, land, sum_in_order, taken
 from podium.comm.schedule import Chain, Key, Running
 from podium.errors import DeadlineExceeded, Lost
 
@@ -200,7 +200,7 @@ class MemoryCommunicator(Communicator):
         return handle
 
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
-        self._deliver(to, Message(self.rank, kind, meta, tuple(t.clone() for t in body)))
+        self._deliver(to, Message(self.rank, kind, meta, taken(body)))
 
     def call(
         self,
@@ -217,7 +217,7 @@ class MemoryCommunicator(Communicator):
             if to in self._world.departed:
                 self._world._fail(handle, to)
                 return handle
-        self._deliver(to, Message(self.rank, kind, meta, tuple(t.clone() for t in body), number))
+        self._deliver(to, Message(self.rank, kind, meta, taken(body), number))
         return handle
 
     def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = (), more: bool = False) -> None:
@@ -240,6 +240,25 @@ class MemoryCommunicator(Communicator):
         with world.changed:
             if not world.changed.wait_for(lambda: bool(inbox), limit):
                 raise DeadlineExceeded(f"rank {self.rank}: no message from anyone in {limit:g} s")
+            message = inbox.popleft()
+        self.traffic.received += nbytes_of(message.body)
+        return message
+
+    def _poll(self, calls: Sequence[Handle], deadline_s: float) -> Message | None:
+        world, inbox = self._world, self._world.inboxes[self.rank]
+        pending = [h for h in calls if isinstance(h, Pending)]
+
+        def over() -> bool:
+            return bool(inbox) or all(h.finished for h in pending) or any(h.error is not None for h in pending)
+
+        with world.changed:
+            if not world.changed.wait_for(over, deadline_s):
+                late = next(h for h in pending if not h.finished)
+                raise DeadlineExceeded(
+                    f"rank {self.rank}: no message, and {late.what} did not end, in {deadline_s:g} s"
+                )
+            if not inbox:
+                return None
             message = inbox.popleft()
         self.traffic.received += nbytes_of(message.body)
         return message

@@ -182,6 +182,15 @@ class RealCommunicator(Communicator):
         self.traffic.received += nbytes_of(message.body)
         return message
 
+    def _poll(self, calls: Sequence[Handle], deadline_s: float) -> Message | None:
+        asked = [h for h in calls if isinstance(h, ChannelHandle)]
+        if len(asked) < len(calls):
+            raise CommError(f"rank {self.rank}: only calls can be waited for beside messages, not collectives")
+        message = self._need_channel().poll(asked, deadline_s)
+        if message is not None:
+            self.traffic.received += nbytes_of(message.body)
+        return message
+
     @property
     def addresses(self) -> Mapping[int, str]:
         channel = self._need_channel()
@@ -310,7 +319,9 @@ class RealCommunicator(Communicator):
 
     def _need_channel(self) -> Channel:
         if self._channel is None:
-            raise CommError(f"rank {self.rank} has no channel: this strategy asked for no servers")
+            raise CommError(
+                f"rank {self.rank} has no channel: this strategy asked for no servers and its workers do not talk"
+            )
         return self._channel
 
 

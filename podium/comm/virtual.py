@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from podium.comm.base import DEPARTED, Clock, Communicator, Handle, Message, Meta, nbytes_of
-from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, land, sum_in_order
+from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, land, sum_in_order, taken
 from podium.comm.network import Network, Terrain, make_network
 from podium.comm.schedule import Chain, Key, Running
 from podium.errors import CommError, DeadlineExceeded, Lost
@@ -209,6 +209,18 @@ class VirtualWorld:
             seat.waits_for, seat.waiting_for = open_, "; ".join(sorted(h.what for h in open_)[:3])
             self.block(rank)
 
+    def wait_for_message_or(self, rank: int, handles: Sequence[Pending]) -> None:
+        seat, open_ = self._seats[rank], {h for h in handles if not h.finished}
+        if open_ and not any(h.error is not None for h in handles):
+            seat.waits_for, seat.wants_message = open_, True
+            seat.waiting_for = "a message from anyone, or " + "; ".join(sorted(h.what for h in open_)[:3])
+            self.block(rank)
+
+    def come_to_now(self, rank: int) -> None:
+        """Let all happen that happens up to this rank's own time."""
+        self._go_on(rank)
+        self.block(rank)
+
     def wait_for_message(self, rank: int) -> None:
         seat = self._seats[rank]
         seat.wants_message, seat.waiting_for = True, "a message from anyone"
@@ -225,14 +237,14 @@ class VirtualWorld:
         if seat.waits_for is not None and handle in seat.waits_for:
             seat.waits_for.discard(handle)
             if not seat.waits_for or error is not None:
-                seat.waits_for = None
+                seat.waits_for, seat.wants_message = None, False
                 self._go_on(handle.owner)
 
     def deliver(self, to: int, message: Message) -> None:
         self.inboxes[to].append(message)
         seat = self._seats[to]
         if seat.wants_message:
-            seat.wants_message = False
+            seat.waits_for, seat.wants_message = None, False
             self._go_on(to)
 
     def _go_on(self, rank: int) -> None:
@@ -404,7 +416,7 @@ class VirtualCommunicator(Communicator):
         return handle
 
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
-        message = Message(self.rank, kind, meta, tuple(t.clone() for t in body))
+        message = Message(self.rank, kind, meta, taken(body))
         self._transfer(to, message.body, lambda: self._world.deliver(to, message))
 
     def call(
@@ -418,7 +430,7 @@ class VirtualCommunicator(Communicator):
     ) -> Handle:
         handle = Pending(self.rank, f"call {kind!r} to rank {to}", into)
         number = self._world.new_call(handle, to)
-        message = Message(self.rank, kind, meta, tuple(t.clone() for t in body), number)
+        message = Message(self.rank, kind, meta, taken(body), number)
 
         def arrive() -> None:
             if to in self._world.departed:
@@ -431,7 +443,7 @@ class VirtualCommunicator(Communicator):
 
     def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = (), more: bool = False) -> None:
         handle, _ = self._world.calls[to.call]
-        message = Message(self.rank, to.kind, meta, tuple(t.clone() for t in body), to.call)
+        message = Message(self.rank, to.kind, meta, taken(body), to.call)
 
         def arrive() -> None:
             del self._world.calls[to.call]
@@ -456,6 +468,17 @@ class VirtualCommunicator(Communicator):
         inbox = self._world.inboxes[self.rank]
         if not inbox:
             self._world.wait_for_message(self.rank)
+        message = inbox.popleft()
+        self.traffic.received += nbytes_of(message.body)
+        return message
+
+    def _poll(self, calls: Sequence[Handle], deadline_s: float) -> Message | None:
+        world, inbox = self._world, self._world.inboxes[self.rank]
+        world.come_to_now(self.rank)
+        if not inbox:
+            world.wait_for_message_or(self.rank, [h for h in calls if isinstance(h, Pending)])
+        if not inbox:
+            return None
         message = inbox.popleft()
         self.traffic.received += nbytes_of(message.body)
         return message

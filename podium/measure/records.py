@@ -25,9 +25,9 @@ from podium.errors import RecordError
 Record = dict[str, Any]
 
 KINDS: dict[str, str] = {
-    "begin": "a rank is ready: role, parameters, buckets, device",
-    "step": "one step of one worker: step, position, samples, loss, step_ns, wait_ns, sent, received (bytes)",
-    "eval": "validation: step, epoch, position, loss, metrics, eval_ns",
+    "begin": "a rank is ready: role, parameters, buckets, device, watched (rules, besides the one in force)",
+    "step": "one step of one worker: step, position, first, samples, loss, step_ns, wait_ns, sent, received (bytes)",
+    "eval": "validation: step, epoch, position, loss, metrics, eval_ns, waited (whether the others waited for it)",
     "arrival": "a server took up a message: source, what, lease, range; with updates, their order is the run's order",
     "update": "a server applied gradients: version, worker, range, staleness, lease, first (of stretch), pushes, lead",
     "dropped": "a server dropped a push that was too stale: worker, lease, staleness",
@@ -37,6 +37,10 @@ KINDS: dict[str, str] = {
     "replaced": "a lost server was replaced: server, took_ns",
     "codec": "codecs were chosen: why, chosen, by_bucket, predicted_ms (of a step, by codec), link, rates",
     "codec_check": "a choice was held against its step times: measured_ms, predicted_ms, dense_ms, keeps",
+    "trigger": "a rule was evaluated: rule, in_force, phase, value, threshold, fires, why, step, epoch, position",
+    "switch": "a phase ended and the next began: before, after, rule, why, value, step, epoch, position, and its cost: "
+    "drain_ns, home_ns, hand_over_ns, begin_ns",
+    "undone": "a round did not happen, and comes again: steps (of this worker), step and position (to go on from)",
     "scaled": "workers or servers were asked to join or leave: workers, servers",
     "lost": "a rank was lost: lost (rank), cause, generation",
     "regroup": "the survivors agreed: generation, members, source, step, took_ns",

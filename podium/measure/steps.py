@@ -17,14 +17,15 @@ class StepMeter:
         self.worker = worker
         self._began = self._read()
 
-    def record(self, recorder: Recorder, batch: Batch, loss: float) -> None:
-        """Write the `step` record."""
+    def record(self, recorder: Recorder, batch: Batch, loss: float) -> int:
+        """Write the `step` record; how long it took, in nanoseconds."""
         now, waited, sent, received = self._read()
         recorder.write(
             "step",
             now,
             step=self.worker.steps_done,
             position=batch.end,
+            first=batch.piece.position,
             samples=batch.samples,
             loss=loss,
             step_ns=now - self._began[0],
@@ -32,6 +33,7 @@ class StepMeter:
             sent=sent - self._began[2],
             received=received - self._began[3],
         )
+        return now - self._began[0]
 
     def _read(self) -> tuple[int, int, int, int]:
         comm = self.worker.comm

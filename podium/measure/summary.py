@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from podium.measure.audit import audit
+from podium.measure.phases import other_rules, switches
 from podium.measure.records import Record
 from podium.measure.staleness import dropped, histogram, later, restored
 
@@ -25,6 +27,7 @@ def summarise(records: Iterable[Record]) -> dict[str, Any]:
     history = _history(evals, began, is_async)
     samples = max((row["position"] for row in ends), default=0) - min((row["position"] for row in begins), default=0)
     seconds = _seconds(steps, evals, began, is_async)
+    switched = switches(rows, began)
     step_ns = np.array([row["step_ns"] for row in steps] or [0])
     last = evals[-1] if evals else {}
     updates = by_kind.get("update", [])
@@ -48,6 +51,9 @@ def summarise(records: Iterable[Record]) -> dict[str, Any]:
         "history": history,
         "lost": sorted({row["lost"] for row in by_kind.get("lost", [])}),
         "restored": restored(rows),
+        "audit": {} if (found := audit(rows)) is None else found._asdict(),
+        "switches": switched,
+        "rules": other_rules(rows, began),
     }
 
 
@@ -94,7 +100,7 @@ def _seconds(steps: Sequence[Record], evals: Sequence[Record], began: int, is_as
     if not steps:
         return 0.0
     last = max(row["t_ns"] for row in steps)
-    validating = 0 if is_async else sum(row["eval_ns"] for row in evals if row["t_ns"] <= last)
+    validating = sum(row["eval_ns"] for row in evals if row["t_ns"] <= last and row.get("waited", not is_async))
     return float(last - began - validating) / 1e9
 
 
@@ -103,7 +109,7 @@ def _history(evals: Sequence[Record], began: int, is_async: bool) -> list[Mappin
     history: dict[int, Mapping[str, Any]] = {}
     validating = 0
     for row in evals:
-        validating += 0 if is_async else row["eval_ns"]
+        validating += row["eval_ns"] if row.get("waited", not is_async) else 0
         history[row["position"]] = {
             "step": row["step"],
             "epoch": row["epoch"],

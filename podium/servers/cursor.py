@@ -1,15 +1,17 @@
 """The cursor: asynchronous workers lease slices of the global order from it, and each slice is used once.
 
 A global step is cut into `parts` slices, as synchronous training would divide it among that many workers; a slice is
-named by its position in the order, so it has the same name whenever it is lent again. A lease is open until its worker
-says that all servers have applied it. When nothing is left, draws wait until every open lease is closed: were they
-answered at once, a worker that dies late would take its slice with it and nobody would be left to train on it.
+named by its position in the order, so it has the same name whenever it is lent again. Where workers take several steps
+between two pushes, a lease is a run of such slices, as long as its worker is to go on alone, and never longer than the
+epoch. A lease is open until its worker says that all servers have applied it. When nothing is left, draws wait until
+every open lease is closed: were they answered at once, a worker that dies late would take its slice with it and nobody
+would be left to train on it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from podium.data.order import GlobalOrder, Slice, share_of
@@ -21,6 +23,7 @@ class Lease(NamedTuple):
     piece: Slice
     step: int  # samples of the global step that it is cut from
     share: int = 0  # its place among that step's slices
+    cuts: tuple[tuple[int, int], ...] = ()  # where it is several slices: each one's samples, and those of its step
 
     @property
     def number(self) -> int:
@@ -41,39 +44,69 @@ class Cursor:
         self.returned: deque[Lease] = deque()
         self._cut: deque[Lease] = deque()  # the rest of the step that is being lent, …
         self._step: Slice | None = None  # … and that step
-        self._ahead: dict[int, int] = {}
-        """After a restart: slices that this cursor has yet to come to, and who has each of them already, …"""
-        self._done: set[int] = set()
+        self._ahead: dict[int, tuple[int, int]] = {}
+        """After a restart: leases that this cursor has yet to come to, who has each already, and its samples, …"""
+        self._done: dict[int, int] = {}
         """… or that have been done."""
         self._strangers: set[int] = set()
         """After a restart: workers whose open leases may be out of date."""
 
-    def draw(self, worker: int) -> Lease | None:
-        """The next slice, returned ones first; None when there is nothing left to lend."""
-        lease = self._next()
+    def draw(self, worker: int, slices: int = 1) -> Lease | None:
+        """The next so many slices; what came back comes first, as it was. None when there is nothing left to lend."""
+        lease = self._next(slices)
         if lease is not None:
             self.open[lease.number] = (worker, lease)
         return lease
 
-    def _next(self) -> Lease | None:
+    def _next(self, slices: int) -> Lease | None:
         while self.returned or self._cut or self.position < self.end:
             if self.returned:
                 return self.returned.popleft()
             lease = self._advance()
             if lease is not None:
-                return lease
+                return self._lengthened(lease, slices)
         return None
+
+    def _lengthened(self, lease: Lease, slices: int) -> Lease:
+        """This slice with those behind it, up to the end of the epoch or to one that somebody has."""
+        run = [lease]
+        while len(run) < slices and self._goes_on():
+            if self._cut[0].number in self._ahead or self._cut[0].number in self._done:
+                break
+            run.append(self._take())
+        return _joined(run)
+
+    def _goes_on(self) -> bool:
+        """Whether another slice of this epoch follows; cuts it."""
+        if not self._cut and self.position < self.end and self.position % self.order.samples:
+            self._cut_step()
+        return bool(self._cut)
+
+    def _take(self) -> Lease:
+        lease = self._cut.popleft()
+        self.position = lease.piece.position + lease.piece.count
+        return lease
 
     def _advance(self) -> Lease | None:
         """The next slice of the order; None if somebody has it, or has done it, already."""
         if not self._cut:
             self._cut_step()
-        lease = self._cut.popleft()
-        self.position = lease.piece.position + lease.piece.count
+        lease = self._take()
         if lease.number in self._ahead:
-            self.open[lease.number] = (self._ahead.pop(lease.number), lease)
+            worker, samples = self._ahead.pop(lease.number)
+            self.open[lease.number] = (worker, self._of(samples, lease))
             return None
-        return None if lease.number in self._done else lease
+        if lease.number in self._done:
+            self._of(self._done[lease.number], lease)
+            return None
+        return lease
+
+    def _of(self, samples: int, first: Lease) -> Lease:
+        """The lease of so many samples that begins with this slice."""
+        run = [first]
+        while sum(lease.piece.count for lease in run) < samples and self._goes_on():
+            run.append(self._take())
+        return _joined(run)
 
     def _cut_step(self) -> None:
         self._step = self.order.slice_at(self.position, min(self.batch_size, self.end - self.position))
@@ -89,8 +122,8 @@ class Cursor:
 
     def applied(self, number: int) -> None:
         """This lease's gradients are in the parameters, on all servers."""
-        if self.open.pop(number, None) is None and self._ahead.pop(number, None) is not None:
-            self._done.add(number)
+        if self.open.pop(number, None) is None and number in self._ahead:
+            _, self._done[number] = self._ahead.pop(number)
 
     def give_back(self, number: int) -> None:
         """This lease's gradient was not used: lend it again."""
@@ -106,7 +139,7 @@ class Cursor:
 
     def held_by(self, worker: int) -> list[int]:
         held = [n for n, (who, _) in self.open.items() if who == worker]
-        return held + [n for n, who in self._ahead.items() if who == worker]
+        return held + [n for n, (who, _) in self._ahead.items() if who == worker]
 
     def close(self, at_once: bool = True) -> None:
         """Lend nothing that was not lent before; what comes back still has to be done.
@@ -159,17 +192,20 @@ class Cursor:
             self._cut_from(first)
         self._strangers = {who for who, _ in self.open.values()}
 
-    def heard_of(self, worker: int, holds: Collection[int]) -> None:
-        """After a restart, a worker says what it really has: this is its own, and what else the copy says goes back."""
+    def heard_of(self, worker: int, holds: Collection[int], samples: int = 0) -> None:
+        """After a restart, a worker says what it really has: this is its own, and what else the copy says goes back.
+
+        `samples` of the lease, where it may be several slices.
+        """
         for number in holds:
-            self._entrust(number, worker)
+            self._entrust(number, worker, samples)
         if worker in self._strangers:
             self._strangers.discard(worker)
             for number in self.held_by(worker):
                 if number not in holds:
                     self.give_back(number)
 
-    def _entrust(self, number: int, worker: int) -> None:
+    def _entrust(self, number: int, worker: int, samples: int) -> None:
         """This worker has a slice, whatever the copy says of it."""
         came_back = next((lease for lease in self.returned if lease.number == number), None)
         if number in self.open:
@@ -178,12 +214,21 @@ class Cursor:
             self.returned.remove(came_back)
             self.open[number] = (worker, came_back)
         elif number >= self.position and number not in self._done:
-            self._ahead[number] = worker
+            self._ahead[number] = (worker, samples)
 
 
 def _plain(lease: Lease) -> list[Any]:
-    return [list(lease.piece), lease.step, lease.share]
+    return [list(lease.piece), lease.step, lease.share, [list(cut) for cut in lease.cuts]]
 
 
-def _lease(piece: list[int], step: int, share: int) -> Lease:
-    return Lease(Slice(*piece), step, share)
+def _lease(piece: list[int], step: int, share: int, cuts: list[list[int]]) -> Lease:
+    return Lease(Slice(*piece), step, share, tuple((count, of) for count, of in cuts))
+
+
+def _joined(run: Sequence[Lease]) -> Lease:
+    """Slices that follow on each other, as one lease."""
+    first = run[0]
+    if len(run) == 1:
+        return first
+    cuts = tuple((lease.piece.count, lease.step) for lease in run)
+    return first._replace(piece=first.piece._replace(count=sum(count for count, _ in cuts)), cuts=cuts)

@@ -48,7 +48,7 @@ class Gathers(Intake):
     def __init__(self, server: Server, *, fed_by_steps: bool) -> None:
         super().__init__(server)
         self._by_steps = fed_by_steps
-        self.gathering = Gathering(server.rules, server.live)
+        self.gathering = Gathering(server.rules, server.training)
         self._parts: dict[Key, dict[int, Message]] = defaultdict(dict)
         self._have: dict[Key, set[int]] = defaultdict(set)
         self._decided: dict[Key, None] = {}  # in order, the recent ones

@@ -15,7 +15,7 @@ from podium.comm.base import DEPARTED, Communicator, Message
 from podium.errors import RecordError
 from podium.measure.records import Record
 
-ORDERED = ("draw", "push", "have")
+ORDERED = ("draw", "push", "pull", "have")
 
 
 class Arrivals(ABC):

@@ -2,13 +2,20 @@
 
 One loop, one message at a time, so updates cannot race. What workers ask of it:
 
-    seed    the first worker brings parameters, optimizer state and the work to be done; a stretch of training begins
+    seed    a worker brings parameters, optimizer state and the work to be done; a stretch of training begins
     draw    a worker wants a lease (first server only); otherwise its next one comes with the answer to its push
     push    one unit of a worker's gradients; the answer is that unit's parameters, now or when the gate opens
+    pull    a worker wants one unit's parameters as they are
     leave   a worker is through; once all are, each gets parameters and optimizer state to take home
     skip    a worker takes no part in this stretch
     retire  this server is no longer needed
     probe   a worker measures how long it takes to be answered
+
+The seed says which optimizer moves the parameters in this stretch: the task's own, which takes gradients, or the outer
+one (`outer.py`), which takes what workers bring home from many local steps. So servers can change with a phase.
+
+Workers may sit: their processes serve and do not train. A sitting worker's draw is answered with `again` now and then,
+so that it need not know how long a stretch lasts. Where all others are lost, those who sat go on in their place.
 
 How pushes become updates is the intake's part (`streams.py`, `gathers.py`), who may go on the gate's, leases the
 cursor's, copies for the day this server is lost `copies.py`'s.
@@ -41,6 +48,7 @@ from podium.servers.gathers import Gathers
 from podium.servers.intake import WISHES, Intake
 from podium.servers.lanes import Lanes
 from podium.servers.mitigation import make_mitigation
+from podium.servers.outer import make_outer
 from podium.servers.ranges import Layout, Unit, lay_out
 from podium.servers.replay import Arrivals, AsTheyCome
 from podium.servers.shard import Shard, unit_of
@@ -68,20 +76,23 @@ class Server:
         lanes: int = 0,
         codec: Codec | None = None,
         pull: Codec | None = None,
+        takes_gradients: bool = True,
     ) -> None:
         """`lanes`: threads that move units, beside this loop; with none, the loop does it itself.
 
-        `codec`: how pushes are packed; `pull`: how answers to them are.
+        `codec`: how pushes are packed; `pull`: how answers to them are. `takes_gradients`: in some stretch the task's
+        optimizer is to run here, so it is refused at once where it cannot.
         """
         self.comm, self.recorder = comm, recorder
         self.lanes = Lanes(lanes, comm.deadline_s)
         self.copies = copies or Copies()
         self.copies.server = self
         self._flat, self._optimizer, self._unit_bytes = flat, optimizer, 8 << 20
+        self._outer: Meta | None = None if takes_gradients else {}
         self.wires = Wires(flat, codec or Dense(), pull or Dense())
         self._arrivals = arrivals or AsTheyCome()
         self.servers = comm.servers
-        self.shard = self.make_shard(comm.rank, comm.servers)
+        self.shard = self.make_shard(comm.rank, comm.servers, self._unit_bytes, self._outer)
         self.seed_meta: Meta = {}
         self.rules = Rules()
         self.mitigation = make_mitigation("none")
@@ -91,6 +102,10 @@ class Server:
         self.updates = 0
         """Updates of the first unit in all."""
         self.cursor: Cursor | None = None
+        self.sitting: set[int] = set()
+        """Workers of this stretch that do not train."""
+        self._sits_until: dict[int, int] = {}  # by parked worker that sits: pushes until it hears from us
+        self._paces: dict[int, float] = {}  # nanoseconds per local step, as workers say
         self.gone: set[int] = set()
         self._skipped: set[int] = set()
         self._acquainted: set[tuple[int, int]] = set()  # (worker, unit) that a restored server has answered
@@ -111,6 +126,7 @@ class Server:
             "seed": self._seed,
             "draw": self._draw,
             "push": self._push,
+            "pull": self._pull,
             "leave": self._leave,
             "skip": self._skip,
             "retire": self._retire,
@@ -154,6 +170,11 @@ class Server:
         return [w for w in self.workers if w not in self.gone and w not in self._skipped]
 
     @property
+    def training(self) -> list[int]:
+        """Those of them who train."""
+        return [w for w in self.live if w not in self.sitting]
+
+    @property
     def is_first(self) -> bool:
         """Whether this server holds the cursor and decides for all."""
         return self.comm.rank == self.servers[0]
@@ -172,8 +193,9 @@ class Server:
 
     def _seed(self, message: Message) -> None:
         self.begin(message.meta)
-        ranges = len(self.shard.ranges)
-        self.shard.load(message.body[:ranges], message.meta, message.body[ranges:])
+        if not self._lends_only:
+            ranges = len(self.shard.ranges)
+            self.shard.load(message.body[:ranges], message.meta, message.body[ranges:])
         self.copies.begin()
         self.answer(message, {})
         self._departures_before()
@@ -182,9 +204,10 @@ class Server:
         """Make ready for what a seed says; parameters and optimizer state come separately."""
         self.lanes.settle()
         self.seed_meta = {k: v for k, v in meta.items() if k != "state"}
-        if (tuple(meta["servers"]), meta["unit_bytes"]) != (self.servers, self._unit_bytes):
-            self.servers, self._unit_bytes = tuple(meta["servers"]), meta["unit_bytes"]
-            self.shard = self.make_shard(self.comm.rank, self.servers)
+        asked = (tuple(meta["servers"]), meta["unit_bytes"], meta.get("outer"))
+        if asked != (self.servers, self._unit_bytes, self._outer):
+            self.servers, self._unit_bytes, self._outer = asked
+            self.shard = self.make_shard(self.comm.rank, *asked)
         self.rules = Rules.from_dict(meta["rules"])
         self.mitigation = make_mitigation(meta["mitigation"], meta["strength"])
         self.wires.begin(meta.get("codec"))
@@ -194,6 +217,8 @@ class Server:
         self._through.clear()
         self._skipped.clear()
         self._parked.clear()
+        self._sits_until.clear()
+        self.sitting = set(meta.get("sitting", ()))
         self._fresh = {(w, u) for w in self.workers for u in range(len(self.shard.units))}
         self.agreed = [False] * WISHES
         self.cursor = None
@@ -205,16 +230,25 @@ class Server:
         self.comm.introduce(dict(meta["addresses"]))
         self.comm.watch(self.live)  # also those that may be gone before they have said a word to us
 
+    @property
+    def _lends_only(self) -> bool:
+        """Whether this stretch wants leases of this server, and no parameters."""
+        return bool(self.seed_meta.get("lends_only"))
+
     def _departures_before(self) -> None:
         """Whoever the seed counts on and is gone already is lost to this stretch too."""
         for worker in sorted(self.gone.intersection(self.workers)):
             self._lose(worker)
 
-    def make_shard(self, rank: int, servers: Sequence[int], unit_bytes: int | None = None) -> Shard:
-        """The shard of one of these servers; of one that is not among them yet, an empty one."""
-        layouts = lay_out(self._flat, len(servers), unit_bytes or self._unit_bytes)
+    def make_shard(self, rank: int, servers: Sequence[int], unit_bytes: int, outer: Meta | None = None) -> Shard:
+        """The shard of one of these servers; of one that is not among them yet, an empty one.
+
+        `outer`: the outer optimizer's settings, where it is not the task's optimizer that moves the parameters.
+        """
+        layouts = lay_out(self._flat, len(servers), unit_bytes)
         layout = layouts[servers.index(rank)] if rank in servers else Layout([], [Unit(0, 0, 0)])
-        return Shard(self._flat, self._optimizer, layout)
+        groups = len(self._optimizer.param_groups)
+        return Shard(self._flat, self._optimizer if outer is None else make_outer(groups, outer), layout)
 
     # Leases.
 
@@ -225,6 +259,7 @@ class Server:
         self.cursor.applied(message.meta["done"])
         self.wishes(message.meta)
         self._parked[message.source] = message
+        self._sits_until[message.source] = min(message.meta.get("patience", 1), max(1, len(self.training)))
         self.serve_parked()
 
     def wishes(self, meta: Meta) -> None:
@@ -239,12 +274,14 @@ class Server:
         cursor = self.cursor
         if cursor is None or (self.rules.wait and not self._may_lend()):
             return
-        for source in sorted(self._parked):
+        if self.sitting and not self.training:
+            self.sitting.clear()  # nobody else is left
+        for source in sorted(set(self._parked) - self.sitting):
             lease = self.lend(source)
             if lease:
                 self.answer(self._parked.pop(source), lease)
-        if self._parked and cursor.exhausted:
-            self.intake.rest(set(self._parked))
+        if cursor.exhausted and set(self._parked) - self.sitting:
+            self.intake.rest(set(self._parked) - self.sitting)
         if cursor.drained and set(self._parked) >= set(self.live):
             for message in self._parked.values():
                 meta = {"position": cursor.position, "agreed": self.agreed}
@@ -254,16 +291,35 @@ class Server:
     def _may_lend(self) -> bool:
         """Where workers go in step, the first leases are lent in order of rank, once all have come for them."""
         begun = any(self.versions) or bool(self.cursor and self.cursor.open)
-        return begun or set(self._parked) >= set(self.live)
+        return begun or set(self._parked) >= set(self.training)
 
     def lend(self, worker: int) -> Meta:
         """The facts of a new lease; none when there is nothing to lend."""
         assert self.cursor is not None
-        lease = self.cursor.draw(worker)
+        lease = self.cursor.draw(worker, self._slices_for(worker))
         if lease is None:
             return {}
         self.intake.wake(worker)
-        return {"lease": lease.number, "piece": list(lease.piece), "of": lease.step}
+        facts = {"lease": lease.number, "piece": list(lease.piece), "of": lease.step}
+        return {**facts, "cuts": [list(cut) for cut in lease.cuts]} if lease.cuts else facts
+
+    def _slices_for(self, worker: int) -> int:
+        """How many local steps a lease is to last: as told or, by speed, as many as the fastest does in the same time.
+
+        Of one whose pace is not known yet, one step will show it.
+        """
+        steps: int = self.seed_meta.get("local_steps", 1)
+        if not self.seed_meta.get("by_speed"):
+            return steps
+        paces = {w: self._paces[w] for w in self.training if w in self._paces}
+        return max(1, round(steps * min(paces.values()) / paces[worker])) if worker in paces else 1
+
+    def _hear_sitters(self) -> None:
+        """Let workers that sit ask again, one round of pushes after they last did: so none of them waits too long."""
+        for source in sorted(self.sitting.intersection(self._parked)):
+            self._sits_until[source] -= 1
+            if self._sits_until[source] <= 0:
+                self.answer(self._parked.pop(source), {"again": max(1, len(self.training))})
 
     # Gradients.
 
@@ -273,12 +329,22 @@ class Server:
             message = self.wires.unpack(message, self.shard.units[unit].of(self.shard.ranges))
         if self.seed_meta["leases"]:
             self._heard(message, (message.meta["lease"],))
+        if message.meta.get("pace", 0) > 0:
+            self._paces[message.source] = message.meta["pace"]
         self._notice_loss(message)
         self.intake.push(message)
+        if message.meta["last"] and self.cursor is not None:
+            self._hear_sitters()
+
+    def _pull(self, message: Message) -> None:
+        self.note(message)
+        unit_of(self.shard.units, message.meta["unit"])
+        self._heard(message, (message.meta["lease"],))
+        self.give(message, {})
 
     def _heard(self, message: Message, holds: tuple[int, ...]) -> None:
         if self.cursor is not None and self.copies.restored:
-            self.cursor.heard_of(message.source, holds)
+            self.cursor.heard_of(message.source, holds, message.meta.get("size", 0))
 
     def _notice_loss(self, message: Message) -> None:
         """A restored server hears from the workers how much of its own work is gone."""
@@ -325,6 +391,8 @@ class Server:
         """Answer a push with its unit's parameters; `landed`: they are where the worker wants them."""
         unit = message.meta["unit"]
         params, facts = self.shard.of(unit), {"version": self.versions[unit], **meta}
+        if message.meta.get("bare"):
+            return self.answer(message, facts, more=not message.meta["last"])
         if self.by_lane(unit):
             body = message.landing if landed and message.landing is not None else params
             return self.lanes.run(unit, lambda: self.answer(message, facts, body))
@@ -379,7 +447,7 @@ class Server:
         self.lanes.settle()
         meta, state = self.shard.dump()
         for waiting in self._left.values():
-            if not self.seed_meta:
+            if not self.seed_meta or self._lends_only:
                 self.answer(waiting, {"empty": True})
             else:
                 self.answer(waiting, {**meta, "workers": self.live}, [*self.shard.params, *state])

@@ -1,7 +1,8 @@
 """The parameters of a server's ranges, and the optimizer that moves them.
 
-Each unit has the task's own optimizer for itself, so a unit can be stepped the moment its gradients are there,
-whatever has come of the others. Gradients are used where they lie: in the worker's memory where that is shared.
+Each unit has the optimizer for itself, the task's own or the outer one, so a unit can be stepped the moment its
+gradients are there, whatever has come of the others. Gradients are used where they lie: in the worker's memory where
+that is shared.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from podium.errors import ConfigError
 from podium.flat import Flat, Piece
 from podium.optim import FlatOptimizer, is_elementwise
 from podium.servers.moments import pack, unpack
+from podium.servers.outer import DelayedNesterov
 from podium.servers.ranges import Layout, Range, Unit
 
 Options = Sequence[Meta]
@@ -104,7 +106,7 @@ class Shard:
     """The parameters and optimizers of a server's ranges."""
 
     def __init__(self, flat: Flat, optimizer: Optimizer, layout: Layout) -> None:
-        if not is_elementwise(optimizer):
+        if not is_elementwise(optimizer) and not isinstance(optimizer, DelayedNesterov):
             raise ConfigError(
                 f"parameter-server: {type(optimizer).__name__} cannot run on ranges of the parameters: it looks at "
                 "whole tensors (or is fused); use SGD, Adam, AdamW, Adagrad or RMSprop"

@@ -24,7 +24,7 @@ class Streams(Intake):
 
     def __init__(self, server: Server) -> None:
         super().__init__(server)
-        self.clocks = Clocks(server.rules, set(server.workers))
+        self.clocks = Clocks(server.rules, set(server.workers) - server.sitting)
         self._held: dict[int, list[tuple[Message, int]]] = defaultdict(list)  # with the copy each must wait for
         self._landed: set[tuple[int, int]] = set()  # (source, unit): parameters that are written already
 

@@ -30,7 +30,7 @@ class Wires:
     """One server's packing."""
 
     def __init__(self, flat: Flat, push: Codec, pull: Codec) -> None:
-        self._flat, self._push, self._pull = flat, push, pull
+        self._flat, self._asked, self._push, self._pull = flat, push, push, pull
         self._held: dict[tuple[int, int], list[Tensor]] = {}  # (worker, unit) -> what the worker has
         self._memory: dict[tuple[int, int], Memory] = {}
         self._spans: dict[tuple[int, int, int], Span] = {}
@@ -44,6 +44,7 @@ class Wires:
 
         It comes over the network, so it can only be one of Podium's own.
         """
+        self._push = self._asked
         if chosen is not None:
             name, _ = parse_spec(chosen, "codec")
             if name not in CODECS:

@@ -6,13 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from podium.config import build
-from podium.errors import ConfigError
 from podium.names import find_class
 
 STRATEGIES: dict[str, str] = {
     "solo": "podium.strategies.solo:Solo",
     "all-reduce": "podium.strategies.all_reduce:AllReduce",
     "parameter-server": "podium.strategies.parameter_server:ParameterServer",
+    "local-sgd": "podium.strategies.local_sgd:LocalSGD",
+    "diloco": "podium.strategies.diloco:DiLoCo",
+    "streaming-diloco": "podium.strategies.streaming_diloco:StreamingDiLoCo",
+    "elastic-averaging": "podium.strategies.elastic_averaging:ElasticAveraging",
+    "adasum": "podium.strategies.adasum:Adasum",
+    "gossip": "podium.strategies.gossip:Gossip",
+    "ad-psgd": "podium.strategies.ad_psgd:ADPSGD",
+    "async-local-sgd": "podium.strategies.async_local_sgd:AsyncLocalSGD",
+    "async-elastic": "podium.strategies.async_elastic:AsyncElastic",
+    "phases": "podium.strategies.phases:Phases",
+    "strategy-switch": "podium.strategies.strategy_switch:StrategySwitch",
+    "sync-switch": "podium.strategies.sync_switch:SyncSwitch",
+    "post-local-sgd": "podium.strategies.post_local_sgd:PostLocalSGD",
 }
 
 
@@ -24,7 +36,6 @@ def find_strategy(name: str) -> type[Any]:
 def make_strategy(name: str, options: Mapping[str, Any] | None = None, workers: int = 1) -> Any:
     """An instance with these options, checked against the number of workers."""
     cls = find_strategy(name)
-    strategy = build(cls, options or {}, who=f"strategy {name}")
-    if cls.max_workers is not None and workers > cls.max_workers:
-        raise ConfigError(f"strategy {name} runs with {cls.max_workers} worker, got workers={workers}")
+    strategy = build(cls, options or {}, who=f"strategy {name}").for_workers(workers)
+    strategy.check(workers)
     return strategy

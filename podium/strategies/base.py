@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from torch import Tensor
 
 from podium.codecs import make_codec
 from podium.codecs.base import Codec
 from podium.config import parse_spec
+from podium.errors import ConfigError
 
 if TYPE_CHECKING:
+    from podium.strategies.phases import Phase
     from podium.worker import Batch, Worker
 
 S = TypeVar("S")
@@ -56,6 +58,24 @@ class Strategy(ABC, Generic[S]):
         return make_codec(*parse_spec(self.pull, "pull"))
 
     @property
+    def phases(self) -> tuple[Phase, ...]:
+        """What the run is made of, in order: this strategy alone, unless it says otherwise."""
+        from podium.strategies.phases import Phase
+
+        return (Phase(self.name, self),)
+
+    def for_workers(self, workers: int) -> Strategy[Any]:
+        """This strategy with what it leaves open until the number of workers is known."""
+        return self
+
+    def check(self, workers: int) -> None:
+        """Raise ConfigError where it cannot run with that many workers."""
+        if self.max_workers is not None and workers > self.max_workers:
+            raise ConfigError(f"strategy {self.name} runs with {self.max_workers} worker, got workers={workers}")
+        if self.colocated and self.server_count > workers:
+            raise ConfigError(f"{self.name}: colocated servers need a worker each ({workers}), got {self.server_count}")
+
+    @property
     def server_count(self) -> int:
         """How many servers must exist from the start."""
         return 0
@@ -71,7 +91,7 @@ class Strategy(ABC, Generic[S]):
         return False
 
     @property
-    def feed(self) -> Literal["step", "cursor"]:
+    def feed(self) -> Literal["step", "cursor", "round"]:
         """Fed by its share of a global step, or by the next lease from a cursor."""
         return "step"
 

@@ -18,25 +18,21 @@ eight workers and a momentum of 0.9 per update, LeNet-5 diverged; with 0.9 to th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
-from podium.codecs.base import Span, Turn
-from podium.errors import ConfigError, Lost
-from podium.reducing import span_of
+from podium.errors import ConfigError
+from podium.servers import client
 from podium.servers.gate import Rules
-from podium.servers.moments import pack, parts_of, unpack
+from podium.servers.moments import unpack
 from podium.servers.options import options_of
-from podium.servers.ranges import Layout, Range, lay_out
-from podium.servers.server import PATIENCE
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from podium.comm.base import Handle, Message, Meta
+    from podium.comm.base import Meta
     from podium.worker import Batch, Worker
 
 Mode = Literal["sync", "async", "ssp", "dssp", "softsync", "backup", "gba"]
@@ -44,12 +40,10 @@ Mode = Literal["sync", "async", "ssp", "dssp", "softsync", "backup", "gba"]
 
 @dataclass
 class PSState:
-    layouts: list[Layout]  # by server
-    versions: list[list[int]]  # of the parameters this worker holds, by server and unit
+    served: client.Served
     outbox: list[Tensor] = field(default_factory=list)  # prefetch: gradients on their way, …
     inbox: list[Tensor] = field(default_factory=list)  # … and the parameters that come back
-    pending: _Pushes | None = None
-    spans: list[list[Span]] = field(default_factory=list)  # of each server's ranges, for a codec
+    pending: client.Pushes | None = None
 
 
 @final
@@ -80,6 +74,8 @@ class ParameterServer(Strategy[PSState]):
     servers: int = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
     """Whether servers have processes of their own or live in the workers'."""
+    only_serve: int = 0
+    """The last so many workers train nothing meanwhile: they become servers, with the colocated servers beside them."""
     lease: int | None = None
     """Samples per push, at most, where workers lease them: a global step is cut into equal slices of no more than this.
     The global batch divided by the workers when not given."""
@@ -107,7 +103,7 @@ class ParameterServer(Strategy[PSState]):
         for name in ("servers", "groups", "replicas", "bucket_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"parameter-server: {name} must be at least 1, got {getattr(self, name)}")
-        for name in ("staleness", "backups", "snapshot_every"):
+        for name in ("staleness", "backups", "snapshot_every", "only_serve"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"parameter-server: {name} must be at least 0, got {getattr(self, name)}")
         if self.mode == "dssp" and self.staleness_high < self.staleness:
@@ -135,6 +131,11 @@ class ParameterServer(Strategy[PSState]):
             raise ConfigError(
                 f"parameter-server: mitigation={self.mitigation} cannot go with prefetch: a server knows which "
                 "parameters it gave last, not which ones a worker that ran ahead has used"
+            )
+        if self.only_serve and (self.mode == "sync" or not self.colocated):
+            raise ConfigError(
+                "parameter-server: only_serve needs placement=colocated and a mode in which workers lease samples, "
+                f"got placement={self.placement}, mode={self.mode}"
             )
         pull = self.pull_codec
         if pull.takes_momentum:
@@ -182,41 +183,37 @@ class ParameterServer(Strategy[PSState]):
         """Whether every push is an update, applied unit by unit."""
         return self.mode in ("async", "ssp", "dssp") and not self._in_step and self.drop_beyond is None
 
+    def check(self, workers: int) -> None:
+        super().check(workers)
+        if self.only_serve >= workers:
+            raise ConfigError(f"parameter-server: only_serve must be below the number of workers, {workers}")
+
     # The three of a strategy.
 
     def init(self, worker: Worker) -> PSState:
-        """The first worker brings parameters and optimizer state to the servers; the others wait until it has."""
-        workers = worker.comm.size
-        if self.mode == "backup" and self.backups >= workers:
-            raise ConfigError(f"parameter-server: backups must be below the number of workers, {workers}")
-        layouts = lay_out(worker.flat, len(worker.comm.servers), self._unit_bytes(worker))
-        state = PSState(layouts, [[0] * len(layout.units) for layout in layouts])
-        state.spans = [[span_of(worker.flat, r) for r in layout.ranges] for layout in layouts]
-        worker.outgoing.memory.forget()
-        worker.next_lease, worker.lease_done = None, -1
+        """Parameters and optimizer state go to the servers; all wait until they are there."""
+        if self.mode == "backup" and self.backups >= self._training(worker):
+            raise ConfigError(
+                f"parameter-server: backups must be below the number of workers, {self._training(worker)}"
+            )
+        state = PSState(client.meet(worker, self._unit_bytes(worker)))
         if self.prefetch:
             state.outbox = [torch.zeros_like(g) for g in worker.flat.grads]
             state.inbox = [torch.zeros_like(p) for p in worker.params]
-        try:
-            if worker.comm.index == 0:
-                self._seed(worker, state)
-            worker.comm.barrier()
-        except Lost:
-            # The others may be at it already: they shall not wait for us.
-            worker.comm.wait(*(worker.comm.call(server, "skip", {}) for server in worker.comm.servers))
-            raise
+        places = client.seeded_here(worker, self.colocated, self.only_serve)
+        client.seed_together(worker, state.served, places, self._work(worker), client.own_states(worker))
         return state
 
     def step(self, worker: Worker, state: PSState, batch: Batch) -> Tensor:
         batch = batch._replace(weight=self._weight(worker, batch))
-        pushes = _Pushes(self, worker, state, batch)  # remembers the versions that are computed on
+        pushes = self._pushes(worker, state, batch)  # remembers the versions that are computed on
         early = self.overlap and not self.prefetch and (self.feed == "step" or worker.clip_norm is None)
         loss = worker.backward(batch, on_ready=pushes.bucket_ready if early else None)
         if self.feed == "cursor" and worker.clip_norm is not None:
             worker.clip_own()
         if self.prefetch:
             self._take(worker, state)
-            pushes.go_from(state)
+            pushes.go_from(state.outbox, state.inbox)
         pushes.finish(float(loss))
         state.pending = pushes
         if not self.prefetch:
@@ -226,29 +223,21 @@ class ParameterServer(Strategy[PSState]):
 
     def exchange(self, worker: Worker, state: PSState, batch: Batch) -> None:
         """Push the gradients as they are, and wait for the parameters: a step without its computing."""
-        state.pending = _Pushes(self, worker, state, batch)
+        state.pending = self._pushes(worker, state, batch)
         state.pending.finish(0.0)
         self._take(worker, state)
 
     def finish(self, worker: Worker, state: PSState) -> None:
         """Wait until all workers are through, then take parameters and optimizer state home."""
-        comm = worker.comm
         self._take(worker, state)
-        calls = [comm.call(server, "leave", {}) for server in comm.servers]
-        answers = comm.wait(*calls, deadline_s=PATIENCE * comm.deadline_s)
-        if any(answer is None or "empty" in answer.meta for answer in answers):
+        answers = client.leave(worker, state.served)
+        if answers is None:
             return  # the servers were never seeded: what we have is the truth
-        moments: dict[str, dict[str, Tensor]] = {}
-        for layout, answer in zip(state.layouts, answers, strict=True):
-            assert answer is not None
-            for r, tensor in zip(layout.ranges, answer.body, strict=False):
-                r.of(worker.params).copy_(tensor)
+        moments: dict[str, dict[str, Any]] = {}
+        for layout, answer in zip(state.served.layouts, answers, strict=True):
             found = unpack(layout.ranges, answer.meta, answer.body[len(layout.ranges) :])
-            _collect(worker, layout.ranges, found, moments)
+            client.collect(worker, layout.ranges, found, moments)
         worker.load_optimizer_state(moments)
-        assert answers[0] is not None
-        if set(answers[0].meta["workers"]) != set(comm.workers):
-            worker.pause_agreed = True  # somebody is gone: all hear of it here, and regroup
 
     @property
     def packs_answers(self) -> bool:
@@ -256,86 +245,67 @@ class ParameterServer(Strategy[PSState]):
 
     # Inside.
 
+    def _pushes(self, worker: Worker, state: PSState, batch: Batch) -> client.Pushes:
+        lease = batch.lease if self.feed == "cursor" else worker.position
+        options, lend = self.options(worker), not self.prefetch
+        return client.Pushes(worker, state.served, batch, lease=lease, options=options, pull=self.pull_codec, lend=lend)
+
     def _take(self, worker: Worker, state: PSState) -> None:
         """Wait for the answers to the last push, and learn from them."""
         pushes, state.pending = state.pending, None
         if pushes is None:
             return
-        answers = worker.comm.wait(*pushes.calls, deadline_s=PATIENCE * worker.comm.deadline_s)
-        lost = [a.meta["lost"] for a in answers if a is not None and "lost" in a.meta]
-        if lost:
-            raise Lost(f"rank {worker.comm.rank}: worker {lost[0]} was lost; this step did not happen")
-        dropped = False
-        for (server, unit), answer in zip(pushes.units, answers, strict=True):
-            assert answer is not None
-            state.versions[server][unit] = answer.meta["version"]
-            pushes.scatter(server, unit, answer)
-            dropped = dropped or answer.meta.get("dropped", False)
+        answers, facts = pushes.take()
+        dropped = any(answer.meta.get("dropped", False) for answer in answers)
         if dropped:
             worker.outgoing.memory.forget()  # these samples will come again
         if self.prefetch:
             for mine, landed in zip(worker.params, state.inbox, strict=True):
                 mine.copy_(landed)
-        self._learn(worker, pushes, answers, dropped)
-
-    def _learn(self, worker: Worker, pushes: _Pushes, answers: Sequence[Message | None], dropped: bool) -> None:
-        """What the answer to the last unit says besides parameters."""
-        at = max(n for n, (server, _) in enumerate(pushes.units) if server == 0)
-        answer = answers[at]
-        assert answer is not None
-        meta = answer.meta
         if self.feed == "step":
-            worker.heed(meta.get("agreed", (False, False, False)))
-            worker.step_loss = meta.get("loss")
+            worker.heed(facts.get("agreed", (False, False, False)))
+            worker.step_loss = facts.get("loss")
         else:
             worker.lease_done = -1 if dropped or self.prefetch else pushes.lease
-            worker.next_lease = meta if "lease" in meta else None
-
-    def _seed(self, worker: Worker, state: PSState) -> None:
-        comm, dtypes = worker.comm, [p.dtype for p in worker.params]
-        seeds = []
-        for server, layout in zip(comm.servers, state.layouts, strict=True):
-            states = parts_of(
-                layout.ranges,
-                lambda i: worker.optimizer.state.get(worker.flat.parameters[i], {}),
-                lambda i, tensor: _in_memory_order(worker, i, tensor),
-            )
-            names, body = pack(layout.ranges, states, dtypes)
-            meta = {**names, **self._work(worker)}
-            seeds.append(comm.call(server, "seed", meta, [*(r.of(worker.params) for r in layout.ranges), *body]))
-        comm.wait(*seeds)
+            worker.next_lease = facts if "lease" in facts else None
 
     def _work(self, worker: Worker) -> Meta:
         """What is to be done in this stretch, as servers need to know it."""
         return {
-            "workers": list(worker.comm.workers),
-            "addresses": list(worker.comm.addresses.items()),
-            "servers": list(worker.comm.servers),
+            **client.common_work(worker, self._unit_bytes(worker)),
             "rules": self._rules(worker).to_dict(),
             "mitigation": self.mitigation,
             "strength": self.strength,
             "clip_norm": worker.clip_norm if self.feed == "step" else None,
             "leases": self.feed == "cursor",
-            "samples": worker.samples,
-            "position": worker.position,
-            "end": worker.horizon,
-            "batch_size": worker.batch_size,
             "parts": self._parts(worker),
-            "codec": worker.outgoing.push[0],
-            "unit_bytes": self._unit_bytes(worker),
+            "sitting": self._sitting(worker),
         }
 
+    def _sitting(self, worker: Worker) -> list[int]:
+        """Workers that only serve. Those who join later train; where nobody else is left, all do."""
+        comm = worker.comm
+        if not self.only_serve:
+            return []
+        first = min(comm.servers)  # the run began with this many workers, numbered before the servers
+        sitting = [rank for rank in comm.workers if first - self.only_serve <= rank < first]
+        return sitting if len(sitting) < comm.size else []
+
+    def _training(self, worker: Worker) -> int:
+        return worker.comm.size - len(self._sitting(worker))
+
     def _unit_bytes(self, worker: Worker) -> int:
-        return self.unit_bytes or _unit_bytes(worker.comm.shares_memory)
+        return self.unit_bytes or client.unit_bytes_for(worker)
 
     def as_recorded(self, shares_memory: bool) -> ParameterServer:
         if self.mode == "dssp" or self.replicas > 1:
             what = "mode=dssp (its gate looks at the clock)" if self.mode == "dssp" else "replicas above 1"
             raise ConfigError(f"replay: parameter-server with {what} cannot be replayed")
-        return dataclasses.replace(self, unit_bytes=self.unit_bytes or _unit_bytes(shares_memory))
+        default = client.SHARED_UNIT_BYTES if shares_memory else client.UNIT_BYTES
+        return dataclasses.replace(self, unit_bytes=self.unit_bytes or default)
 
     def _rules(self, worker: Worker) -> Rules:
-        workers = worker.comm.size
+        workers = self._training(worker)
         if self._in_step:
             return Rules(bound=0, all_workers=True, wait=True)
         if self.mode == "ssp":
@@ -357,7 +327,7 @@ class ParameterServer(Strategy[PSState]):
         """Into how many slices a global step is cut."""
         if self.lease is not None:
             return max(1, -(-worker.batch_size // self.lease))
-        workers = worker.comm.size - (self.backups if self.mode == "backup" else 0)
+        workers = self._training(worker) - (self.backups if self.mode == "backup" else 0)
         return min(workers, worker.batch_size)
 
     def _weight(self, worker: Worker, batch: Batch) -> float:
@@ -365,7 +335,7 @@ class ParameterServer(Strategy[PSState]):
         if self.feed == "step" or self._in_step or self.mode in ("backup", "gba"):
             return batch.weight
         if self.mode == "softsync":
-            return batch.weight * self._parts(worker) / self._group(worker.comm.size)
+            return batch.weight * self._parts(worker) / self._group(self._training(worker))
         return 1.0
 
     def options(self, worker: Worker) -> list[Meta]:
@@ -381,141 +351,7 @@ class ParameterServer(Strategy[PSState]):
             return 1.0
         leases = 1
         if self._in_step or self.mode == "backup":
-            leases = worker.comm.size - (self.backups if self.mode == "backup" else 0)
+            leases = self._training(worker) - (self.backups if self.mode == "backup" else 0)
         elif self.mode == "softsync":
-            leases = self._group(worker.comm.size)
+            leases = self._group(self._training(worker))
         return min(1.0, leases / self._parts(worker))
-
-
-def _unit_bytes(shares_memory: bool) -> int:
-    return 32 << 20 if shares_memory else 8 << 20
-
-
-class _Pushes:
-    """The units of one push: sent as they become ready, in the order of the buckets."""
-
-    def __init__(self, strategy: ParameterServer, worker: Worker, state: PSState, batch: Batch) -> None:
-        self.worker, self.state = worker, state
-        self.calls: list[Handle] = []
-        self.units: list[tuple[int, int]] = []  # (server, unit) of each call
-        self.lease = batch.lease if strategy.feed == "cursor" else worker.position
-        self._options = strategy.options(worker)
-        self._pull = strategy.pull_codec
-        self._turn = worker.turn
-        self._batch, self._prefetch = batch, strategy.prefetch
-        self._grads, self._params = worker.flat.grads, worker.params
-        self._versions = [list(versions) for versions in state.versions]
-        self._sent = 0  # buckets
-
-    def go_from(self, state: PSState) -> None:
-        """Send copies, so that the next gradients may be computed meanwhile."""
-        for copy, grads in zip(state.outbox, self._grads, strict=True):
-            copy.copy_(grads)
-        self._grads, self._params = state.outbox, state.inbox
-
-    def bucket_ready(self, bucket: int) -> None:
-        """Issue this bucket's units; never waits. A server's last unit stays back: it tells what the step came to."""
-        self._sent = bucket + 1
-        for m, layout in enumerate(self.state.layouts):
-            for u, unit in enumerate(layout.units[:-1]):
-                if unit.bucket == bucket:
-                    early = self.worker.comm.in_backward
-                    self._call(m, u, {"early": early, "last": False}, more=not early)
-
-    def finish(self, loss: float) -> None:
-        """Send what is left."""
-        worker, batch = self.worker, self._batch
-        for bucket in range(self._sent, worker.buckets):
-            self.bucket_ready(bucket)
-        facts = {
-            "early": False,
-            "last": True,
-            "done": worker.lease_done,
-            "wishes": list(worker.wishes),
-            "loss": loss * batch.weight,
-            "samples": batch.samples,
-            "weight": batch.weight,
-            "lend": not self._prefetch,
-        }
-        for m, layout in enumerate(self.state.layouts):
-            self._call(m, len(layout.units) - 1, facts)
-
-    def _call(self, m: int, u: int, facts: Meta, more: bool = False) -> None:
-        worker, layout = self.worker, self.state.layouts[m]
-        ranges = layout.units[u].of(layout.ranges)
-        meta = {
-            "unit": u,
-            "lease": self.lease,
-            "version": self._versions[m][u],
-            "options": self._options,
-            "unused": worker.unused_among(part.piece for r in ranges for part in r.parts),
-            **facts,
-        }
-        body, into = [r.of(self._grads) for r in ranges], [r.of(self._params) for r in ranges]
-        rows, (_, packing) = bool(ranges) and ranges[0].row > 0, worker.outgoing.push
-        if rows:
-            body = self._rows(ranges[0])
-        elif packing.codec.exact:
-            for grad, span in zip(body, layout.units[u].of(self.state.spans[m]), strict=True):
-                worker.outgoing.add_leftover(grad, span)
-        else:
-            spans = layout.units[u].of(self.state.spans[m])
-            body = [packing.pack(g, s, self._turn, worker.outgoing.memory) for g, s in zip(body, spans, strict=True)]
-            worker.comm.clock.touch(round(packing.codec.passes * sum(span.numel for span in spans) * 4))
-            meta["turn"] = list(self._turn)
-        whole = not rows and self._pull.exact
-        self.units.append((m, u))
-        server = worker.comm.servers[m]
-        self.calls.append(worker.comm.call(server, "push", meta, body, into if whole else None, more))
-
-    def _rows(self, r: Range) -> list[Tensor]:
-        """The touched rows of a range, numbered from its own first."""
-        (part,) = r.parts
-        index, values = self.worker.touched_rows(part.piece)
-        first, stop = part.start // r.row, part.stop // r.row
-        mine = (index >= first) & (index < stop)
-        return [index[mine] - first, values[mine]]
-
-    def scatter(self, m: int, u: int, answer: Message) -> None:
-        """Put what came back where it belongs; whole ranges have landed by themselves."""
-        layout = self.state.layouts[m]
-        ranges = layout.units[u].of(layout.ranges)
-        if ranges and ranges[0].row:
-            index, rows = answer.body
-            table = ranges[0].of(self._params).view(-1, ranges[0].row)
-            table.index_copy_(0, index.to(table.device), rows.to(table.device))
-        elif not self._pull.exact:
-            turn = Turn(step=answer.meta["version"], rank=self.worker.comm.rank)
-            spans = layout.units[u].of(self.state.spans[m])
-            for r, span, tensor in zip(ranges, spans, answer.body, strict=True):
-                mine = r.of(self._params)
-                if answer.meta["packed"]:
-                    self._pull.decode_add(tensor.to(mine.device), mine, span, turn)
-                else:
-                    mine.copy_(tensor)
-
-
-def _collect(
-    worker: Worker, ranges: list[Range], states: list[dict[str, Tensor]], moments: dict[str, dict[str, Tensor]]
-) -> None:
-    """Put one server's parts of the optimizer state back into whole parameters."""
-    parts = [part for r in ranges for part in r.parts]
-    for part, state in zip(parts, states, strict=True):
-        piece = worker.flat.pieces[part.piece]
-        whole = moments.setdefault(piece.name, {})
-        for key, value in state.items():
-            if value.dim() == 0:
-                whole[key] = value
-                continue
-            if key not in whole:
-                whole[key] = torch.empty_strided(piece.shape, piece.stride, dtype=value.dtype, device=value.device)
-            flat = whole[key].as_strided((piece.stop - piece.start,), (1,))
-            flat[part.start : part.stop] = value
-
-
-def _in_memory_order(worker: Worker, index: int, tensor: Tensor) -> Tensor:
-    """A tensor shaped like a parameter, as one flat run in the order its elements lie in the buffer."""
-    piece = worker.flat.pieces[index]
-    flat = torch.empty(piece.stop - piece.start, dtype=tensor.dtype, device=tensor.device)
-    flat.as_strided(piece.shape, piece.stride).copy_(tensor)
-    return flat

@@ -10,10 +10,11 @@ from __future__ import annotations
 import importlib
 import io
 import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from podium.study.figures import AXES, Bars, Convergence, Figure, Histogram
+from podium.study.figures import AXES, Bars, Convergence, Figure, Histogram, Line, Panel, Stack
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
 """Okabe and Ito's, which colour-blind readers can tell apart; they repeat after eight strategies."""
@@ -55,6 +56,8 @@ def to_plotly(figure: Figure, order: Mapping[str, int]) -> dict[str, Any]:
         return _plotly_bars(figure, order)
     if isinstance(figure, Histogram):
         return _plotly_histogram(figure, order)
+    if isinstance(figure, Stack):
+        return _plotly_stack(figure, order)
     traces = []
     for curve in figure.curves:
         colour, (_, dash), width = style(curve.cell, order)
@@ -69,6 +72,16 @@ def to_plotly(figure: Figure, order: Mapping[str, int]) -> dict[str, Any]:
         hover = f"{curve.cell}, median: %{{y:.4g}}<extra></extra>"
         traces.append({"x": curve.x, "y": curve.y, "mode": "lines", "line": thick, "hovertemplate": hover})
     return {"data": traces, "layout": _layout(AXES[figure.axis], figure.quantity, log=figure.log)}
+
+
+LABEL = 28
+"""Columns of a strategy's name beside its bar; a longer one goes on over three lines at most."""
+
+
+def _label(cell: str) -> list[str]:
+    """A strategy's name in lines, broken before its options; phases can be long, and the tables have them whole."""
+    lines = [line for part in cell.replace(":", ":\n", 1).split("\n") for line in textwrap.wrap(part, LABEL)]
+    return lines if len(lines) <= 3 else [*lines[:2], lines[2][: LABEL - 2] + " …"]
 
 
 def _plotly_bars(figure: Bars, order: Mapping[str, int]) -> dict[str, Any]:
@@ -86,6 +99,10 @@ def _plotly_bars(figure: Bars, order: Mapping[str, int]) -> dict[str, Any]:
     layout = _layout(figure.name, "", log=False)
     layout["height"] = 70 + 45 * len(figure.bars)
     layout["yaxis"] |= {"autorange": "reversed", "ticks": "outside", "ticklen": 5, "tickcolor": "rgba(0,0,0,0)"}
+    named = {bar.cell: "<br>".join(_label(bar.cell)) for bar in figure.bars if len(bar.cell) > LABEL}
+    if named:  # one whole name would leave the bars no room
+        layout["yaxis"] |= {"tickvals": [bar.cell for bar in figure.bars]}
+        layout["yaxis"] |= {"ticktext": [named.get(bar.cell, bar.cell) for bar in figure.bars]}
     layout["xaxis"] |= {"rangemode": "tozero"}
     return {"data": traces, "layout": layout}
 
@@ -100,6 +117,58 @@ def _plotly_histogram(figure: Histogram, order: Mapping[str, int]) -> dict[str, 
     layout["xaxis"] |= {"type": "category"}  # `65–128` has no place on an axis of numbers
     layout |= {"barmode": "stack", "bargap": 0.1, "showlegend": len(figure.layers) > 1}
     return {"data": traces, "layout": layout}
+
+
+PANEL_PIXELS = 150
+"""How high one panel of a stack is on the screen."""
+
+
+def _plotly_stack(figure: Stack, order: Mapping[str, int]) -> dict[str, Any]:
+    colour, *_ = style(figure.cell, order)
+    traces: list[dict[str, Any]] = []
+    layout = _layout(AXES["epoch"], "", log=False)
+    axis = layout.pop("yaxis")
+    height, gap = 1 / len(figure.panels), 0.05
+    shapes = [_stroke({"x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}, "dash") for _, x in figure.marks]
+    for place, panel in enumerate(figure.panels):
+        name = "y" if place == 0 else f"y{place + 1}"
+        top = 1 - place * height
+        named = {"title": {"text": _short(panel.quantity)}, "type": "log" if panel.log else "-"}
+        named |= {"dtick": "D2"} if panel.log else {}  # a panel is too low for all ticks of a decade
+        bottom = 0.0 if place == len(figure.panels) - 1 else top - height + gap
+        layout[name.replace("y", "yaxis")] = {**axis, **named, "domain": [bottom, top]}
+        for line in panel.lines:
+            hover = f"{panel.quantity}, seed {line.seed}: %{{y:.4g}}<extra></extra>"
+            drawn = {"x": line.x, "y": line.y, "yaxis": name, "mode": _marked(line, panel), "hovertemplate": hover}
+            traces.append({**drawn, "line": {"color": colour, "width": 1.5}, "marker": {"size": 4, "color": colour}})
+        if panel.threshold is not None:
+            shapes.append(
+                _stroke({"x0": 0, "x1": 1, "xref": "paper", "yref": name} | _level(panel.threshold), "dot", BOUND)
+            )
+    layout["xaxis"] |= {"anchor": "y" if len(figure.panels) == 1 else f"y{len(figure.panels)}"}
+    return {"data": traces, "layout": {**layout, "shapes": shapes, "height": 60 + PANEL_PIXELS * len(figure.panels)}}
+
+
+BOUND = "#b00020"
+"""The colour of thresholds."""
+
+
+def _stroke(ends: dict[str, Any], dash: str, colour: str = "#777") -> dict[str, Any]:
+    return {"type": "line", **ends, "line": {"color": colour, "width": 1, "dash": dash}}
+
+
+def _level(y: float) -> dict[str, float]:
+    return {"y0": y, "y1": y}
+
+
+def _marked(line: Line, panel: Panel) -> str:
+    """A rule has few values, and a single one would make no line."""
+    return "lines+markers" if panel.threshold is not None or len(line.x) == 1 else "lines"
+
+
+def _short(name: str) -> str:
+    """A rule's name without its options, which would not fit beside a panel."""
+    return name.partition(":")[0]
 
 
 def _layer_colours(figure: Histogram, order: Mapping[str, int]) -> list[str]:
@@ -134,19 +203,26 @@ def to_svg(figure: Figure, order: Mapping[str, int]) -> str | None:
     settings |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
     # A context of its own, and no pyplot: the caller's figures and settings stay as they are.
     with matplotlib.rc_context(settings):
-        height = 0.55 + 0.42 * len(figure.bars) if isinstance(figure, Bars) else 2.9
-        canvas = figures.Figure(figsize=(4.8, height), layout="constrained")
+        canvas = figures.Figure(figsize=(4.8, _height(figure)), layout="constrained")
         backend.FigureCanvasSVG(canvas)
-        axes = canvas.add_subplot()
-        if isinstance(figure, Bars):
-            _draw_bars(axes, figure, order)
+        if isinstance(figure, Stack):
+            _draw_stack(canvas, figure, order)
+        elif isinstance(figure, Bars):
+            _draw_bars(canvas.add_subplot(), figure, order)
         elif isinstance(figure, Histogram):
-            _draw_histogram(axes, figure, order)
+            _draw_histogram(canvas.add_subplot(), figure, order)
         else:
-            _draw_curves(axes, figure, order)
+            _draw_curves(canvas.add_subplot(), figure, order)
         out = io.StringIO()
         canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     return _embed(out.getvalue())
+
+
+def _height(figure: Figure) -> float:
+    """In inches."""
+    if isinstance(figure, Stack):
+        return 0.5 + 1.25 * len(figure.panels)
+    return 0.55 + 0.42 * len(figure.bars) if isinstance(figure, Bars) else 2.9
 
 
 def _draw_curves(axes: Any, figure: Convergence, order: Mapping[str, int]) -> None:
@@ -169,7 +245,7 @@ def _draw_bars(axes: Any, figure: Bars, order: Mapping[str, int]) -> None:
         if bar.low is not None and bar.high is not None:
             axes.errorbar(bar.mean, place, xerr=[[bar.mean - bar.low], [bar.high - bar.mean]], color=INK, capsize=3)
         axes.plot(bar.points, [place] * len(bar.points), "o", markersize=3.5, markerfacecolor="none", color=INK)
-    axes.set_yticks(range(len(figure.bars)), [bar.cell.replace(":", ":\n", 1) for bar in figure.bars])
+    axes.set_yticks(range(len(figure.bars)), ["\n".join(_label(bar.cell)) for bar in figure.bars])
     axes.set(xlabel=figure.name)
     axes.set_xlim(left=0)
     axes.invert_yaxis()
@@ -192,6 +268,25 @@ def _draw_histogram(axes: Any, figure: Histogram, order: Mapping[str, int]) -> N
     axes.grid(axis="y", alpha=0.25, linewidth=0.5)
     if len(figure.layers) > 1:
         axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside it: it hides nothing
+
+
+def _draw_stack(canvas: Any, figure: Stack, order: Mapping[str, int]) -> None:
+    colour, *_ = style(figure.cell, order)
+    grid = canvas.subplots(len(figure.panels), 1, sharex=True, squeeze=False)
+    for axes, panel in zip(grid[:, 0], figure.panels, strict=True):
+        for line in panel.lines:
+            dot = "." if "markers" in _marked(line, panel) else None
+            axes.plot(line.x, line.y, color=colour, linewidth=1, marker=dot, markersize=4)
+        for _, epoch in figure.marks:
+            axes.axvline(epoch, color="#777777", linestyle="--", linewidth=0.8)
+        if panel.threshold is not None:
+            axes.axhline(panel.threshold, color=BOUND, linestyle=":", linewidth=1)
+        if panel.log:
+            axes.set_yscale("log")
+            axes.tick_params(axis="y", which="minor", labelsize=6)
+        axes.set_ylabel(_short(panel.quantity))
+        axes.grid(alpha=0.25, linewidth=0.5)
+    grid[-1, 0].set_xlabel(AXES["epoch"])
 
 
 def _embed(svg: str) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from podium.measure.phases import COST
 
 ABSENT = "–"
 
@@ -31,6 +34,15 @@ def spread(mean: float | None, low: float | None, high: float | None) -> str:
         return f"{plain(mean)} ± 0"
     places = _decimals(half, 2)
     return f"{mean:,.{places}f} ± {half:,.{places}f}"
+
+
+def between(values: Sequence[float]) -> str:
+    """The median, and in brackets the lowest and the highest where they differ."""
+    if not values:
+        return ABSENT
+    middle = plain(statistics.median(values))
+    ends = [plain(min(values)), plain(max(values))]
+    return middle if ends[0] == ends[1] else f"{middle} ({ends[0]} to {ends[1]})"
 
 
 def percent(share: float | None) -> str:
@@ -63,6 +75,33 @@ def mishaps(row: Mapping[str, Any]) -> list[str]:
     said = [f"lost rank {', '.join(map(str, lost))}"] if lost else []
     said += [f"restored {restoration(facts)}" for facts in row.get("restored") or ()]
     return [*said, f"dropped {pushes(row['dropped'])}"] if row.get("dropped") else said
+
+
+def change(facts: Mapping[str, Any]) -> str:
+    """From which strategy to which: one entry of a result's `switches`."""
+    return f"{_strategy(facts['before'])} → {_strategy(facts['after'])}"
+
+
+def _strategy(phase: str) -> str:
+    """A phase without the rule that ends it."""
+    return phase.partition(" until ")[0]
+
+
+def reason(facts: Mapping[str, Any], rules: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Why a phase ended: the rule's own words, its name and, where it has them, its value and threshold."""
+    text = f"{facts['why']} ({facts['rule']}"
+    if facts["value"] is None:
+        return text + ")"
+    known = [rule["threshold"] for rule in rules if rule["in_force"] and rule["rule"] == facts["rule"]]
+    bound = f", threshold {plain(known[0])}" if known and isinstance(known[0], int | float) else ""
+    return f"{text}: {plain(facts['value'])}{bound})"
+
+
+def switch_cost(facts: Mapping[str, Any]) -> str:
+    """What a change of phase cost, by part, in milliseconds."""
+    cost = facts["cost_ms"]
+    parts = ", ".join(f"{part.replace('_', ' ')} {plain(cost[part], 2)}" for part in COST)
+    return f"{plain(cost['total'], 2)} ms: {parts}"
 
 
 def _decimals(value: float, digits: int) -> int:

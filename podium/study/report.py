@@ -20,8 +20,16 @@ from podium.study import format as written
 from podium.study.again import command, python_call
 from podium.study.answer import Findings, find, tell
 from podium.study.drawing import plotly_script, style, to_plotly, to_svg
-from podium.study.figures import Bars, Figure, convergence_panels, cost_bars, staleness_bars, staleness_histograms
-from podium.study.rows import TARGET_SHARE, arranged, cells
+from podium.study.figures import (
+    Bars,
+    Figure,
+    convergence_panels,
+    cost_bars,
+    phase_stacks,
+    staleness_bars,
+    staleness_histograms,
+)
+from podium.study.rows import TARGET_SHARE, RuleLine, arranged, cells, finished, rules_by_cell
 from podium.study.staleness import staleness_by_cell
 from podium.study.statistics import Mean
 from podium.study.store import Row, Store, write_whole
@@ -50,7 +58,7 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, inclu
         return [_figure(figure, order, screen=script is not None) for figure in figures]
 
     panels = convergence_panels(rows, findings.metric)
-    histograms = staleness_histograms(rows)
+    histograms, stacks = staleness_histograms(rows), phase_stacks(rows, findings.metric)
     return (
         _environment()
         .get_template("report.html.j2")
@@ -68,6 +76,10 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, inclu
             stale_cells=[
                 _stale_cell(cell, tables, drawn([histograms[cell]] if cell in histograms else []))
                 for cell, tables in staleness_by_cell(rows).items()
+            ],
+            phases=[
+                _phased(cell, rows, rules, drawn([stacks[cell]] if cell in stacks else []))
+                for cell, rules in rules_by_cell(rows).items()
             ],
             runs=[_run(row, findings, folder) for row in ended],
             python_call=python_call(study),
@@ -108,6 +120,36 @@ def _stale_cell(cell: str, tables: Staleness, figures: list[dict[str, Any]]) -> 
             {"name": f"server {server}, range {number}", "spread": spread}
             for (server, number), spread in tables.ranges.items()
         ],
+    }
+
+
+def _phased(cell: str, rows: Sequence[Row], rules: Sequence[RuleLine], figures: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the section on phases says of one strategy."""
+    return {
+        "cell": cell,
+        "figures": figures,
+        "switches": [
+            {
+                "seed": row["seed"],
+                "change": written.change(facts),
+                "why": written.reason(facts, row["rules"]),
+                "facts": facts,
+            }
+            for row in finished(rows)
+            if row["cell"] == cell
+            for facts in row["switches"]
+        ],
+        "rules": [_rule(line) for line in rules],
+    }
+
+
+def _rule(line: RuleLine) -> dict[str, Any]:
+    count = f"{len(line.epochs)} of {line.runs}" if line.runs > 1 else "yes"
+    return {
+        "line": line,
+        "fired": count if line.epochs else "not fired" if line.measured else "not measured",
+        "epochs": written.between(line.epochs),
+        "late": "" if not line.late else "yes" if line.runs == 1 else f"{line.late} of {len(line.epochs)}",
     }
 
 

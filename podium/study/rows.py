@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from podium.names import find_class
 from podium.study.store import Key, Row
+from podium.triggers import TRIGGERS, WATCHED
 
 LOWER_IS_BETTER = ("loss", "mae", "mse", "rmse", "error", "perplexity")
 """A metric is better when lower if its name is one of these or ends in one, as `val_loss` does."""
@@ -108,3 +110,84 @@ def default_target(rows: Sequence[Row], metric: str) -> float | None:
     best = min(means) if lower else max(means)
     slack = (1 - TARGET_SHARE) * abs(best)
     return float(f"{best + slack if lower else best - slack:.3g}")
+
+
+class Others(NamedTuple):
+    """What the rules that were not in force had to say of a run with phases."""
+
+    fired: tuple[Mapping[str, Any], ...]
+    """In order of firing, as `RunResult.rules` has them."""
+    silent: tuple[str, ...]
+    """Evaluated, and never fired."""
+    unmeasured: tuple[str, ...]
+    """What they look at was not measured: that costs an exchange, and no rule in force asked for it."""
+
+
+def other_rules(row: Mapping[str, Any]) -> Others:
+    """A run's rules besides its own. A rule in force is not told of twice, unless it would have fired later only."""
+    rules = row.get("rules") or ()
+    if not rules:
+        return Others((), (), ())
+    own = {rule["rule"]: rule["step"] for rule in rules if rule["in_force"]}
+    others = [rule for rule in rules if not rule["in_force"]]
+    fired = tuple(rule for rule in others if rule["step"] is not None and own.get(rule["rule"]) is None)
+    told = {*own, *(rule["rule"] for rule in fired)}
+    # Most rules leave a reading only when they fire.
+    rest = [name for name in dict.fromkeys([*(rule["rule"] for rule in others), *WATCHED]) if name not in told]
+    measured = {need for rule in rules for need in _needs(rule["rule"])}
+    unmeasured = tuple(name for name in rest if _needs(name) - measured)
+    return Others(fired, tuple(name for name in rest if name not in unmeasured), unmeasured)
+
+
+def _needs(rule: str) -> set[str]:
+    """What must be measured for one of our own rules."""
+    name = rule.partition(":")[0]
+    if name not in TRIGGERS:
+        return set()
+    kind: Any = find_class("trigger", name, TRIGGERS)
+    return {need for need in ("needs_times", "needs_noise") if getattr(kind, need)}
+
+
+class RuleLine(NamedTuple):
+    """One rule over all runs of a strategy."""
+
+    rule: str
+    in_force: bool
+    runs: int
+    epochs: tuple[float, ...]
+    """Where it fired, for each run in which it did."""
+    late: int
+    """In how many of them only after the run had switched."""
+    measured: bool = True
+
+
+def rules_by_cell(rows: Iterable[Row]) -> dict[str, list[RuleLine]]:
+    """The rules of each strategy with phases: those in force first, then others in order of firing, then the rest."""
+    done = [row for row in finished(rows) if row.get("rules")]
+    return {cell: _rule_lines([row for row in done if row["cell"] == cell]) for cell in cells(done)}
+
+
+def _rule_lines(runs: Sequence[Row]) -> list[RuleLine]:
+    own: dict[str, list[Mapping[str, Any]]] = {}
+    others: dict[str, list[Mapping[str, Any]]] = {}
+    unmeasured: dict[str, int] = {}
+    for row in runs:
+        for rule in row["rules"]:
+            if rule["in_force"]:
+                own.setdefault(rule["rule"], []).append(rule)
+        told = other_rules(row)
+        for rule in told.fired:
+            others.setdefault(rule["rule"], []).append(rule)
+        for name in (*told.silent, *told.unmeasured):
+            others.setdefault(name, [])
+        for name in told.unmeasured:
+            unmeasured[name] = unmeasured.get(name, 0) + 1
+    lines = [_rule_line(name, True, len(runs), found) for name, found in own.items()]
+    rest = [_rule_line(name, False, len(runs), found) for name, found in others.items()]
+    rest = [line._replace(measured=unmeasured.get(line.rule, 0) < len(runs)) for line in rest]
+    return lines + sorted(rest, key=lambda line: (not line.epochs, min(line.epochs, default=0.0), not line.measured))
+
+
+def _rule_line(name: str, in_force: bool, runs: int, found: Sequence[Mapping[str, Any]]) -> RuleLine:
+    epochs = tuple(float(rule["epoch"]) for rule in found if rule["epoch"] is not None)
+    return RuleLine(name, in_force, runs, epochs, sum(bool(rule["after_switch"]) for rule in found))

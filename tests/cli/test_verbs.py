@@ -30,6 +30,13 @@ def test_the_list_names_what_the_other_verbs_take() -> None:
     assert all(name in shown for name in (*document["tasks"], *document["strategies"]))
 
 
+def test_the_list_names_triggers_with_their_options() -> None:
+    document = json.loads(invoke("list", "--json").stdout)
+    assert document["triggers"]["plateau"].startswith("Fires when")
+    assert document["trigger_options"]["plateau"]["window"] == 6 and "of" in document["trigger_options"]["function"]
+    assert "options: factor=1.5, patience=3, gone=false, latest=1.0" in invoke("list").stdout
+
+
 FINE = Check(name="torch", status="ok", detail="2.13.0, one gradient computed")
 SKIPPED = Check(name="nccl", status="skipped", detail="no CUDA GPU here")
 BROKEN = Check(name="loopback TCP", status="failed", detail="refused", fix="ip link set lo up")

@@ -97,6 +97,29 @@ class CommunicatorContract:
         for survivor in (first, last):
             assert survivor == {"sum": [2.0, 2.0], "workers": (0, 2), "size": 2, "generation": 1, "copied": 2.0}
 
+    def test_polling_never_waits_and_takes_messages_in_their_order(self, world: World) -> None:
+        before, kinds, after = world.run(_poll_and_find, workers=2)[1]
+        assert before is None
+        assert kinds == ["first", "second", "third"]
+        assert after is None
+
+    def test_polling_beside_a_call_tells_of_messages_until_the_call_is_answered(self, world: World) -> None:
+        kinds, answer = world.run(_poll_beside_a_call, workers=2, servers=1)[0]
+        assert kinds == ["meanwhile", "meanwhile"]
+        assert answer == {"answer": 42}
+
+    def test_polling_beside_a_call_that_is_lost_ends(self, world: World) -> None:
+        caller, _ = world.attempt(_poll_beside_a_lost_call, workers=1, servers=1)
+        assert isinstance(caller, Lost)
+
+    def test_polling_beside_a_call_that_nobody_answers_ends_with_the_deadline(self, world: World) -> None:
+        asked, _ = world.attempt(_poll_unanswered, workers=1, servers=1)
+        assert isinstance(asked, DeadlineExceeded)
+
+    def test_polling_inside_a_backward_pass_is_refused(self, world: World) -> None:
+        (message,) = world.run(_poll_in_backward, workers=1)
+        assert "inside a backward pass" in message
+
     def test_traffic_counts_bytes_of_tensors(self, world: World) -> None:
         worker, other, server = world.run(_count_traffic, workers=2, servers=1)
         ring = 2 * 400 * (2 - 1) // 2
@@ -119,6 +142,15 @@ class TestVirtual(CommunicatorContract):
     @pytest.fixture(params=["fifo", "fair"])
     def world(self, request: pytest.FixtureRequest) -> World:
         return Virtual(uniform(4, sharing=request.param))
+
+
+@pytest.mark.parametrize("computes_us", [0, 40, 60, 1000])
+def test_in_virtual_time_polling_finds_what_has_arrived_by_the_ranks_own_clock(computes_us: int) -> None:
+    cluster = uniform(2, latency_us=50.0, mbit=None)
+    (_, (found, now)), again = (Virtual(cluster).run(partial(_poll_after, us=computes_us), 2) for _ in range(2))
+    assert found == (computes_us > 50)  # a message without a body takes the latency and next to nothing else
+    assert now == computes_us * 1000, "polling takes no time"
+    assert again == [None, (found, now)]
 
 
 class TestVirtualOnOneNode(CommunicatorContract):
@@ -305,6 +337,87 @@ def _lose_one_and_regroup(comm: Communicator) -> dict[str, Any] | None:
         "generation": comm.generation,
         "copied": copied.item(),
     }
+
+
+def _poll_and_find(comm: Communicator) -> tuple[Any, list[str], Any] | None:
+    if comm.rank == 0:
+        asked = comm.recv()
+        for kind in ("first", "second", "third"):
+            comm.send(1, kind, {}, [torch.zeros(3)])
+        comm.reply(asked, {})  # comes after them
+        comm.barrier()
+        return None
+    before = comm.poll()
+    comm.wait(comm.call(0, "ask", {}))
+    found = [comm.poll() for _ in range(3)]
+    after = comm.poll()
+    comm.barrier()
+    return before, [message.kind for message in found if message is not None], after
+
+
+def _poll_beside_a_call(comm: Communicator) -> tuple[list[str], Any] | None:
+    if comm.rank == 1:
+        for _ in range(2):
+            comm.wait(comm.call(0, "meanwhile", {}))
+        comm.send(2, "now", {})
+        comm.recv()
+        return None
+    if comm.rank == 2:
+        asked = comm.recv()  # the call comes first: the other waits for its caller
+        while comm.recv().kind != "now":
+            pass
+        comm.reply(asked, {"answer": 42})
+        comm.recv()
+        return None
+    call, kinds = comm.call(2, "ask", {}), []
+    while (message := comm.poll(call, deadline_s=300)) is not None:  # nothing else ends it: nobody leaves meanwhile
+        kinds.append(message.kind)
+        comm.reply(message, {})
+    assert call.done
+    (answer,) = comm.wait(call)
+    for rank in (1, 2):
+        comm.send(rank, "go", {})
+    return kinds, None if answer is None else answer.meta
+
+
+def _poll_beside_a_lost_call(comm: Communicator) -> str:
+    if comm.rank == 1:
+        comm.recv()
+        return "left without an answer"
+    call = comm.call(1, "anybody", {})
+    while comm.poll(call) is not None:
+        pass
+    comm.wait(call)
+    return "it was answered"
+
+
+def _poll_unanswered(comm: Communicator) -> str:
+    if comm.rank in comm.servers:
+        while comm.recv().kind != DEPARTED:
+            pass
+        return "saw it go"
+    comm.poll(comm.call(1, "never", {}), deadline_s=0.5)
+    return "it was answered"
+
+
+def _poll_in_backward(comm: Communicator) -> str:
+    comm.in_backward = True
+    try:
+        comm.poll()
+    except CommError as error:
+        return str(error)
+    finally:
+        comm.in_backward = False
+    return "it was allowed"
+
+
+def _poll_after(comm: Communicator, us: int) -> tuple[bool, int] | None:
+    if comm.rank == 0:
+        comm.send(1, "hello", {})
+        return None
+    comm.clock.touch(us * 4000)  # 4 GB a second
+    found = comm.poll()
+    return found is not None and found.kind == "hello", comm.clock.now_ns()
 
 
 def _count_traffic(comm: Communicator) -> tuple[int, int]:

@@ -65,6 +65,31 @@ def stale(workers: int = 2, *, most: int = 3, bound: int | None = None, dropped:
     return tables(records, bound).to_dict()
 
 
+def phased(*values: float | None, threshold: float = 0.1, latest: bool = False) -> dict[str, Any]:
+    """A row's `switches` and `rules`: one value of the rule per epoch, then a switch; `latest`: without its firing."""
+    epoch, last = len(values), values[-1]
+    readings = [
+        {"phase": 0, "step": 10 * k, "epoch": float(k), "value": v, "threshold": threshold, "fires": False}
+        for k, v in enumerate(values, 1)
+    ]
+    when = {"step": 10 * epoch, "epoch": float(epoch), "seconds": 0.1 * epoch}
+    cost = {"drain": 0.5, "home": 1.0, "hand_over": 0.25, "begin": 2.0, "total": 3.5}
+    why = {"why": "too late", "value": None} if latest else {"why": "settled", "value": last}
+    change = {"before": "all-reduce until plateau", "after": "parameter-server:mode=async", "rule": "plateau"}
+    ends = {"value": last, "threshold": threshold, "after_switch": False}
+    fired = {"step": None, "epoch": None, "seconds": None} if latest else when
+    early = {"step": 3, "epoch": 0.25, "seconds": 0.05, "value": 1.0, "threshold": 1.0, "after_switch": False}
+    late = {**early, "step": 70, "epoch": 7.0, "seconds": 0.7, "after_switch": True}
+    return {
+        "switches": [{**change, **why, **when, "position": 640, "cost_ms": cost}],
+        "rules": [
+            {"rule": "plateau", "in_force": True, **fired, **ends, "readings": readings},
+            {"rule": "share:at=0.125", "in_force": False, **early},
+            {"rule": "share:at=0.5", "in_force": False, **late},
+        ],
+    }
+
+
 def make_rows(times: dict[str, list[float]], finals: dict[str, list[float]] | None = None) -> list[Row]:
     """One row per strategy and seed, with these seconds and these final accuracies."""
     return [

@@ -6,9 +6,16 @@ import sys
 import pytest
 
 from podium.study.drawing import plotly_script, to_plotly, to_svg
-from podium.study.figures import convergence, convergence_panels, cost_bars, staleness_bars, staleness_histograms
+from podium.study.figures import (
+    convergence,
+    convergence_panels,
+    cost_bars,
+    phase_stacks,
+    staleness_bars,
+    staleness_histograms,
+)
 from podium.study.statistics import mean_interval
-from tests.study.synthetic import failed_row, make_row, make_rows, stale
+from tests.study.synthetic import failed_row, make_row, make_rows, phased, stale
 
 TIMES = {"solo": [1.0, 2.0, 4.0], "parameter-server:mode=async": [0.5, 0.6, 0.7]}
 ORDER = {cell: place for place, cell in enumerate(TIMES)}
@@ -108,6 +115,63 @@ def test_a_histogram_is_drawn_on_paper_and_on_the_screen_from_the_same_numbers()
     assert len({trace["marker"]["color"] for trace in plot["data"]}) == 2
     svg = to_svg(found, ORDER)
     assert svg is not None and "worker 1" in svg and svg == to_svg(found, ORDER)
+
+
+PHASED = "strategy-switch"
+
+
+def test_a_stack_has_the_metric_and_the_loss_over_the_rule_with_a_mark_per_switch() -> None:
+    rows = [
+        make_row(PHASED, 0, **phased(None, 0.5, 0.05)),
+        make_row(PHASED, 1, **phased(None, 0.05)),
+        make_row("solo", 0),
+    ]
+    (stack,) = phase_stacks(rows, "accuracy").values()
+    assert stack.cell == PHASED and stack.marks == ((0, 3.0), (1, 2.0))
+    assert [panel.quantity for panel in stack.panels] == ["accuracy", "loss", "plateau"]
+    metric, loss, rule = stack.panels
+    assert [line.seed for line in metric.lines] == [0, 1] and metric.lines[0].x == tuple(range(1, 9))
+    assert (loss.log, loss.threshold, rule.threshold) == (True, None, 0.1)
+    assert [(line.x, line.y) for line in rule.lines] == [((2.0, 3.0), (0.5, 0.05)), ((2.0,), (0.05,))]
+    assert not rule.log, "a factor of ten at most"
+
+
+def test_a_rule_is_drawn_by_phase_and_on_a_logarithmic_scale_where_its_values_ask_for_it() -> None:
+    fields = phased(2.0, 0.5, 0.05)
+    fields["rules"][0]["readings"][2]["phase"] = 2
+    (stack,) = phase_stacks([make_row(PHASED, 0, **fields)], "accuracy").values()
+    assert stack.panels[-1].log and [line.x for line in stack.panels[-1].lines] == [(1.0, 2.0), (3.0,)]
+    (zero,) = phase_stacks([make_row(PHASED, 0, **phased(2.0, 0.0))], "accuracy").values()
+    assert not zero.panels[-1].log
+
+
+def test_a_rule_that_nobody_evaluated_has_no_panel_and_rows_without_phases_no_stack() -> None:
+    (stack,) = phase_stacks([make_row(PHASED, 0, **phased(None, None, latest=True))], "accuracy").values()
+    assert [panel.quantity for panel in stack.panels] == ["accuracy", "loss"] and stack.marks == ((0, 2.0),)
+    assert phase_stacks([*make_rows(TIMES), failed_row(PHASED, 0)], "accuracy") == {}
+
+
+def test_a_stack_is_drawn_on_paper_and_on_the_screen_from_the_same_numbers() -> None:
+    (stack,) = phase_stacks([make_row(PHASED, 0, **phased(2.0, 0.5, 0.05))], "accuracy").values()
+    plot = json.loads(json.dumps(to_plotly(stack, {PHASED: 0})))
+    assert [trace["y"] for trace in plot["data"]] == [list(line.y) for panel in stack.panels for line in panel.lines]
+    assert [trace["yaxis"] for trace in plot["data"]] == ["y", "y2", "y3"]
+    marks = [shape for shape in plot["layout"]["shapes"] if shape.get("yref") == "paper"]
+    bounds = [shape for shape in plot["layout"]["shapes"] if shape.get("yref") == "y3"]
+    assert [mark["x0"] for mark in marks] == [3.0] and [bound["y0"] for bound in bounds] == [0.1]
+    domains = [plot["layout"][name]["domain"] for name in ("yaxis3", "yaxis2", "yaxis")]
+    assert domains == sorted(domains) and domains[0][0] == 0 and domains[-1][1] == 1
+    svg = to_svg(stack, {PHASED: 0})
+    assert svg is not None and "plateau" in svg and "accuracy" in svg and svg == to_svg(stack, {PHASED: 0})
+
+
+def test_a_long_name_leaves_its_bar_room() -> None:
+    cell = "phases:run=all-reduce until plateau:window=3 | parameter-server:mode=async until epoch:after=2 | all-reduce"
+    figure = cost_bars([make_row(cell, 0), make_row("all-reduce", 0)])[0]
+    shown = to_plotly(figure, {cell: 0, "all-reduce": 1})["layout"]["yaxis"]
+    assert shown["tickvals"] == [cell, "all-reduce"] and shown["ticktext"][1] == "all-reduce"
+    assert max(map(len, shown["ticktext"][0].split("<br>"))) <= 28
+    assert to_svg(figure, {cell: 0, "all-reduce": 1}) is not None, "and no warning, which would be an error"
 
 
 def test_paper_is_one_svg_element_without_date_or_outside_reference() -> None:

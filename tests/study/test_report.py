@@ -12,7 +12,7 @@ import pytest
 from podium.study.again import command, python_call
 from podium.study.report import write_report
 from podium.study.store import Row
-from tests.study.synthetic import STRATEGIES, failed_row, make_row, make_rows, stale, write_study
+from tests.study.synthetic import STRATEGIES, failed_row, make_row, make_rows, phased, stale, write_study
 
 TIMES = dict(zip(STRATEGIES, ([1.0, 1.1, 1.2], [0.8, 0.9, 0.85], [0.5, 0.6, 0.55]), strict=True))
 SECTIONS = ["answer", "design", "convergence", "cost", "staleness", "statistics", "runs", "reproduce"]
@@ -210,3 +210,28 @@ def test_rows_from_before_drops_and_restorations_were_counted_still_read(tmp_pat
     rows = [{k: v for k, v in row.items() if k != "lost"} for row in one_seed()]
     write_study(tmp_path, rows, seeds=1)
     assert "lost ranks on the way" not in page_of(tmp_path).text
+
+
+def test_phases_are_told_of_with_switches_cost_figure_and_other_rules(tmp_path: Path) -> None:
+    rows = [make_row(STRATEGIES[-1], 0, **phased(None, 0.5, 0.05)), make_row(STRATEGIES[-1], 1, **phased(None, 0.05))]
+    write_study(tmp_path, [*without_history(rows[1:]), rows[0]], seeds=2)
+    page = page_of(tmp_path)
+    assert page.sections == [*SECTIONS[:5], "phases", *SECTIONS[5:]] and "#phases" in page.loads
+    for part in ("all-reduce → parameter-server:mode=async", "settled (plateau: 0.0500, threshold 0.100)", "3.50"):
+        assert part in page.text
+    rules = page.text[page.text.index("Other rules") :]
+    assert "2.50 (2.00 to 3.00)" in rules and "2 of 2" in rules
+    assert "rate-decay" in rules and "not fired" in rules and "not measured" in rules
+
+
+def test_a_run_whose_rule_never_fired_is_told_of_as_such(tmp_path: Path, no_figures: None) -> None:
+    fields = phased(None, 0.5, latest=True)
+    write_study(tmp_path, without_history([make_row(STRATEGIES[-1], 0, **{**fields, "switches": []})]), seeds=1)
+    page = page_of(tmp_path)
+    assert "phases" in page.sections and "No run changed its phase" in page.text
+
+
+def test_a_study_without_phases_has_no_section_on_them(tmp_path: Path, no_figures: None) -> None:
+    write_study(tmp_path, [{**row, "switches": [], "rules": []} for row in one_seed()], seeds=1)
+    page = page_of(tmp_path)
+    assert page.sections == SECTIONS and "#phases" not in page.loads

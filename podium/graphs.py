@@ -1,0 +1,75 @@
+"""Who gossips with whom, and by which weights.
+
+    ring          the workers before and after
+    exponential   those 1, 2, 4, … places away, on both sides; under push-sum, only those ahead
+    one-peer      one of these per round, in turn: to the worker 2^k places ahead, from the one 2^k behind
+    complete      everybody
+    random        one worker per round, drawn anew each time: some hear from several, some from nobody
+
+A round is x_i <- own x_i + sum over j of weight_j x_j. The weights of all workers make up a matrix W, a row for each
+receiver. In all of these graphs every worker sends to as many, d, as any other, so that Metropolis weights, one over
+one more than the larger number of neighbours, are all 1 / (1 + d), and each column of W adds up to 1: nothing is lost.
+Where every worker also hears from d others, so do the rows, and rounds lead to the mean: each shrinks the distance from
+it by the second largest singular value of W. A `random` graph's rows do not, which takes push-sum to make good.
+
+One-peer rounds over a power of two of workers are exact: log2 N of them give everybody the mean.
+
+Ying et al., 2021, Exponential Graph is Provably Efficient for Decentralized Deep Learning, arXiv 2110.13363.
+Xiao and Boyd, 2004, Fast linear iterations for distributed averaging (weights).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Graph = Literal["ring", "exponential", "one-peer", "complete", "random"]
+NEEDS_PUSH_SUM: tuple[Graph, ...] = ("random",)
+
+
+class Mixing(NamedTuple):
+    """One worker's part of one round. Workers are named by their places, not their ranks."""
+
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    weight: float  # of each vector that is received
+    own: float
+
+
+def mixing(graph: Graph, index: int, size: int, turn: int, *, directed: bool = False, seed: int = 0) -> Mixing:
+    """The part of worker `index` of `size` in round `turn`; `seed` is for graphs that are drawn."""
+    if graph == "random":
+        targets = _draw(size, turn, seed)
+        heard = tuple(i for i, target in enumerate(targets) if target == index)
+        return Mixing(targets[index : index + 1], heard, 0.5, 0.5) if size > 1 else Mixing((), (), 0.0, 1.0)
+    distances = _distances(graph, size, turn % max(1, (size - 1).bit_length()), directed)
+    sends = tuple((index + d) % size for d in distances)
+    receives = tuple((index - d) % size for d in distances)
+    weight = 1 / (1 + len(distances))
+    return Mixing(sends, receives, weight, weight)
+
+
+@lru_cache(maxsize=256)
+def _distances(graph: Graph, size: int, turn: int, directed: bool) -> tuple[int, ...]:
+    """How many places ahead those are that every worker sends to."""
+    hops = [1 << k for k in range((size - 1).bit_length())]  # all below `size`
+    if graph == "ring":
+        found = [1, -1]
+    elif graph == "complete":
+        found = list(range(1, size))
+    elif graph == "one-peer":
+        found = hops[turn : turn + 1]
+    else:
+        found = hops if directed else [d for hop in hops for d in (hop, -hop)]
+    return tuple(sorted({d % size for d in found} - {0}))
+
+
+@lru_cache(maxsize=256)
+def _draw(size: int, turn: int, seed: int) -> tuple[int, ...]:
+    """Whom each worker sends to: anybody but itself. All workers draw the same."""
+    if size == 1:
+        return ()
+    others = np.random.default_rng([seed, turn]).integers(0, size - 1, size)
+    return tuple(int(other + (other >= i)) for i, other in enumerate(others))

@@ -1,0 +1,242 @@
+"""Leading a run from phase to phase.
+
+Every worker follows; the first one also judges: after each step and validation it evaluates the rule that ends the
+phase, puts its value on record, and says with its next exchange when it fires. Other rules are evaluated beside it, so
+that the records can tell when each of them would have fired.
+
+What carries over: parameters, the optimizer's moments (unless told otherwise), buffers, generators, what a codec left
+out, the position in the data, the schedule and the count of steps. What a strategy kept for itself (an outer momentum,
+a centre) ends with it, and lives on where the same kind of strategy follows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from podium.building import fitted
+from podium.comm.words import share_bytes
+from podium.measure.records import Recorder
+from podium.reducing import Packing, make_packing
+from podium.strategies.base import Strategy
+from podium.strategies.phases import Phase, Phased
+from podium.triggers import WATCHED, format_trigger, make_trigger
+from podium.triggers.base import Course, Memory, Reading, Seen, Trigger
+from podium.triggers.fixed import Fixed
+from podium.triggers.noise import NoiseMeter
+
+if TYPE_CHECKING:
+    from podium.worker import Worker
+
+
+@dataclass
+class Watched:
+    """A rule that is not in force, and what it has seen."""
+
+    text: str
+    rule: Trigger
+    memory: Memory = field(default_factory=dict)
+    fired: bool = False
+
+
+class Ending(NamedTuple):
+    """Why a phase is over."""
+
+    rule: str
+    why: str
+    value: float | None = None
+
+
+class Phasing:
+    """Which phase a run is in, and what ends it."""
+
+    def __init__(
+        self, strategy: Strategy[Any], worker: Worker, course: Course, recorder: Recorder, codec: str, packing: Packing
+    ) -> None:
+        """`codec` and `packing` are the run's own: phases may have others."""
+        self._plan, self.worker, self.course, self.recorder = strategy, worker, course, recorder
+        self._codec, self._packing = codec, packing
+        self.turn = 0
+        """How many phases have ended."""
+        self._memory: Memory = {}
+        self._packed_by = codec
+        self.ending: Ending | None = None
+        """Why the present phase is over, once the rule has fired."""
+        self._watched = [Watched(text, make_trigger(text)) for text in WATCHED] if self.is_led else []
+        self.times: Mapping[int, float] = {}
+        """Seconds of computing per sample, by worker, where they were just compared."""
+        self.step_s = 0.0
+        self._prepare()
+
+    @property
+    def is_led(self) -> bool:
+        """Whether there is more than one phase."""
+        return isinstance(self._plan, Phased)
+
+    @property
+    def watched(self) -> list[str]:
+        """The rules that are evaluated besides the one in force."""
+        return [watched.text for watched in self._watched]
+
+    @property
+    def phase(self) -> Phase:
+        phases = self._plan.phases
+        return phases[self.turn % len(phases)]
+
+    @property
+    def strategy(self) -> Strategy[Any]:
+        """How replicas come to agree just now."""
+        return self.phase.strategy
+
+    @property
+    def horizon(self) -> int:
+        """The sample position at which the present phase ends at the latest."""
+        rule = self.phase.until
+        return self.course.end if rule is None else rule.horizon(self.course)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the next phase is due. All workers know it alike."""
+        if self.phase.until is None or self.worker.position >= self.course.end:
+            return False
+        return self.worker.switch_agreed or self.worker.position >= self.horizon
+
+    @property
+    def compares_times(self) -> bool:
+        """Whether workers' speeds must be compared in this phase."""
+        return self.phase.until is not None and self.phase.until.needs_times
+
+    # Judging, on the first worker.
+
+    def saw_step(self, loss: float) -> None:
+        """A step is done; `loss` is this worker's own."""
+        worker = self.worker
+        shared = loss if worker.step_loss is None else worker.step_loss
+        self._judge(Seen(self.course, worker.position, loss=shared, noise=worker.noise_scale))
+
+    def saw_validation(self, loss: float, metrics: Mapping[str, float]) -> None:
+        """A validation is done."""
+        self._judge(Seen(self.course, self.worker.position, validated=loss, metrics=metrics))
+
+    def _judge(self, seen: Seen) -> None:
+        worker = self.worker
+        if not self.is_led or worker.comm.index != 0:
+            return
+        rate, nbytes = float(worker.optimizer.param_groups[0]["lr"]), worker.flat.nbytes
+        seen = seen._replace(rate=rate, nbytes=nbytes, times=self.times, step_s=self.step_s)
+        for watched in self._watched:
+            reading = None if watched.fired else watched.rule.judge(seen, watched.memory)
+            if reading is not None and (reading.fires or seen.validated is not None):
+                watched.fired = reading.fires
+                self._record(watched.text, reading, seen, in_force=False)
+        rule = self.phase.until
+        if rule is None or isinstance(rule, Fixed) or self.ending is not None:
+            return
+        reading = rule.judge(seen, self._memory)
+        if reading is not None:
+            self._record(format_trigger(rule), reading, seen, in_force=True)
+            if reading.fires:
+                self.ending = Ending(format_trigger(rule), reading.why, reading.value)
+                worker.switch_requested = True
+
+    def _record(self, rule: str, reading: Reading, seen: Seen, in_force: bool) -> None:
+        self.recorder.write(
+            "trigger",
+            self.worker.comm.clock.now_ns(),
+            rule=rule,
+            in_force=in_force,
+            phase=self.turn,
+            value=reading.value if math.isfinite(reading.value) else None,
+            threshold=reading.threshold,
+            fires=reading.fires,
+            why=reading.why,
+            step=self.course.step_at(seen.position),
+            epoch=seen.epoch,
+            position=seen.position,
+        )
+
+    # From one phase to the next.
+
+    def advance(self) -> tuple[Phase, Phase, Ending]:
+        """Make the worker ready for the next phase: from which, to which, and why. The strategy has finished."""
+        before, ending = self.phase, self.ending or self._ending_at_horizon()
+        self.turn += 1
+        self.course = self.course._replace(began=self.worker.position)
+        self._memory, self.ending = {}, None
+        self.worker.switch_requested = self.worker.switch_agreed = False
+        if isinstance(self._plan, Phased) and not self._plan.keep_moments:
+            self.worker.load_optimizer_state({})
+        self._settle_in(before.strategy)
+        return before, self.phase, ending
+
+    def _ending_at_horizon(self) -> Ending:
+        rule = self.phase.until
+        assert rule is not None
+        if isinstance(rule, Fixed):
+            return Ending(format_trigger(rule), "the place has come")
+        if self.worker.position < rule.horizon(self.course):
+            return Ending(format_trigger(rule), "the first worker's rule fired")
+        return Ending(format_trigger(rule), f"{rule.latest:.0%} of the budget is used: the rule has not fired")
+
+    def _settle_in(self, before: Strategy[Any]) -> None:
+        worker, strategy = self.worker, self.strategy
+        if type(before) is not type(strategy):
+            worker.kept.clear()
+        step = self.course.step_at(worker.position)
+        if strategy.feed != "cursor":
+            worker.steps_done = step  # asynchronous workers have counted their own
+        worker.follow_schedule(step)
+        worker.lease_done, worker.next_lease, worker.step_loss = -1, None, None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What of the worker depends on the phase."""
+        worker, phase = self.worker, self.phase
+        codec = phase.codec or self._codec
+        if codec != self._packed_by:
+            own = codec == self._codec
+            worker.pack_by(None if own else codec, lambda: self._packing if own else self._fitted(codec))
+            self._packed_by = codec
+        measures = phase.until is not None and phase.until.needs_noise and worker.comm.index == 0
+        worker.noise = NoiseMeter() if measures else None
+        worker.noise_scale = None
+
+    def _fitted(self, codec: str) -> Packing:
+        return fitted(make_packing(codec), self.worker.optimizer)
+
+    # What a checkpoint keeps, and what survivors and newcomers take over.
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "plan": [phase.text for phase in self._plan.phases],
+            "turn": self.turn,
+            "began": self.course.began,
+            "memory": json.dumps(self._memory),
+            "watched": json.dumps({w.text: [w.memory, w.fired] for w in self._watched}),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` says; a run with other phases begins with its first."""
+        if list(state["plan"]) != [phase.text for phase in self._plan.phases]:
+            return
+        moved = self.turn != state["turn"]
+        self.turn, self.course = state["turn"], self.course._replace(began=state["began"])
+        self._memory = json.loads(state["memory"])
+        seen = json.loads(state["watched"])
+        for watched in self._watched:
+            watched.memory, watched.fired = seen.get(watched.text, ({}, False))
+        if moved:
+            self.ending = None
+            self.worker.switch_requested = self.worker.switch_agreed = False
+            self._prepare()
+
+    def share(self) -> None:
+        """All take over what the first worker has seen, so that any of them can judge in its place. Collective."""
+        comm = self.worker.comm
+        mine = json.dumps(self.state()).encode() if comm.index == 0 else b""
+        told = share_bytes(comm, comm.workers[0], mine)
+        if comm.index != 0:
+            self.load_state(json.loads(told))

@@ -1,0 +1,331 @@
+"""What a worker says to servers: it seeds them, pushes, pulls, and takes everything home.
+
+All strategies with servers speak through here, whatever it is that they push. `server.py` is the other side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from podium.codecs.base import Codec, Span, Turn
+from podium.errors import Lost
+from podium.reducing import span_of
+from podium.servers.moments import pack, parts_of
+from podium.servers.ranges import Layout, Range, lay_out
+from podium.servers.server import PATIENCE
+
+if TYPE_CHECKING:
+    from podium.comm.base import Handle, Message, Meta
+    from podium.worker import Batch, Worker
+
+UNIT_BYTES, SHARED_UNIT_BYTES = 8 << 20, 32 << 20
+"""How much travels in one message: over a network, and in shared memory."""
+
+States = Callable[[Sequence[Range]], Sequence[Mapping[str, Any]]]
+"""The optimizer's state of some ranges, one mapping per part."""
+
+
+@dataclass
+class Served:
+    """What a worker knows of its servers, for one stretch."""
+
+    layouts: list[Layout]  # by server
+    versions: list[list[int]]  # of the parameters this worker holds, by server and unit
+    spans: list[list[Span]]  # of each server's ranges, for a codec
+
+    @property
+    def units(self) -> list[tuple[int, int]]:
+        """All (server, unit)."""
+        return [(m, u) for m, layout in enumerate(self.layouts) for u in range(len(layout.units))]
+
+
+def unit_bytes_for(worker: Worker) -> int:
+    return SHARED_UNIT_BYTES if worker.comm.shares_memory else UNIT_BYTES
+
+
+def meet(worker: Worker, unit_bytes: int) -> Served:
+    """How the parameters lie on the servers; nothing is sent yet."""
+    layouts = lay_out(worker.flat, len(worker.comm.servers), unit_bytes)
+    versions = [[0] * len(layout.units) for layout in layouts]
+    worker.outgoing.memory.forget()
+    worker.next_lease, worker.lease_done = None, -1
+    return Served(layouts, versions, [[span_of(worker.flat, r) for r in layout.ranges] for layout in layouts])
+
+
+# A stretch begins.
+
+
+def common_work(worker: Worker, unit_bytes: int) -> Meta:
+    """What servers need to know of a stretch, whatever the strategy."""
+    comm = worker.comm
+    return {
+        "workers": list(comm.workers),
+        "addresses": list(comm.addresses.items()),
+        "servers": list(comm.servers),
+        "mitigation": "none",
+        "strength": None,
+        "clip_norm": None,
+        "leases": True,
+        "samples": worker.samples,
+        "position": worker.position,
+        "end": worker.horizon,
+        "batch_size": worker.batch_size,
+        "codec": worker.outgoing.push[0],
+        "unit_bytes": unit_bytes,
+    }
+
+
+def seeded_here(worker: Worker, colocated: bool, hosts: int = 0) -> list[int]:
+    """Which servers this worker seeds, by their places: those beside it, where they live with workers.
+
+    All replicas are alike when a stretch begins, so a switch of strategy moves no model over the network. A server
+    whose worker is gone is somebody's all the same. Dedicated servers are the first worker's. `hosts`: only the last so
+    many workers have servers beside them; none: all have.
+    """
+    comm = worker.comm
+    if not colocated:
+        return list(range(len(comm.servers))) if comm.index == 0 else []
+    first = min(comm.servers)  # the run began with this many workers, numbered before the servers
+    hosts = min(hosts or first, first)
+    seeders = []
+    for m, server in enumerate(comm.servers):
+        beside = first - hosts + (server - first) % hosts
+        seeders.append(beside if beside in comm.workers else comm.workers[m % comm.size])
+    return [m for m, rank in enumerate(seeders) if rank == comm.rank]
+
+
+def seed_together(worker: Worker, served: Served, places: Collection[int], work: Meta, states: States) -> None:
+    """Seed the servers at these places, and wait until everybody has seeded theirs. Collective."""
+    comm, dtypes = worker.comm, [p.dtype for p in worker.params]
+    try:
+        seeds = []
+        for m in places:
+            ranges = served.layouts[m].ranges
+            names, body = pack(ranges, states(ranges), dtypes)
+            params = [r.of(worker.params) for r in ranges]
+            seeds.append(comm.call(comm.servers[m], "seed", {**names, **work}, [*params, *body]))
+        comm.wait(*seeds)
+        comm.barrier()
+    except Lost:
+        # The others may be at it already: they shall not wait for us.
+        comm.wait(*(comm.call(server, "skip", {}) for server in comm.servers))
+        raise
+
+
+def own_states(worker: Worker) -> States:
+    """The state of the worker's own optimizer."""
+    return lambda ranges: parts_of(
+        ranges,
+        lambda i: worker.optimizer.state.get(worker.flat.parameters[i], {}),
+        lambda i, tensor: _in_memory_order(worker, i, tensor),
+    )
+
+
+# It ends.
+
+
+def leave(worker: Worker, served: Served) -> list[Message] | None:
+    """Wait until all workers are through, then take the parameters home; None where the servers were never seeded.
+
+    The answers hold the optimizer's state too. Where somebody is gone, all hear of it here, and will regroup.
+    """
+    comm = worker.comm
+    calls = [comm.call(server, "leave", {}) for server in comm.servers]
+    answers = [a for a in comm.wait(*calls, deadline_s=PATIENCE * comm.deadline_s) if a is not None]
+    if any("empty" in answer.meta for answer in answers):
+        return None
+    for layout, answer in zip(served.layouts, answers, strict=True):
+        for r, tensor in zip(layout.ranges, answer.body, strict=False):
+            r.of(worker.params).copy_(tensor)
+    if set(answers[0].meta["workers"]) != set(comm.workers):
+        worker.pause_agreed = True
+    return answers
+
+
+def collect(worker: Worker, ranges: list[Range], states: list[dict[str, Tensor]], moments: dict[str, Any]) -> None:
+    """Put one server's parts of the optimizer state back into whole parameters."""
+    parts = [part for r in ranges for part in r.parts]
+    for part, state in zip(parts, states, strict=True):
+        piece = worker.flat.pieces[part.piece]
+        whole = moments.setdefault(piece.name, {})
+        for key, value in state.items():
+            if value.dim() == 0:
+                whole[key] = value
+                continue
+            if key not in whole:
+                whole[key] = torch.empty_strided(piece.shape, piece.stride, dtype=value.dtype, device=value.device)
+            flat = whole[key].as_strided((piece.stop - piece.start,), (1,))
+            flat[part.start : part.stop] = value
+
+
+def _in_memory_order(worker: Worker, index: int, tensor: Tensor) -> Tensor:
+    """A tensor shaped like a parameter, as one flat run in the order its elements lie in the buffer."""
+    piece = worker.flat.pieces[index]
+    flat = torch.empty(piece.stop - piece.start, dtype=tensor.dtype, device=tensor.device)
+    flat.as_strided(piece.shape, piece.stride).copy_(tensor)
+    return flat
+
+
+# In between.
+
+
+class Pushes:
+    """The units of one push: sent as they become ready, in the order of the buckets."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        served: Served,
+        batch: Batch,
+        *,
+        lease: int,
+        options: Sequence[Meta],
+        pull: Codec,
+        whole: bool = False,
+        lend: bool = True,
+        bare: bool = False,
+        size: int = 0,
+        facts: Meta | None = None,
+    ) -> None:
+        """`whole`: it was made by several steps, so no parameter counts as unused. `lend`: the answer is to hold the
+        next lease; `bare`: but no parameters. `size`: samples of a lease of several steps. `facts` go with it.
+        """
+        self.worker, self.served, self.lease = worker, served, lease
+        self.calls: list[Handle] = []
+        self.units: list[tuple[int, int]] = []  # (server, unit) of each call
+        self._options, self._pull, self._whole, self._lend, self._bare = options, pull, whole, lend, bare
+        self._turn, self._batch, self._size, self._more_facts = worker.turn, batch, size, facts or {}
+        self._grads, self._params = worker.flat.grads, worker.params
+        self._versions = [list(versions) for versions in served.versions]
+        self._sent = 0  # buckets
+
+    def go_from(self, outbox: list[Tensor], inbox: list[Tensor]) -> None:
+        """Send copies, so that the next gradients may be computed meanwhile; parameters come to the inbox."""
+        for copy, grads in zip(outbox, self._grads, strict=True):
+            copy.copy_(grads)
+        self._grads, self._params = outbox, inbox
+
+    def bucket_ready(self, bucket: int) -> None:
+        """Issue this bucket's units; never waits. A server's last unit stays back: it tells what the step came to."""
+        self._sent = bucket + 1
+        for m, layout in enumerate(self.served.layouts):
+            for u, unit in enumerate(layout.units[:-1]):
+                if unit.bucket == bucket:
+                    early = self.worker.comm.in_backward
+                    self._call(m, u, {"early": early, "last": False}, more=not early)
+
+    def finish(self, loss: float) -> None:
+        """Send what is left."""
+        worker, batch = self.worker, self._batch
+        for bucket in range(self._sent, worker.buckets):
+            self.bucket_ready(bucket)
+        facts = {
+            "early": False,
+            "last": True,
+            "done": worker.lease_done,
+            "wishes": list(worker.wishes),
+            "loss": loss * batch.weight,
+            "samples": batch.samples,
+            "weight": batch.weight,
+            "lend": self._lend,
+            **self._more_facts,
+        }
+        for m, layout in enumerate(self.served.layouts):
+            self._call(m, len(layout.units) - 1, facts)
+
+    def _call(self, m: int, u: int, facts: Meta, more: bool = False) -> None:
+        worker, layout = self.worker, self.served.layouts[m]
+        ranges = layout.units[u].of(layout.ranges)
+        unused = [] if self._whole else worker.unused_among(part.piece for r in ranges for part in r.parts)
+        meta = {
+            "unit": u,
+            "lease": self.lease,
+            "version": self._versions[m][u],
+            "options": self._options,
+            "unused": unused,
+            **facts,
+        }
+        if self._size:
+            meta["size"] = self._size
+        if self._bare:
+            meta["bare"] = True
+        body, into = [r.of(self._grads) for r in ranges], [r.of(self._params) for r in ranges]
+        rows, (_, packing) = bool(ranges) and ranges[0].row > 0, worker.outgoing.push
+        if rows:
+            body = self._rows(ranges[0])
+        elif packing.codec.exact:
+            for grad, span in zip(body, layout.units[u].of(self.served.spans[m]), strict=True):
+                worker.outgoing.add_leftover(grad, span)
+        else:
+            spans = layout.units[u].of(self.served.spans[m])
+            body = [packing.pack(g, s, self._turn, worker.outgoing.memory) for g, s in zip(body, spans, strict=True)]
+            worker.comm.clock.touch(round(packing.codec.passes * sum(span.numel for span in spans) * 4))
+            meta["turn"] = list(self._turn)
+        lands = not rows and self._pull.exact and not self._bare
+        self.units.append((m, u))
+        server = worker.comm.servers[m]
+        self.calls.append(worker.comm.call(server, "push", meta, body, into if lands else None, more))
+
+    def _rows(self, r: Range) -> list[Tensor]:
+        """The touched rows of a range, numbered from its own first."""
+        (part,) = r.parts
+        index, values = self.worker.touched_rows(part.piece)
+        first, stop = part.start // r.row, part.stop // r.row
+        mine = (index >= first) & (index < stop)
+        return [index[mine] - first, values[mine]]
+
+    def take(self) -> tuple[list[Message], Meta]:
+        """Wait for all answers, put the parameters where they belong; the answers, and what the first server says."""
+        worker = self.worker
+        came = worker.comm.wait(*self.calls, deadline_s=PATIENCE * worker.comm.deadline_s)
+        answers = [answer for answer in came if answer is not None]
+        lost = [answer.meta["lost"] for answer in answers if "lost" in answer.meta]
+        if lost:
+            raise Lost(f"rank {worker.comm.rank}: worker {lost[0]} was lost; this step did not happen")
+        for (m, u), answer in zip(self.units, answers, strict=True):
+            self.served.versions[m][u] = answer.meta["version"]
+            if not self._bare:
+                _scatter(worker, self.served, m, u, answer, self._params, self._pull)
+        return answers, answers[max(n for n, (m, _) in enumerate(self.units) if m == 0)].meta
+
+
+def pull(worker: Worker, served: Served, into: Sequence[Tensor], codec: Codec, *, lease: int, size: int) -> None:
+    """The parameters as the servers have them now, into flat buffers that hold what was pulled before."""
+    calls, units = [], served.units
+    for m, u in units:
+        layout = served.layouts[m]
+        landing = [r.of(into) for r in layout.units[u].of(layout.ranges)] if codec.exact else None
+        last, version = u == len(layout.units) - 1, served.versions[m][u]
+        meta = {"unit": u, "lease": lease, "size": size, "version": version, "last": last}
+        calls.append(worker.comm.call(worker.comm.servers[m], "pull", meta, (), landing, not last))
+    came = worker.comm.wait(*calls, deadline_s=PATIENCE * worker.comm.deadline_s)
+    for (m, u), answer in zip(units, came, strict=True):
+        assert answer is not None
+        served.versions[m][u] = answer.meta["version"]
+        _scatter(worker, served, m, u, answer, into, codec)
+
+
+def _scatter(
+    worker: Worker, served: Served, m: int, u: int, answer: Message, params: Sequence[Tensor], codec: Codec
+) -> None:
+    """Put what came back where it belongs; whole ranges have landed by themselves."""
+    layout = served.layouts[m]
+    ranges = layout.units[u].of(layout.ranges)
+    if ranges and ranges[0].row:
+        index, rows = answer.body
+        table = ranges[0].of(params).view(-1, ranges[0].row)
+        table.index_copy_(0, index.to(table.device), rows.to(table.device))
+    elif not codec.exact:
+        turn = Turn(step=answer.meta["version"], rank=worker.comm.rank)
+        spans = layout.units[u].of(served.spans[m])
+        for r, span, tensor in zip(ranges, spans, answer.body, strict=True):
+            mine = r.of(params)
+            if answer.meta["packed"]:
+                codec.decode_add(tensor.to(mine.device), mine, span, turn)
+            else:
+                mine.copy_(tensor)

@@ -1,0 +1,73 @@
+"""The outer optimizer: how servers move the parameters by what workers bring home from many local steps.
+
+What comes is not a gradient but a delta, where a worker began minus where it has come to. Deltas are stale when they
+arrive, and momentum that takes up each of them at once carries their staleness on. Delayed Nesterov takes momentum up
+only every `delay` arrivals; in between, deltas are applied plainly:
+
+    sum += delta
+    at every delay-th arrival:   m = momentum m + sum / delay,  p -= lr (momentum m + delta / delay),  sum = 0
+    at any other:                p -= lr delta / delay
+
+So `delay` deltas together move the parameters by their mean, as one synchronous outer step of that many workers would.
+With a delay of 1 it is Nesterov momentum as torch's SGD has it; without momentum it is plain.
+
+Liu et al., 2024, arXiv 2401.09135 (its algorithm with c = 0: no momentum at all in between).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from podium.comm.base import Meta
+from podium.errors import ConfigError
+
+
+@final
+class DelayedNesterov(Optimizer):
+    """Elementwise, so it runs on any range. Its state: `momentum`, the `sum` of deltas that it lacks, their `count`."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.7, momentum: float = 0.9, delay: int = 1) -> None:
+        if delay < 1:
+            raise ConfigError(f"DelayedNesterov: delay must be at least 1, got {delay}")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # nobody gives one
+        """One arrival. Gradients are only read: they may lie in a worker's own memory."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._arrived(p, p.grad, group["lr"], group["momentum"], max(1, int(group["delay"])))
+
+    def _arrived(self, p: Tensor, delta: Tensor, lr: float, momentum: float, delay: int) -> None:
+        part = delta if delay == 1 else delta / delay
+        if momentum == 0:
+            p.add_(part, alpha=-lr)
+            return
+        state = self.state[p]
+        if not state:
+            state.update(momentum=torch.zeros_like(p), sum=torch.zeros_like(p), count=torch.tensor(0.0))
+        state["count"] += 1
+        state["sum"] += delta
+        if state["count"] < delay:
+            p.add_(part, alpha=-lr)
+            return
+        # By what was gathered, where the delay has changed meanwhile: somebody has joined or left.
+        state["momentum"].mul_(momentum).add_(state["sum"] / state["count"])
+        p.add_(part.add(state["momentum"], alpha=momentum), alpha=-lr)
+        state["sum"].zero_()
+        state["count"].zero_()
+
+
+def make_outer(groups: int, settings: Meta) -> DelayedNesterov:
+    """The optimizer that a seed asks for, with as many parameter groups as the task's own has, and no parameters."""
+    empty = [{"params": [torch.nn.Parameter(torch.empty(0))]} for _ in range(groups)]
+    try:
+        return DelayedNesterov(empty, **settings)
+    except TypeError as error:
+        raise ConfigError(f"the outer optimizer that came with the seed does not fit: {error}") from None

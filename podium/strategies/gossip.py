@@ -1,0 +1,216 @@
+"""Gossip: every worker takes its own steps and mixes its parameters with those of a few neighbours.
+
+    x_i <- sum over j of W_ij x_j  -  eta g_i
+
+Lian et al., 2017, Can Decentralized Algorithms Outperform Centralized Algorithms?, arXiv 1705.09056 (D-PSGD). A step
+costs each worker as many messages of the model's size as it has neighbours, however many workers there are, and nobody
+waits for others than these. `podium/graphs.py` has the graphs and their weights.
+
+With `overlap`, as in the paper's box, what is mixed are the parameters before the step: they travel while the gradient
+is computed. Without, the step comes first and its result is mixed, x_i <- sum of W_ij (x_j - eta g_j): the network is
+waited for, and on the complete graph plain SGD is all-reduce.
+
+`push_sum`: graphs in which some hear from more workers than others make replicas drift from the mean, unless each also
+mixes a scalar weight, which begins at 1, and divides by it wherever parameters are used: Assran et al., 2019,
+Stochastic Gradient Push, arXiv 1811.10792. Here x_i are numerators, and gradients are taken at x_i / w_i. On the
+regular graphs the weights stay at 1.
+
+A worker's step counts by its samples: where a global step was divided unevenly, what the optimizer did is scaled by
+this worker's part of it times the number of workers, so that the mean replica moves by the mean over samples.
+
+Between two exchanges of votes (`agree_every`) nobody knows what all others want, so that a stop takes up to that many
+steps and one. Replicas differ while training goes on: validation in the middle is that of the first worker. `finish`
+averages parameters and moments exactly. What travels are parameters as they are: codecs have no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from podium.averaging import mean_moments
+from podium.comm.schedule import Chain, Move
+from podium.errors import ConfigError
+from podium.graphs import NEEDS_PUSH_SUM, Graph, Mixing, mixing
+from podium.rounds import Round
+from podium.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from podium.comm.base import Communicator, Handle
+    from podium.worker import Batch, Worker
+
+
+@dataclass
+class GossipState:
+    rooms: list[_Room]  # by flat buffer: numerators, which are the parameters themselves without push-sum
+    weights: _Room  # push-sum's scalar
+    salt: int
+    turn: int = 0
+    samples: int = 0
+    votes: tuple[Handle, Tensor] | None = None  # on their way
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Gossip(Strategy[GossipState]):
+    """Synchronous decentralised SGD."""
+
+    name: ClassVar[str] = "gossip"
+    talks: ClassVar[bool] = True
+
+    graph: Graph = "one-peer"
+    """Who mixes with whom; `random` needs `push_sum`."""
+    push_sum: bool = False
+    """Whether a weight travels with the parameters and they are divided by it."""
+    overlap: bool = True
+    """Whether parameters travel while the gradient is computed; what is mixed then lacks this step."""
+    agree_every: int = 16
+    """Steps between two exchanges of votes and losses."""
+    bucket_bytes: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("agree_every", "bucket_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"gossip: {name} must be at least 1, got {getattr(self, name)}")
+        if self.graph in NEEDS_PUSH_SUM and not self.push_sum:
+            raise ConfigError(
+                f"gossip: graph={self.graph} needs push_sum=true, since not all workers hear from as many others"
+            )
+
+    def init(self, worker: Worker) -> GossipState:
+        need_dense(worker, self.name)
+        if worker.comm.size > 1:
+            worker.comm.meet()
+        weights = _Room(torch.ones(1, dtype=torch.float64))
+        return GossipState([_Room(p) for p in worker.params], weights, worker.turn.seed + worker.position)
+
+    def step(self, worker: Worker, state: GossipState, batch: Batch) -> Tensor:
+        comm = worker.comm
+        part = mixing(self.graph, comm.index, comm.size, state.turn, directed=self.push_sum, seed=state.salt)
+        if comm.size == 1:
+            loss = worker.train_locally(batch)
+        elif self.overlap:
+            sent = self._send(worker, state, part)
+            loss = self._own_step(worker, state, batch)
+            self._mix(worker, state, part, sent)
+            self._add_steps(worker, state)
+        else:
+            loss = self._own_step(worker, state, batch)
+            self._add_steps(worker, state)
+            self._mix(worker, state, part, self._send(worker, state, part))
+        if comm.size > 1:
+            self._take_parameters(worker, state)
+        state.turn += 1
+        state.samples += batch.samples
+        self._exchange_votes(worker, state)
+        return loss
+
+    def finish(self, worker: Worker, state: GossipState) -> None:
+        """Average exactly: afterwards all replicas are alike, and what push-sum kept is no longer needed."""
+        self._count_votes(worker, state)
+        average(worker, [room.own for room in state.rooms], state.samples)
+        worker.agree()
+
+    # A step.
+
+    def _own_step(self, worker: Worker, state: GossipState, batch: Batch) -> Tensor:
+        """One step of the optimizer; the parameters' buffers then hold what it did, scaled by samples."""
+        loss = worker.train_locally(batch)
+        scale, weight = batch.weight * worker.comm.size, float(state.weights.own)
+        for step, room in zip(worker.params, state.rooms, strict=True):
+            step.sub_(room.own if weight == 1.0 else room.own / weight).mul_(scale)
+        return loss
+
+    def _add_steps(self, worker: Worker, state: GossipState) -> None:
+        for step, room in zip(worker.params, state.rooms, strict=True):
+            room.own.add_(step)
+
+    def _send(self, worker: Worker, state: GossipState, part: Mixing) -> list[Handle]:
+        """Begin to exchange numerators with the neighbours; never waits."""
+        rooms = [*([state.weights] if self.push_sum else []), *state.rooms]
+        return [room.exchange(worker.comm, part) for room in rooms]
+
+    def _mix(self, worker: Worker, state: GossipState, part: Mixing, sent: list[Handle]) -> None:
+        worker.comm.wait(*sent)
+        for room in state.rooms:
+            room.mix(part)
+        if self.push_sum:
+            state.weights.mix(part)
+        worker.comm.clock.touch(worker.flat.nbytes * (1 + len(part.receives)))
+
+    def _take_parameters(self, worker: Worker, state: GossipState) -> None:
+        """The parameters are the numerators over the weight."""
+        weight = float(state.weights.own)
+        for mine, room in zip(worker.params, state.rooms, strict=True):
+            mine.copy_(room.own if weight == 1.0 else room.own / weight)
+
+    # Votes, a step behind: by then they are there, unless somebody is further behind than that.
+
+    def _exchange_votes(self, worker: Worker, state: GossipState) -> None:
+        self._count_votes(worker, state)
+        if state.turn % self.agree_every == 0:
+            words = torch.tensor([*worker.wishes, worker.round.loss, worker.round.samples], dtype=torch.float64)
+            state.votes = worker.comm.all_reduce(words), words
+            worker.round = Round()
+
+    def _count_votes(self, worker: Worker, state: GossipState) -> None:
+        if state.votes is None:
+            return
+        (handle, words), state.votes = state.votes, None
+        worker.comm.wait(handle)
+        stop, pause, switch, loss, samples = words.tolist()
+        worker.heed((stop > 0, pause > 0, switch > 0))
+        worker.step_loss = loss / samples if samples else None
+
+
+class _Room:
+    """A flat tensor, and behind it the places in which those of the neighbours land."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._all = tensor.detach().clone()
+        self._numel = tensor.numel()
+
+    @property
+    def own(self) -> Tensor:
+        return self._all[: self._numel]
+
+    def exchange(self, comm: Communicator, part: Mixing) -> Handle:
+        numel, wanted = self._numel, (1 + len(part.receives)) * self._numel
+        if self._all.numel() < wanted:
+            self._all = torch.cat([self.own, self.own.new_empty(wanted - numel)])
+        chain = Chain(Move("send", peer, 0, 0, numel) for peer in part.sends)
+        chain += [Move("put", p, 0, k * numel, (k + 1) * numel) for k, p in enumerate(part.receives, 1)]
+        return comm.exchange([chain], self._all[:wanted])
+
+    def mix(self, part: Mixing) -> None:
+        own = self.own.mul_(part.own)
+        for k in range(1, 1 + len(part.receives)):
+            own.add_(self._all[k * self._numel : (k + 1) * self._numel], alpha=part.weight)
+
+
+# What decentralised strategies share.
+
+
+def need_dense(worker: Worker, who: str) -> None:
+    """Refuse a codec where parameters travel as they are."""
+    codec = worker.outgoing.packing.codec
+    if codec.name != "dense":
+        raise ConfigError(
+            f"{who}: workers send each other parameters as they are: codec must be dense, got {codec.name}"
+        )
+
+
+def average(worker: Worker, flats: Sequence[Tensor], samples: int) -> None:
+    """Make replicas alike: parameters become the mean of these, moments that by samples since `init`. Collective."""
+    comm, collective = worker.comm, worker.outgoing.reducer.collective
+    if comm.size == 1:
+        return
+    total = torch.tensor([samples], dtype=torch.float64)
+    comm.wait(comm.all_reduce(total), *(collective.all_reduce(comm, flat) for flat in flats))
+    for mine, flat in zip(worker.params, flats, strict=True):
+        torch.div(flat, comm.size, out=mine)
+    mean_moments(worker, samples / total.item() if total.item() else 1 / comm.size)

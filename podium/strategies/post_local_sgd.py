@@ -1,0 +1,30 @@
+"""Post-local SGD: all-reduce until the learning rate first decays, then steps of one's own between averages.
+
+Lin, Stich, Patel, Jaggi, Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, https://arxiv.org/abs/1808.07217
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from podium.strategies.phases import Phased
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PostLocalSGD(Phased):
+    """Exact while the rate is high, local afterwards."""
+
+    name: ClassVar[str] = "post-local-sgd"
+
+    period: int = 16
+    """Steps between two averages, later."""
+    to: float = 0.5
+    """What part of its highest the rate must have fallen to."""
+    latest: float = 0.5
+    """Share of the budget at which it switches whatever the rate does."""
+    keep_moments: bool = True
+
+    def written(self) -> str:
+        return f"all-reduce until rate-decay:to={self.to};latest={self.latest} | local-sgd:period={self.period}"

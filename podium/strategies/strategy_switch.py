@@ -1,0 +1,51 @@
+"""Strategy-Switch: all-reduce until the loss has settled, then an asynchronous parameter server.
+
+Provatas, Chalas, Konstantinou, Koziris, Strategy-Switch, IEEE Access 13, 2025,
+https://doi.org/10.1109/ACCESS.2025.3528248
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+from podium.strategies.base import Strategy
+from podium.strategies.phases import Phased
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StrategySwitch(Phased):
+    """Exact steps first, stale ones later."""
+
+    name: ClassVar[str] = "strategy-switch"
+
+    window: int = 6
+    """The rule looks at this many epochs' losses …"""
+    threshold: float = 0.01
+    """… and fires once their mean relative change is at most this."""
+    on: Literal["training", "validation"] = "training"
+    """Which loss."""
+    smoothing: float = 0.5
+    floor: float = 0.05
+    """A loss below this counts as this much."""
+    latest: float = 0.35
+    """Share of the budget at which it switches whatever the rule says."""
+    then: str = "mode=async"
+    """Options of the parameter server that follows, `K=V;…`."""
+    servers: int | None = None
+    """How many servers there are; one beside each worker when not given."""
+    placement: Literal["colocated", "dedicated"] = "colocated"
+    keep_moments: bool = True
+
+    def for_workers(self, workers: int) -> Strategy[None]:
+        return dataclasses.replace(self, servers=self.servers or workers)
+
+    def written(self) -> str:
+        rule = ";".join(f"{k}={getattr(self, k)}" for k in _RULE)
+        server = f"servers={self.servers or 1};placement={self.placement};{self.then}"
+        return f"all-reduce until plateau:{rule} | parameter-server:{server}"
+
+
+_RULE = ("window", "threshold", "on", "smoothing", "floor", "latest")

@@ -1,0 +1,111 @@
+"""A trigger: the rule that ends a phase.
+
+A frozen dataclass of settings, like a strategy. The first worker feeds it what it sees after every step and every
+validation; what the rule must remember is a plain mapping, which checkpoints keep. A rule that knows beforehand where
+it will fire says so (`horizon`), and then nobody has to vote on it.
+
+Rules must end: `latest` is the share of the run's budget at which the phase ends whatever the rule says.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from podium.errors import ConfigError
+
+Memory = dict[str, Any]
+"""What a rule remembers: JSON types only."""
+
+
+class Course(NamedTuple):
+    """The run that a phase is part of, in samples of the global order."""
+
+    samples: int  # per epoch
+    batch_size: int
+    end: int
+    began: int = 0  # where the present phase began
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    def position_of(self, step: float) -> int:
+        """Samples used by that many global steps, to the nearest whole one; the last of each epoch may be short."""
+        epochs, rest = divmod(round(step), self.steps_per_epoch)
+        return epochs * self.samples + rest * self.batch_size
+
+    def step_at(self, position: int) -> int:
+        """How many global steps these samples make up."""
+        epochs, offset = divmod(position, self.samples)
+        return epochs * self.steps_per_epoch + -(-offset // self.batch_size)
+
+    def position_at(self, share: float) -> int:
+        """Where this share of the budget is used up: at the end of a global step."""
+        return min(self.end, self.position_of(share * self.step_at(self.end)))
+
+
+class Seen(NamedTuple):
+    """What the first worker sees after a step or a validation."""
+
+    course: Course
+    position: int
+    loss: float | None = None
+    """Mean training loss of the last step over all workers; its own, where workers do not go in step."""
+    validated: float | None = None
+    """The loss of a validation that has just been made."""
+    metrics: Mapping[str, float] = {}
+    """Of that validation."""
+    rate: float = 0.0
+    """The learning rate of the first parameter group."""
+    times: Mapping[int, float] = {}
+    """Seconds of computing per sample, by worker; empty where they were not just compared."""
+    step_s: float = 0.0
+    """How long the last step took, waiting included."""
+    noise: float | None = None
+    """The gradient noise scale in samples; None where it was not measured."""
+    nbytes: int = 0
+    """Bytes of the parameters."""
+
+    @property
+    def epoch(self) -> float:
+        return self.position / self.course.samples
+
+    @property
+    def share(self) -> float:
+        """Of the budget."""
+        return self.position / self.course.end
+
+
+class Reading(NamedTuple):
+    """A rule's value at one evaluation."""
+
+    value: float
+    threshold: float
+    fires: bool
+    why: str
+
+
+class Trigger(ABC):
+    """When a phase ends. Subclasses are frozen, keyword-only dataclasses."""
+
+    name: ClassVar[str]
+    needs_times: ClassVar[bool] = False
+    """Whether workers' speeds must be compared for it."""
+    needs_noise: ClassVar[bool] = False
+    """Whether the gradient noise scale must be measured for it."""
+    latest: float = 1.0
+    """Share of the budget at which the phase ends in any case."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.latest <= 1:
+            raise ConfigError(f"trigger {self.name}: latest must be above 0 and at most 1, got {self.latest}")
+
+    def horizon(self, course: Course) -> int:
+        """The sample position at which the phase ends at the latest."""
+        return course.position_at(self.latest)
+
+    @abstractmethod
+    def judge(self, seen: Seen, memory: Memory) -> Reading | None:
+        """The rule's value now, or None where this is no time for it. `memory` begins empty and may be written to."""

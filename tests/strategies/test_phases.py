@@ -1,0 +1,249 @@
+"""Phases: a run led from one strategy to the next loses nothing on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.checkpoint import find_checkpoint
+from podium.cluster.description import Cluster, uniform
+from podium.errors import ConfigError
+from podium.measure.audit import audit
+from podium.strategies import make_strategy
+from podium.strategies.base import Strategy
+from podium.strategies.phases import Phases
+from tests.toys import (
+    SAMPLES,
+    Trained,
+    assert_close,
+    assert_same_bits,
+    dropout_model,
+    everything_model,
+    halve_every_third,
+    hashes,
+    toy,
+    train,
+    train_in,
+    train_plainly,
+)
+from tests.worlds import Memory, Real, Virtual
+
+WORKERS = 3
+
+SYNCHRONOUS = ["all-reduce", "all-reduce:overlap=false;bucket_bytes=64", "parameter-server:servers=2"]
+RELAXED = [
+    "parameter-server:servers=2;mode=async",
+    "parameter-server:servers=2;mode=ssp;staleness=1",
+    "parameter-server:servers=2;mode=softsync",
+    "local-sgd:period=3",
+    "diloco:sync_every=3",
+]
+
+
+def phases(run: str, **options: Any) -> Strategy[Any]:
+    return make_strategy("phases", {"run": run, **options}, WORKERS)
+
+
+def of_kind(trained: Trained, kind: str) -> list[dict[str, Any]]:
+    return [row for row in trained.records if row["kind"] == kind]
+
+
+def check_audit(trained: list[Trained]) -> None:
+    rows = [row for one in trained for row in one.records]
+    assert audit(rows) == (0, 0)
+
+
+@pytest.mark.parametrize("model", [everything_model, dropout_model])
+@pytest.mark.parametrize("spec", ["all-reduce", "parameter-server:servers=2", "parameter-server:mode=ssp;staleness=0"])
+def test_a_change_to_the_same_strategy_changes_nothing(spec: str, model: Any) -> None:
+    task = toy(model=model, optimizer="adamw", schedule=halve_every_third, epochs=3)
+    alone = make_strategy(spec.partition(":")[0], dict(o.split("=") for o in spec.partition(":")[2].split(";") if o))
+    unbroken = train(task, alone, WORKERS)
+    switched = train(task, phases(f"{spec} until step:at=3 | {spec} until epoch:at=2 | {spec}"), WORKERS)
+    assert len(of_kind(switched[0], "switch")) == 2
+    for a, b in zip(unbroken, switched, strict=True):
+        assert_same_bits(b.state, a.state)
+        assert b.losses == a.losses
+
+
+@pytest.mark.parametrize("codec", ["top-k:ratio=0.2", "int8", "power-sgd:rank=1"])
+def test_what_a_codec_left_out_goes_along(codec: str) -> None:
+    task = toy(epochs=3)
+    unbroken = train(task, make_strategy("all-reduce"), WORKERS, codec=codec)
+    switched = train(task, phases("all-reduce until step:at=5 | all-reduce"), WORKERS, codec=codec)
+    assert_same_bits(switched[0].state, unbroken[0].state)
+
+
+@pytest.mark.parametrize("world", [Memory(), Virtual(), Real()], ids=lambda world: world.name)
+def test_real_processes_threads_and_virtual_time_switch_alike(world: Any) -> None:
+    task = toy(optimizer="adamw", epochs=3)
+    run = "all-reduce until step:at=3 | parameter-server until step:at=8 | all-reduce"
+    trained = train_in(world, task, phases(run), 2)
+    assert len(hashes(trained)) == 1
+    assert_close(trained[0].state, train_plainly(task).state)
+    assert [row["step"] for row in of_kind(trained[0], "switch")] == [3, 8]
+
+
+@pytest.mark.parametrize("optimizer", ["nesterov", "adam"])
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(SYNCHRONOUS, 2)))
+def test_synchronous_phases_equal_one_process(first: str, second: str, optimizer: str) -> None:
+    task = toy(optimizer=optimizer, schedule=halve_every_third)
+    run = f"{first} until step:at=3 | {second} until step:at=5 | {first}"
+    trained = train(task, phases(run), WORKERS)
+    assert len(hashes(trained)) == 1
+    assert_close(trained[0].state, train_plainly(task).state)
+    check_audit(trained)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations([*SYNCHRONOUS[::2], *RELAXED], 2)))
+def test_any_strategy_may_follow_any_other(first: str, second: str) -> None:
+    task = toy(epochs=3, schedule=halve_every_third)
+    run = f"{first} until step:at=5 | {second} until epoch:at=2 | {first}"
+    trained = train_in(Virtual(), task, phases(run), WORKERS)
+    assert len(hashes(trained)) == 1, "replicas must be alike in the end"
+    assert {one.position for one in trained} == {3 * SAMPLES}
+    check_audit(trained)
+    assert [row["position"] for row in of_kind(trained[0], "switch")] == [56, 2 * SAMPLES]
+
+
+@pytest.mark.parametrize("world", [Memory(), Virtual()], ids=lambda world: world.name)
+@pytest.mark.parametrize("first", ["all-reduce", "parameter-server:mode=async", "local-sgd:period=2"])
+def test_all_workers_end_a_phase_at_the_step_they_agree_on(world: Any, first: str) -> None:
+    run = f"{first} until tests.strategies.test_phases:enough | all-reduce"
+    trained = train_in(world, toy(epochs=4), phases(run), WORKERS)
+    assert len(hashes(trained)) == 1
+    check_audit(trained)
+    (switch,) = of_kind(trained[0], "switch")
+    assert {row["position"] for one in trained for row in of_kind(one, "switch")} == {switch["position"]}
+    assert switch["position"] >= SAMPLES
+    assert switch["position"] < 2 * SAMPLES, "it took far too long to agree"
+    fired = [row for row in of_kind(trained[0], "trigger") if row["in_force"] and row["fires"]]
+    assert len(fired) == 1
+    assert "enough" in fired[0]["why"]
+
+
+def enough(seen: Any) -> bool:
+    return bool(seen.position >= SAMPLES)
+
+
+def test_a_cycle_goes_round() -> None:
+    run = "all-reduce until step:after=2 | parameter-server until step:after=3"
+    trained = train(toy(epochs=3), phases(run, repeat=True), WORKERS)
+    assert [row["step"] for row in of_kind(trained[0], "switch")] == [2, 5, 7, 10]
+    assert_close(trained[0].state, train_plainly(toy(epochs=3)).state)
+
+
+def test_the_schedule_goes_on_where_it_was() -> None:
+    task = toy(epochs=3, schedule=halve_every_third)
+    run = "all-reduce until step:at=2 | parameter-server:mode=async until step:at=9 | all-reduce"
+    trained = train(task, phases(run), WORKERS)
+    plain = train_plainly(task)
+    assert [group["lr"] for group in trained[0].groups] == [group["lr"] for group in plain.optimizer.param_groups]
+
+
+def test_dropped_moments_are_dropped_and_kept_ones_kept() -> None:
+    task, run = toy(optimizer="momentum", epochs=2), "all-reduce until step:at=4 | all-reduce"
+    kept, dropped = train(task, phases(run), WORKERS), train(task, phases(run, keep_moments=False), WORKERS)
+    assert_close(kept[0].state, train_plainly(task).state)
+    assert len(hashes(dropped)) == 1
+    assert hashes(dropped) != hashes(kept)
+
+
+def test_a_phase_may_pack_otherwise() -> None:
+    run = "all-reduce until step:at=4 | all-reduce:codec=top-k:ratio=0.1 until step:at=8 | all-reduce:codec=dense"
+    trained = train(toy(epochs=3), phases(run), WORKERS)
+    sent = [row["sent"] for row in of_kind(trained[0], "step")]
+    assert sent[5] < sent[1]
+    assert sent[10] == sent[1]
+    assert len(hashes(trained)) == 1
+
+
+@pytest.mark.parametrize("at", [3, 6, 9])
+@pytest.mark.parametrize("middle", ["parameter-server:servers=1", "local-sgd:period=2", "diloco:sync_every=2"])
+def test_a_resumed_run_goes_on_in_its_phase(tmp_path: Path, at: int, middle: str) -> None:
+    task = toy(model=everything_model, epochs=3, schedule=halve_every_third)
+    strategy = phases(f"all-reduce until step:at=4 | {middle} until step:at=8 | all-reduce")
+    options = {"checkpoint_every": 3, "keep_checkpoints": 9}
+    unbroken = train_in(Memory(), task, strategy, 2, run_dir=tmp_path / "whole", **options)
+    found = find_checkpoint(tmp_path / "whole" / "checkpoints" / f"step-{at:08d}")
+    resumed = train_in(Memory(), task, strategy, 2, run_dir=tmp_path / "again", resume=str(found.path), **options)
+    for a, b in zip(unbroken, resumed, strict=True):
+        assert_same_bits(b.state, a.state)
+
+
+def test_presets_are_phases() -> None:
+    for name in ("strategy-switch", "sync-switch", "post-local-sgd"):
+        strategy = make_strategy(name, {}, 4)
+        assert len(strategy.phases) == 2
+        trained = train_in(Virtual(colocated=strategy.colocated), toy(epochs=4), strategy, 4)
+        (switch,) = of_kind(trained[0], "switch")
+        assert switch["position"] < 4 * SAMPLES
+        check_audit(trained)
+
+
+def test_strategy_switch_fires_by_its_rule_once_the_loss_has_settled() -> None:
+    task = toy(epochs=30, optimizer="sgd")
+    strategy = make_strategy("strategy-switch", {"threshold": 0.05, "latest": 1.0}, 2)
+    trained = train_in(Virtual(colocated=True), task, strategy, 2)
+    (switch,) = of_kind(trained[0], "switch")
+    assert switch["value"] <= 0.05
+    readings = [row for row in of_kind(trained[0], "trigger") if row["in_force"]]
+    assert len(readings) == round(switch["epoch"]), "one reading per epoch, also where it does not fire"
+    assert [row["fires"] for row in readings] == [False] * (len(readings) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ("all-reduce | parameter-server", "needs a trigger"),
+        ("all-reduce until step:at=3", "every phase but the last"),
+        ("all-reduce until | all-reduce", "a phase is"),
+        ("all-reduce until plateu | all-reduce", "plateau"),
+        ("all-reduce until step | all-reduce", "at and after"),
+        ("all-reduce until share:at=1.5 | all-reduce", "below 1"),
+        ("parameter-server:servers=1 until step:at=2 | parameter-server:servers=2", "server_count"),
+        ("strategy-switch until step:at=2 | all-reduce", "phases"),
+        ("all-reduce:collective=ring until step:at=2 | all-reduce", "collective"),
+    ],
+)
+def test_bad_phases_are_refused_with_a_reason(run: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Phases(run=run)
+
+
+def uneven(speeds: tuple[float, ...]) -> Cluster:
+    even = uniform(len(speeds), seconds_per_sample=1e-3)
+    nodes = tuple(dataclasses.replace(node, speed=speed) for node, speed in zip(even.nodes, speeds, strict=True))
+    return dataclasses.replace(even, nodes=nodes)
+
+
+@pytest.mark.parametrize("first", ["all-reduce", "local-sgd:period=5"])
+def test_a_straggler_that_is_seen_ends_a_phase(first: str) -> None:
+    run = f"{first} until straggler | parameter-server:mode=async;servers=3;placement=colocated"
+    task = toy(epochs=20)
+    slow = train_in(Virtual(uneven((1.0, 1.0, 0.25)), colocated=True), task, phases(run), WORKERS)
+    (switch,) = of_kind(slow[0], "switch")
+    assert switch["value"] == pytest.approx(4.0, rel=0.05)
+    assert "worker 2" in switch["why"]
+    even = train_in(Virtual(uneven((1.0, 1.0, 0.9)), colocated=True), task, phases(run), WORKERS)
+    assert of_kind(even[0], "switch") == []
+    assert of_kind(even[0], "trigger"), "it was looked for all the same"
+
+
+def test_advice_is_followed_where_it_pays() -> None:
+    run = "all-reduce until advice | parameter-server:mode=async;servers=3;placement=colocated"
+    slow = train_in(Virtual(uneven((1.0, 1.0, 0.25)), colocated=True), toy(epochs=20), phases(run), WORKERS)
+    (switch,) = of_kind(slow[0], "switch")
+    assert switch["value"] > 1.3
+    assert switch["epoch"] >= 2, "a tenth of the budget comes first"
+
+
+def test_the_noise_scale_is_measured_where_a_rule_asks_for_it() -> None:
+    trained = train(toy(epochs=10), phases("all-reduce until noise:every=5;factor=1e9 | all-reduce"), WORKERS)
+    readings = [row for row in of_kind(trained[0], "trigger") if row["rule"].startswith("noise") and row["in_force"]]
+    assert len(readings) == 4, "every fifth step of the half of the budget that it was in force"
+    assert all(row["value"] is not None for row in readings)
