@@ -83,17 +83,9 @@ def need_plain_codec(worker: Worker, who: str) -> None:
         )
 
 
-def global_step(worker: Worker) -> int:
-    """How many whole global steps the samples used so far make up: the same on all workers."""
-    if not worker.samples or not worker.batch_size:
-        return worker.steps_done
-    epochs, offset = divmod(worker.position, worker.samples)
-    return epochs * -(-worker.samples // worker.batch_size) + offset // worker.batch_size
-
-
 def turn_of(worker: Worker) -> Turn:
     """Which exchange this is, for a codec; workers may have done different numbers of steps."""
-    return worker.turn._replace(step=global_step(worker))
+    return worker.turn._replace(step=worker.global_step)
 
 
 def mean_moments(worker: Worker, weight: float) -> None:

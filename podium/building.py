@@ -179,7 +179,7 @@ def make_server(job: Job, comm: Communicator, recorder: Recorder, *, replaces: b
         codec=job.packing.codec,
         pull=job.strategy.pull_codec,
         lanes=0 if comm.shares_process else min(_MOST_LANES, len(os.sched_getaffinity(0))),
-        takes_gradients=any(getattr(phase.strategy, "takes_gradients", True) for phase in served),
+        takes_gradients=any(phase.strategy.takes_gradients for phase in served),
     )
     if replaces:
         where = server.copies.restore()

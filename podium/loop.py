@@ -198,7 +198,8 @@ class Run:
         if self.strategy.by_rounds:
             worker.return_to_mark()
         carried = {"phasing": phasing.state()}
-        recover(worker, self._control, in_step=not self.strategy.by_rounds, carried=carried)
+        by_rounds = self.strategy.by_rounds
+        recover(worker, self._control, in_step=not by_rounds, in_round=by_rounds, carried=carried)
         phasing.load_state(carried["phasing"])
         worker.outgoing.prepare()
         self._state = self.strategy.init(worker)
@@ -272,7 +273,15 @@ def _serve(
     flat = Flat(own_model, own_optimizer, strategy.bucket_bytes)  # laid out as the workers' is
     packing = packing_for(node.config, strategy)
     recorder = node.recorder(comm.rank)
-    server = Server(comm, flat, own_optimizer, recorder=recorder, codec=packing.codec, pull=strategy.pull_codec)
+    server = Server(
+        comm,
+        flat,
+        own_optimizer,
+        recorder=recorder,
+        codec=packing.codec,
+        pull=strategy.pull_codec,
+        takes_gradients=any(p.strategy.takes_gradients for p in strategy.phases if p.strategy.server_count),
+    )
     if alone:
         run_server(server)
         raise SystemExit(0)

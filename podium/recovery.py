@@ -52,27 +52,36 @@ class Control(ABC):
         raise Lost("a peer is lost, and nobody here can regroup")
 
 
-def recover(worker: Worker, control: Control, *, in_step: bool, carried: dict[str, Any], late: bool = False) -> Regroup:
+def recover(
+    worker: Worker,
+    control: Control,
+    *,
+    in_step: bool,
+    carried: dict[str, Any],
+    in_round: bool = False,
+    late: bool = False,
+) -> Regroup:
     """Bring this worker to where those who go on agree to be. `carried` goes with the state and is updated from it.
 
-    A worker that is not among them is left as it is.
+    `in_step`: a step was under way, and is undone; `in_round`: a round was, and has been undone. A worker that is not
+    among them is left as it is.
     """
     comm = worker.comm
     if not late:
         comm.abandon()  # at once: those who do not know of the loss yet learn of it by this
     if in_step:
         worker.forget_step()
-    before = worker.steps_done
+    before = worker.position
     worker.forget_agreements()
     while True:
-        plan = control.regroup(-1 if late else comm.generation, -1 if late else worker.steps_done)
+        plan = control.regroup(-1 if late else comm.generation, -1 if late else worker.global_step)
         if comm.rank not in plan.members:
             return plan
         try:
             comm.regroup(plan.generation, plan.members, plan.servers, plan.addresses)
             _take_state(worker, plan.source, carried)
-            # Whoever is a step ahead has a sum that we are part of: what we sent for it is sent.
-            worker.outgoing.settle_leftovers(happened=in_step and worker.steps_done > before)
+            # Whoever is a step or round ahead has a sum that we are part of: what we sent for it is sent.
+            worker.outgoing.settle_leftovers(happened=(in_step or in_round) and worker.position > before)
             return plan
         except Lost:  # another one went while we were forming: report again
             comm.abandon()

@@ -100,6 +100,7 @@ class Training:
         self.loss: float | None = None
         self.metrics: dict[str, float] = {}
         self._in_step = False
+        self._undone: tuple[int, int] | None = None  # steps of the round that did not happen, and where it began
         self._step_ended = self._finish_ns = 0  # when the last step, with its validation, and how long the last finish
 
     @property
@@ -241,8 +242,7 @@ class Training:
         """The round under way did not happen: its samples come again, divided among those who are left."""
         before, self._in_step = self.worker.steps_done, False
         self.worker.return_to_mark()
-        facts = {"step": self.worker.steps_done, "position": self.worker.position}
-        self.recorder.write("undone", self.comm.clock.now_ns(), steps=before - self.worker.steps_done, **facts)
+        self._undone = (before - self.worker.steps_done, self.worker.position)
 
     def _next_batch(self) -> Batch | None:
         self.worker.stop_requested = self.control.stop_requested()
@@ -255,7 +255,7 @@ class Training:
         if retried and self.strategy.feed == "step" and not by_rounds:
             worker.remember()
             self._in_step = True
-        if self.job.buffers == "broadcast":
+        if self.job.buffers == "broadcast" and self.strategy.feed == "step" and not by_rounds:
             worker.broadcast_buffers()
         loss = float(self.strategy.step(worker, state, batch))
         self._in_step = False
@@ -445,7 +445,10 @@ class Training:
             "phasing": self.phasing.state(),
         }
         servers, before = self.comm.servers, self.comm.workers
-        plan = recover(self.worker, self.control, in_step=self._in_step, carried=carried, late=self._late)
+        in_round = self._undone is not None
+        how = {"in_step": self._in_step, "in_round": in_round, "late": self._late}
+        plan = recover(self.worker, self.control, carried=carried, **how)
+        self._record_undone()
         self._in_step, self.worker.pause_agreed = False, False
         self.worker.outgoing.scale_leftovers(len(before) / max(1, len(set(before).intersection(plan.members))))
         if self.comm.rank not in plan.members:
@@ -470,6 +473,15 @@ class Training:
             took_ns=now - began,
             cause=cause,
         )
+
+    def _record_undone(self) -> None:
+        """The round did not happen; unless others have its sum, with our part in it, which we have now taken over."""
+        if self._undone is None:
+            return
+        (steps, position), self._undone = self._undone, None
+        if self.worker.position == position:
+            facts = {"steps": steps, "step": self.worker.steps_done, "position": position}
+            self.recorder.write("undone", self.comm.clock.now_ns(), **facts)
 
     def _dismiss(self, servers: Sequence[int]) -> None:
         """Let servers that are no longer needed go."""

@@ -154,6 +154,14 @@ class Worker:
         return self.flat.params
 
     @property
+    def global_step(self) -> int:
+        """How many whole global steps the samples used so far make up: the same on all workers."""
+        if not self.samples or not self.batch_size:
+            return self.steps_done
+        epochs, offset = divmod(self.position, self.samples)
+        return epochs * -(-self.samples // self.batch_size) + offset // self.batch_size
+
+    @property
     def buckets(self) -> int:
         """How many buckets the gradients travel in."""
         return len(self.flat.buckets)
@@ -518,9 +526,9 @@ class _Computing:
         self._outer: State | None = None
 
     def __enter__(self) -> None:
+        assert self.worker.rng is not None
         self._lock.__enter__()
         self._outer = generator_state(self.worker.device)
-        assert self.worker.rng is not None
         set_generator_state(self.worker.rng, self.worker.device)
 
     def __exit__(self, *error: Any) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from podium.averaging import Anchor, global_step, mean_moments
+from podium.averaging import Anchor, mean_moments
 from podium.comm.base import Communicator
 from podium.errors import Lost
 from podium.worker import Batch, Worker
@@ -94,7 +94,7 @@ def _counts_steps(comm: Communicator) -> None:
     worker = make_worker(comm)  # 40 samples in steps of 12: four to an epoch
     for position, step in ((0, 0), (11, 0), (12, 1), (39, 3), (40, 4), (53, 5), (80, 8)):
         worker.position = position
-        assert global_step(worker) == step
+        assert worker.global_step == step
 
 
 def moments_of(

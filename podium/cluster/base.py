@@ -46,7 +46,7 @@ class Launched(NamedTuple):
 
 def hosts_of(strategy: Strategy[Any], workers: int) -> range:
     """The workers that colocated servers live with: all, or those that only serve in some phase."""
-    only_serve = max(getattr(phase.strategy, "only_serve", 0) for phase in strategy.phases)
+    only_serve = max(phase.strategy.only_serve for phase in strategy.phases)
     return range(workers - only_serve, workers) if 0 < only_serve < workers else range(workers)
 
 

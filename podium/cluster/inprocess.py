@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from podium.building import Job, make_server, open_data
-from podium.cluster.base import Event, Launched
+from podium.cluster.base import Event, Launched, hosts_of
 from podium.cluster.description import Cluster, read_cluster, uniform
 from podium.comm.base import Communicator
 from podium.comm.memory import MemoryWorld
@@ -56,7 +56,9 @@ def run_virtual(job: Job, on_event: Callable[[Event], None] | None, stop: thread
     """All ranks in simulated time."""
     cluster = cluster_for(job)
     servers = job.strategy.server_count
-    world = VirtualWorld(cluster, job.config.workers, servers, colocated=job.strategy.colocated, seed=job.config.seed)
+    workers, strategy = job.config.workers, job.strategy
+    hosts = hosts_of(strategy, workers)
+    world = VirtualWorld(cluster, workers, servers, colocated=strategy.colocated, hosts=hosts, seed=job.config.seed)
     if cluster.seconds_per_sample is None:
         per_sample = flops_per_sample(job)
         for rank in world.ranks:

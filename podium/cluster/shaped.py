@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.building import Job
-from podium.cluster.base import Event, Launched
+from podium.cluster.base import Event, Launched, hosts_of
 from podium.cluster.description import read_cluster
 from podium.cluster.local import Processes, sendable_task
 from podium.cluster.netns import CpuQuota, ShapedNetwork
@@ -24,7 +24,12 @@ def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threadi
     """
     assert job.config.cluster is not None
     cluster = read_cluster(Path(job.config.cluster))
-    placed = cluster.place(job.config.workers, job.strategy.server_count, job.strategy.colocated)
+    placed = cluster.place(
+        job.config.workers,
+        job.strategy.server_count,
+        job.strategy.colocated,
+        hosts_of(job.strategy, job.config.workers),
+    )
 
     def node_of(rank: int, role: Role) -> int:
         """Those that come later take turns, as the first did."""

@@ -69,12 +69,22 @@ class _Seat:
 class VirtualWorld:
     """The event loop, the network and the ranks of one simulated run."""
 
-    def __init__(self, cluster: Terrain, workers: int, servers: int = 0, *, colocated: bool = False, seed: int = 0):
+    def __init__(
+        self,
+        cluster: Terrain,
+        workers: int,
+        servers: int = 0,
+        *,
+        colocated: bool = False,
+        hosts: Sequence[int] = (),
+        seed: int = 0,
+    ) -> None:
+        """`colocated`: servers live beside workers; `hosts`: beside these alone."""
         self.cluster, self.seed = cluster, seed
         self.now = 0
         self.members = tuple(range(workers))
         self.servers = tuple(range(workers, workers + servers))
-        self.node_of = cluster.place(workers, servers, colocated)
+        self.node_of = cluster.place(workers, servers, colocated, hosts)
         self.network: Network = make_network(cluster, self)
         self.inboxes: dict[int, deque[Message]] = {r: deque() for r in self.members + self.servers}
         self.calls: dict[int, tuple[Pending, int]] = {}

@@ -18,9 +18,11 @@ from podium.reducing import span_of
 from podium.servers.moments import pack, parts_of
 from podium.servers.ranges import Layout, Range, lay_out
 from podium.servers.server import PATIENCE
+from podium.servers.units import per_step, per_update
 
 if TYPE_CHECKING:
     from podium.comm.base import Handle, Message, Meta
+    from podium.flat import Piece
     from podium.worker import Batch, Worker
 
 UNIT_BYTES, SHARED_UNIT_BYTES = 8 << 20, 32 << 20
@@ -117,13 +119,25 @@ def seed_together(worker: Worker, served: Served, places: Collection[int], work:
         raise
 
 
-def own_states(worker: Worker) -> States:
-    """The state of the worker's own optimizer."""
-    return lambda ranges: parts_of(
-        ranges,
-        lambda i: worker.optimizer.state.get(worker.flat.parameters[i], {}),
-        lambda i, tensor: _in_memory_order(worker, i, tensor),
-    )
+def own_states(worker: Worker, share: float) -> States:
+    """The state of the worker's own optimizer, for updates of that share of a global step."""
+
+    def of(i: int) -> Mapping[str, Any]:
+        state = worker.optimizer.state.get(worker.flat.parameters[i], {})
+        return per_update(state, _momentum_of(worker, worker.flat.pieces[i]), share)
+
+    return lambda ranges: parts_of(ranges, of, lambda i, tensor: _in_memory_order(worker, i, tensor))
+
+
+def take_states_home(worker: Worker, by_name: Mapping[str, Mapping[str, Any]], share: float) -> None:
+    """The inverse: the worker's optimizer goes on with what the servers' has come to."""
+    pieces = {piece.name: piece for piece in worker.flat.pieces}
+    home = {n: per_step(state, _momentum_of(worker, pieces[n]), share) for n, state in by_name.items()}
+    worker.load_optimizer_state(home)
+
+
+def _momentum_of(worker: Worker, piece: Piece) -> float:
+    return float(worker.optimizer.param_groups[piece.group].get("momentum", 0.0))
 
 
 # It ends.

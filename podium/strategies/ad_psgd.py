@@ -60,6 +60,8 @@ class ADPSGD(Strategy[PairState]):
 
     name: ClassVar[str] = "ad-psgd"
     talks: ClassVar[bool] = True
+    takes_gradients: ClassVar[bool] = False
+    lends_only: ClassVar[bool] = True
 
     graph: Literal["complete", "ring"] = "complete"
     """Whom an active worker may call: any passive one, or those next to it."""

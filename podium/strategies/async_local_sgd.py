@@ -4,8 +4,8 @@
     servers   theta moves by the outer optimizer, once per push: delayed Nesterov (`podium/servers/outer.py`)
 
 A lease is H_i local batches, each a worker's part of a global step, so all samples are used once per epoch. The rate
-of a local step is that of the global step in which its batch lies. With `steps=speed` leases are as long as their worker
-is fast (DyLU), so that all push about equally often.
+of a local step is that of the global step in which its batch lies. With `steps=speed` leases are as long as their
+worker is fast (DyLU), so that all push about equally often.
 
 The inner optimizer's moments stay on the worker; when a stretch ends they are averaged by samples, and the outer
 momentum comes home, to go out again with the next stretch.

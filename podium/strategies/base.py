@@ -43,6 +43,12 @@ class Strategy(ABC, Generic[S]):
     """Whether training goes on among the survivors after `step` raised `Lost`, and workers may join and leave."""
     replaces_servers: ClassVar[bool] = False
     """Whether a lost server can be restored from a copy."""
+    takes_gradients: ClassVar[bool] = True
+    """Whether its servers, where it has any, run the task's optimizer; otherwise that may be any."""
+    lends_only: ClassVar[bool] = False
+    """Whether its server lends samples and holds no parameters."""
+    only_serve: int = 0
+    """The last so many workers train nothing meanwhile and serve only."""
     bucket_bytes: int = 8 << 20
     """Gradients travel in buckets of about this size; a bucket is never smaller than a tensor."""
     pull: str = "dense"

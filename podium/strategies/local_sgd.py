@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from podium.averaging import Anchor, global_step, mean_moments
+from podium.averaging import Anchor, mean_moments
 from podium.errors import ConfigError, UnknownName
 from podium.strategies.base import Strategy
 
@@ -218,7 +218,7 @@ class LocalSGD(Strategy[LocalState]):
 
     def _length(self, worker: Worker, state: LocalState) -> int:
         """Steps in the round that begins now."""
-        done = global_step(worker)
+        done = worker.global_step
         if done < self.warm_up:
             doublings = math.ceil(math.log2(self.period))
             return min(self.period, 1 << (done * doublings // self.warm_up))

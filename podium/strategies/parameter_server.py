@@ -41,6 +41,7 @@ Mode = Literal["sync", "async", "ssp", "dssp", "softsync", "backup", "gba"]
 @dataclass
 class PSState:
     served: client.Served
+    share: float  # of a global step's samples, in an update
     outbox: list[Tensor] = field(default_factory=list)  # prefetch: gradients on their way, …
     inbox: list[Tensor] = field(default_factory=list)  # … and the parameters that come back
     pending: client.Pushes | None = None
@@ -196,12 +197,12 @@ class ParameterServer(Strategy[PSState]):
             raise ConfigError(
                 f"parameter-server: backups must be below the number of workers, {self._training(worker)}"
             )
-        state = PSState(client.meet(worker, self._unit_bytes(worker)))
+        state = PSState(client.meet(worker, self._unit_bytes(worker)), self._share(worker))
         if self.prefetch:
             state.outbox = [torch.zeros_like(g) for g in worker.flat.grads]
             state.inbox = [torch.zeros_like(p) for p in worker.params]
         places = client.seeded_here(worker, self.colocated, self.only_serve)
-        client.seed_together(worker, state.served, places, self._work(worker), client.own_states(worker))
+        client.seed_together(worker, state.served, places, self._work(worker), client.own_states(worker, state.share))
         return state
 
     def step(self, worker: Worker, state: PSState, batch: Batch) -> Tensor:
@@ -237,7 +238,7 @@ class ParameterServer(Strategy[PSState]):
         for layout, answer in zip(state.served.layouts, answers, strict=True):
             found = unpack(layout.ranges, answer.meta, answer.body[len(layout.ranges) :])
             client.collect(worker, layout.ranges, found, moments)
-        worker.load_optimizer_state(moments)
+        client.take_states_home(worker, moments, state.share)
 
     @property
     def packs_answers(self) -> bool:

@@ -71,7 +71,9 @@ class Phased(Strategy[Any]):
 
     @cached_property
     def _served(self) -> list[Phase]:
-        return [phase for phase in self.phases if phase.strategy.server_count]
+        """Phases that say what servers are like: where some hold parameters, one that only lends takes any."""
+        served = [phase for phase in self.phases if phase.strategy.server_count]
+        return [phase for phase in served if not phase.strategy.lends_only] or served
 
     def _of_servers(self, name: str) -> Any:
         """What the phases with servers say of them."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import podium
 from podium.cluster.description import Cluster, Node
 from podium.comm.base import Communicator
+from podium.data.order import Slice
 from podium.errors import ConfigError, Lost
 from podium.generators import generator_state
 from podium.measure.records import Recorder
@@ -93,7 +94,7 @@ class Course(NamedTuple):
 
 
 def _downhill(outputs: Tensor, _targets: Tensor) -> Tensor:
-    return outputs.sum()
+    return outputs.mean()
 
 
 def _walk(comm: Communicator, strategy: ADPSGD, lr: float) -> Course | None:
@@ -109,7 +110,7 @@ def _walk(comm: Communicator, strategy: ADPSGD, lr: float) -> Course | None:
     worker.params[0].fill_(float(comm.rank))
     state = strategy.init(worker)
     while worker.next_lease is not None and "lease" in worker.next_lease:
-        lease, count = worker.next_lease["lease"], worker.next_lease["piece"][-1]
+        lease, count = worker.next_lease["lease"], Slice(*worker.next_lease["piece"]).count
         batch = Batch(torch.ones(count, 3), None, count, count / worker.next_lease["of"], lease=lease)
         strategy.step(worker, state, batch)
     last = worker.params[0][0].item()

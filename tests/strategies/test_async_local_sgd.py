@@ -52,10 +52,6 @@ from tests.toys import (
 )
 from tests.worlds import Memory, Real, Virtual, World
 
-NAMES = {
-    "async-local-sgd": "podium.strategies.async_local_sgd:AsyncLocalSGD",
-    "async-elastic": "podium.strategies.async_elastic:AsyncElastic",
-}
 PLAIN = partial(AsyncLocalSGD, outer_lr=1.0, outer_momentum=0.0)
 DIGITS = digits_mlp(epochs=10)
 BOTH = [partial(AsyncLocalSGD, outer_momentum=0.5), AsyncElastic]
@@ -245,11 +241,11 @@ def test_any_optimizer_may_run_on_the_workers() -> None:
 
 
 def test_a_recorded_run_happens_again_in_virtual_time(tmp_path: Path) -> None:
-    for short, name in NAMES.items():
+    for name in ("async-local-sgd", "async-elastic"):
         fields: dict[str, Any] = {"strategy": f"{name}:period=2,servers=2", "workers": 3, "epochs": 3}
-        raced = podium.train("tests.toys:toy", launcher="threads", run_dir=str(tmp_path / short), **fields)
+        raced = podium.train("tests.toys:toy", launcher="threads", run_dir=str(tmp_path / name), **fields)
         again = podium.train(
-            "tests.toys:toy", launcher="virtual", run_dir=str(tmp_path / f"{short}-2"), replay=raced.run_dir, **fields
+            "tests.toys:toy", launcher="virtual", run_dir=str(tmp_path / f"{name}-2"), replay=raced.run_dir, **fields
         )
         assert again.param_hash == raced.param_hash
 
@@ -360,8 +356,8 @@ def test_a_cursor_that_is_restored_from_an_old_copy_lends_all_that_is_not_done(
 def test_the_same_servers_take_deltas_in_one_phase_and_gradients_in_the_next(launcher: str, tmp_path: Path) -> None:
     """Live: no process is started or ended, every sample is used once, and all end alike."""
     run = (
-        f"all-reduce until epoch:at=1 | {NAMES['async-local-sgd']}:period=2;servers=2 until epoch:at=2 | "
-        f"parameter-server:mode=async;servers=2 until epoch:at=3 | {NAMES['async-elastic']}:period=2;servers=2"
+        "all-reduce until epoch:at=1 | async-local-sgd:period=2;servers=2 until epoch:at=2 | "
+        "parameter-server:mode=async;servers=2 until epoch:at=3 | async-elastic:period=2;servers=2"
     )
     result = podium.train(
         "tests.toys:toy",
@@ -382,9 +378,7 @@ def test_the_same_servers_take_deltas_in_one_phase_and_gradients_in_the_next(lau
 
 
 def test_training_goes_on_without_a_killed_worker(tmp_path: Path) -> None:
-    result = launch(
-        tmp_path, Faults().kill(1, step=6), strategy=f"{NAMES['async-local-sgd']}:period=4,servers=2", workers=3
-    )
+    result = launch(tmp_path, Faults().kill(1, step=6), strategy="async-local-sgd:period=4,servers=2", workers=3)
     assert result.status == "finished" and result.lost == [1]
     assert sorted(map(int, result.param_hash)) == [0, 2] and len(set(result.param_hash.values())) == 1
     updates = records_of(result.run_dir, "update")
@@ -404,7 +398,7 @@ def _trained(run_dir: str, without: int | None = None) -> set[int]:
 
 def test_a_killed_server_is_restored(tmp_path: Path) -> None:
     """From its replica: nothing is lost, nothing done twice."""
-    strategy = f"{NAMES['async-local-sgd']}:period=3,servers=2,replicas=2"
+    strategy = "async-local-sgd:period=3,servers=2,replicas=2"
 
     def act() -> None:
         os.kill(pid_of(3), signal.SIGKILL)

@@ -80,7 +80,7 @@ def test_in_step_they_are_not_waited_for() -> None:
 
 def test_nobody_times_out_however_long_it_lasts() -> None:
     """Many times as long as any wait is allowed to be."""
-    deadline_s = 0.04
+    deadline_s = 0.1
     began = time.monotonic()
     found = outcomes(Memory(), toy(loss=_slow_loss, epochs=5), served(sit=1), 3, deadline_s)
     assert time.monotonic() - began > 1.5 * PATIENCE * deadline_s, "too short to show anything"
@@ -90,11 +90,11 @@ def test_nobody_times_out_however_long_it_lasts() -> None:
 def test_without_being_told_to_ask_again_a_sitting_worker_does_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Server, "_hear_sitters", lambda _self: None)
     with pytest.raises(DeadlineExceeded):
-        outcomes(Memory(), toy(loss=_slow_loss, epochs=5), served(sit=1), 3, 0.04)
+        outcomes(Memory(), toy(loss=_slow_loss, epochs=5), served(sit=1), 3, 0.1)
 
 
 def _slow_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    time.sleep(0.03)
+    time.sleep(0.05)
     return cross_entropy(outputs, targets)
 
 
