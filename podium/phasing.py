@@ -200,6 +200,7 @@ class Phasing:
             own = codec == self._codec
             worker.pack_by(None if own else codec, lambda: self._packing if own else self._fitted(codec))
             self._packed_by = codec
+        worker.tells_pace = self.compares_times
         measures = phase.until is not None and phase.until.needs_noise and worker.comm.index == 0
         worker.noise = NoiseMeter() if measures else None
         worker.noise_scale = None

@@ -139,6 +139,8 @@ class Worker:
         self._mark: Mark | None = None
         self.busy_ns = self.busy_samples = 0
         """Time spent on gradients since somebody asked, and on how many samples."""
+        self.tells_pace = False
+        """Whether servers are told how fast this worker is, for the first worker to hear."""
         self.paces: dict[int, float] = {}
         """All workers' seconds of computing per sample, where servers have said so."""
         self.noise: NoiseMeter | None = None

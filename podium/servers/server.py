@@ -105,6 +105,8 @@ class Server:
         self.sitting: set[int] = set()
         """Workers of this stretch that do not train."""
         self._sits_until: dict[int, int] = {}  # by parked worker that sits: pushes until it hears from us
+        self.busy: dict[int, float] = {}
+        """Seconds of computing per sample, as workers say; the first worker is told, who judges phases."""
         self._paces: dict[int, float] = {}  # nanoseconds per local step, as workers say
         self.gone: set[int] = set()
         self._skipped: set[int] = set()
@@ -329,6 +331,8 @@ class Server:
             message = self.wires.unpack(message, self.shard.units[unit].of(self.shard.ranges))
         if self.seed_meta["leases"]:
             self._heard(message, (message.meta["lease"],))
+        if message.meta.get("busy", 0) > 0:
+            self.busy[message.source] = message.meta["busy"]
         if message.meta.get("pace", 0) > 0:
             self._paces[message.source] = message.meta["pace"]
         self._notice_loss(message)
@@ -391,6 +395,9 @@ class Server:
         """Answer a push with its unit's parameters; `landed`: they are where the worker wants them."""
         unit = message.meta["unit"]
         params, facts = self.shard.of(unit), {"version": self.versions[unit], **meta}
+        if self.busy and message.meta["last"] and message.source == self.workers[0]:
+            known = {worker: self.busy[worker] for worker in self.training if worker in self.busy}
+            facts["busy"] = list(known.items()) if len(known) == len(self.training) else []
         if message.meta.get("bare"):
             return self.answer(message, facts, more=not message.meta["last"])
         if self.by_lane(unit):

@@ -249,7 +249,10 @@ class ParameterServer(Strategy[PSState]):
     def _pushes(self, worker: Worker, state: PSState, batch: Batch) -> client.Pushes:
         lease = batch.lease if self.feed == "cursor" else worker.position
         options, lend = self.options(worker), not self.prefetch
-        return client.Pushes(worker, state.served, batch, lease=lease, options=options, pull=self.pull_codec, lend=lend)
+        facts = {"busy": worker.take_pace()} if worker.tells_pace else None
+        return client.Pushes(
+            worker, state.served, batch, lease=lease, options=options, pull=self.pull_codec, lend=lend, facts=facts
+        )
 
     def _take(self, worker: Worker, state: PSState) -> None:
         """Wait for the answers to the last push, and learn from them."""
@@ -269,6 +272,7 @@ class ParameterServer(Strategy[PSState]):
         else:
             worker.lease_done = -1 if dropped or self.prefetch else pushes.lease
             worker.next_lease = facts if "lease" in facts else None
+            worker.paces = dict(facts.get("busy", ()))
 
     def _work(self, worker: Worker) -> Meta:
         """What is to be done in this stretch, as servers need to know it."""

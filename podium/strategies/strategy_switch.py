@@ -23,17 +23,24 @@ class StrategySwitch(Phased):
 
     window: int = 6
     """The rule looks at this many epochs' losses …"""
-    threshold: float = 0.01
-    """… and fires once their mean relative change is at most this."""
+    threshold: float = 0.05
+    """… and fires once their mean change is at most this, …"""
+    against: Literal["first", "last"] = "first"
+    """… in parts of the first loss, or, as published, of the one before."""
     on: Literal["training", "validation"] = "training"
     """Which loss."""
-    smoothing: float = 0.5
+    smoothing: float = 0.0
+    """How much of the smoothed loss is what it was before."""
     floor: float = 0.05
     """A loss below this counts as this much."""
+    fallen: float = 0.8
+    """Not before the loss is this part of the first."""
     latest: float = 0.35
     """Share of the budget at which it switches whatever the rule says."""
     then: str = "mode=async"
     """Options of the parameter server that follows, `K=V;…`."""
+    pull: str = "dense"
+    """The codec that packs what servers answer."""
     servers: int | None = None
     """How many servers there are; one beside each worker when not given."""
     placement: Literal["colocated", "dedicated"] = "colocated"
@@ -44,8 +51,8 @@ class StrategySwitch(Phased):
 
     def written(self) -> str:
         rule = ";".join(f"{k}={getattr(self, k)}" for k in _RULE)
-        server = f"servers={self.servers or 1};placement={self.placement};{self.then}"
+        server = f"servers={self.servers or 1};placement={self.placement};pull={self.pull};{self.then}"
         return f"all-reduce until plateau:{rule} | parameter-server:{server}"
 
 
-_RULE = ("window", "threshold", "on", "smoothing", "floor", "latest")
+_RULE = ("window", "threshold", "against", "on", "smoothing", "floor", "fallen", "latest")

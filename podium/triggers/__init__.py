@@ -25,7 +25,7 @@ TRIGGERS: dict[str, str] = {
 WATCHED = (
     "plateau",
     "plateau:on=validation",
-    "plateau:smoothing=0;floor=0;on=validation",
+    "plateau:against=last;threshold=0.01;floor=0;fallen=1",
     "share:at=0.0625",
     "share:at=0.125",
     "share:at=0.5",

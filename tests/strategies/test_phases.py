@@ -42,6 +42,17 @@ RELAXED = [
     "local-sgd:period=3",
     "diloco:sync_every=3",
 ]
+OTHERS = [
+    "all-reduce",
+    "gossip:agree_every=2",
+    "async-local-sgd:servers=2",
+    "streaming-diloco:sync_every=4;fragments=2",
+    "ad-psgd",
+    "elastic-averaging:period=2",
+    "parameter-server:servers=2;mode=gba",
+    "adasum",
+    "async-elastic:servers=2",
+]
 
 
 def phases(run: str, **options: Any) -> Strategy[Any]:
@@ -99,7 +110,10 @@ def test_synchronous_phases_equal_one_process(first: str, second: str, optimizer
     check_audit(trained)
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.permutations([*SYNCHRONOUS[::2], *RELAXED], 2)))
+PAIRS = [*itertools.permutations([*SYNCHRONOUS[::2], *RELAXED], 2), *itertools.pairwise([*OTHERS, OTHERS[0]])]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_any_strategy_may_follow_any_other(first: str, second: str) -> None:
     task = toy(epochs=3, schedule=halve_every_third)
     run = f"{first} until step:at=5 | {second} until epoch:at=2 | {first}"
@@ -187,10 +201,10 @@ def test_presets_are_phases() -> None:
 
 def test_strategy_switch_fires_by_its_rule_once_the_loss_has_settled() -> None:
     task = toy(epochs=30, optimizer="sgd")
-    strategy = make_strategy("strategy-switch", {"threshold": 0.05, "latest": 1.0}, 2)
+    strategy = make_strategy("strategy-switch", {"latest": 1.0}, 2)
     trained = train_in(Virtual(colocated=True), task, strategy, 2)
     (switch,) = of_kind(trained[0], "switch")
-    assert switch["value"] <= 0.05
+    assert switch["value"] <= strategy.threshold
     readings = [row for row in of_kind(trained[0], "trigger") if row["in_force"]]
     assert len(readings) == round(switch["epoch"]), "one reading per epoch, also where it does not fire"
     assert [row["fires"] for row in readings] == [False] * (len(readings) - 1) + [True]
@@ -232,6 +246,15 @@ def test_a_straggler_that_is_seen_ends_a_phase(first: str) -> None:
     even = train_in(Virtual(uneven((1.0, 1.0, 0.9)), colocated=True), task, phases(run), WORKERS)
     assert of_kind(even[0], "switch") == []
     assert of_kind(even[0], "trigger"), "it was looked for all the same"
+
+
+def test_asynchronous_workers_see_when_a_straggler_is_gone() -> None:
+    run = "parameter-server:mode=async;servers=3;placement=colocated until straggler:gone=true | all-reduce"
+    even = train_in(Virtual(uneven((1.0, 1.0, 0.9)), colocated=True), toy(epochs=10), phases(run), WORKERS)
+    (switch,) = of_kind(even[0], "switch")
+    assert switch["value"] == pytest.approx(1 / 0.9, rel=0.05)
+    slow = train_in(Virtual(uneven((1.0, 1.0, 0.25)), colocated=True), toy(epochs=10), phases(run), WORKERS)
+    assert of_kind(slow[0], "switch") == []
 
 
 def test_advice_is_followed_where_it_pays() -> None:

@@ -37,7 +37,7 @@ def fired_at(readings: list[Reading | None]) -> int | None:
 
 def test_the_rule_is_the_papers() -> None:
     losses = [1.0, 0.5, 0.45, 0.44, 0.438, 0.437, 0.436]
-    rule = make_trigger("plateau:on=validation;smoothing=0;floor=0;window=3;threshold=0.01")
+    rule = make_trigger("plateau:on=validation;against=last;floor=0;window=3;threshold=0.01")
     readings = validations(rule, losses)
     assert [r.value for r in readings[2:] if r] == pytest.approx(
         [(0.5 + 0.1) / 2, (0.1 + 0.01 / 0.45) / 2, (0.01 / 0.45 + 0.002 / 0.44) / 2, *_tail(losses)]
@@ -51,7 +51,7 @@ def _tail(losses: list[float]) -> list[float]:
 
 def test_a_loss_that_falls_by_a_factor_for_ever_fires_only_with_a_floor() -> None:
     losses = [0.9**i for i in range(80)]
-    plain = "plateau:on=validation;smoothing=0;window=6;threshold=0.01"
+    plain = "plateau:on=validation;against=last;window=6;threshold=0.01"
     assert fired_at(validations(make_trigger(f"{plain};floor=0"), losses)) is None
     assert fired_at(validations(make_trigger(f"{plain};floor=0.05"), losses)) is not None
 
@@ -59,12 +59,28 @@ def test_a_loss_that_falls_by_a_factor_for_ever_fires_only_with_a_floor() -> Non
 def test_noise_keeps_the_plain_rule_from_firing_and_not_the_smoothed_one() -> None:
     generator = torch.Generator().manual_seed(1)
     losses = [0.3 + 0.01 * float(torch.randn((), generator=generator)) for _ in range(60)]
-    assert fired_at(validations(make_trigger("plateau:on=validation;smoothing=0"), losses)) is None
-    assert fired_at(validations(make_trigger("plateau:on=validation;smoothing=0.8"), losses)) is not None
+    plain = "plateau:on=validation;against=last;threshold=0.01;fallen=1"
+    assert fired_at(validations(make_trigger(plain), losses)) is None
+    assert fired_at(validations(make_trigger(f"{plain};smoothing=0.8"), losses)) is not None
+
+
+def test_a_model_that_has_not_begun_to_learn_has_not_settled() -> None:
+    losses = [2.3, 2.3, 2.29, 2.3, 2.3, 2.29, 2.3, 1.5, 0.6, 0.3, 0.25, 0.22, 0.2, 0.19, 0.18, 0.18]
+    assert fired_at(validations(make_trigger("plateau:on=validation;fallen=1"), losses)) == 5
+    assert fired_at(validations(make_trigger("plateau:on=validation"), losses)) == 13
+
+
+def test_against_the_first_loss_a_geometric_fall_fires() -> None:
+    losses = [0.8**i for i in range(30)]
+    readings = validations(make_trigger("plateau:on=validation;threshold=0.05"), losses)
+    fired = fired_at(readings)
+    assert fired is not None
+    window = losses[fired - 5 : fired + 1]
+    assert readings[fired].value == pytest.approx((window[0] - window[-1]) / 5)  # type: ignore[union-attr]  # it fired
 
 
 def test_training_loss_is_the_mean_over_an_epoch() -> None:
-    rule, memory = make_trigger("plateau:window=2;smoothing=0;floor=0"), {}
+    rule, memory = make_trigger("plateau:window=2;against=last;floor=0"), {}
     course = COURSE._replace(end=400)
     losses = [1.0] * 10 + [0.5] * 5 + [0.7] * 5
     readings = [rule.judge(Seen(course, 10 * (i + 1), loss=loss), memory) for i, loss in enumerate(losses)]
@@ -74,7 +90,7 @@ def test_training_loss_is_the_mean_over_an_epoch() -> None:
 
 
 def test_where_an_epoch_ends_between_two_steps_its_end_is_seen_with_the_next() -> None:
-    rule, memory = make_trigger("plateau:window=2;smoothing=0;floor=0"), {}
+    rule, memory = make_trigger("plateau:window=2;against=last;floor=0"), {}
     seen = [Seen(COURSE, position, loss=loss) for position, loss in [(60, 1.0), (95, 3.0), (120, 1.0), (205, 5.0)]]
     readings = [rule.judge(one, memory) for one in seen]
     assert [reading is not None for reading in readings] == [False, False, True, True]
@@ -204,6 +220,7 @@ def test_a_class_of_the_users_is_a_rule(tmp_path: Path) -> None:
         ("plateau:window=1", "window"),
         ("plateau:latest=0", "latest"),
         ("plateau:smoothing=1", "smoothing"),
+        ("plateau:fallen=0", "fallen"),
         ("noise:factor=0", "factor"),
         ("straggler:factor=1", "factor"),
         ("rate-decay:to=2", "to must"),
