@@ -125,3 +125,27 @@ def test_codecs_on_the_gpu(tmp_path: Path, strategy: str, codec: str) -> None:
     result = run(tmp_path, strategy, 2, codec=codec)
     assert len(set(result.param_hash.values())) == 1
     assert result.metrics["accuracy"] > 0.6
+
+
+LATE = [
+    "local-sgd:period=4",
+    "diloco:sync_every=8;outer_momentum=0.5",
+    "streaming-diloco:sync_every=8;fragments=2",
+    "elastic-averaging",
+    "adasum",
+    "gossip:overlap=false",
+    "ad-psgd",
+    "async-local-sgd",
+    "parameter-server:mode=async;placement=colocated;servers=2",
+    "parameter-server:mode=async;codec=fp16;pull=fp16",
+]
+
+
+@pytest.mark.parametrize("launcher", ["virtual", "local"])
+@pytest.mark.parametrize("late", LATE)
+def test_phases_on_the_gpu(tmp_path: Path, late: str, launcher: str) -> None:
+    result = run(tmp_path, f"all-reduce until epoch:at=1 | {late} until epoch:at=2 | all-reduce", 2, launcher=launcher)
+    assert len(result.switches) == 2
+    assert result.audit == {"missing": 0, "repeated": 0}
+    assert len(set(result.param_hash.values())) == 1
+    assert result.metrics["accuracy"] > 0.8

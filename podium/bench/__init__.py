@@ -10,6 +10,7 @@ BENCHES: dict[str, str] = {
     "ps": "podium.bench.ps:bench_ps",
     "collectives": "podium.bench.collectives:bench_collectives",
     "codecs": "podium.bench.codecs:bench_codecs",
+    "switch": "podium.bench.switch:bench_switch",
     "fuzz": "podium.bench.fuzz:bench_fuzz",
 }
 """Name to `module:function`; each takes peers, rounds and its own options, and returns one JSON document."""

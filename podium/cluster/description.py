@@ -54,7 +54,7 @@ class Node:
 
     name: str
     speed: float = 1.0
-    """Compute speed; 0.5 takes twice as long. Virtual time uses it, the shaped launcher uses `cpus`."""
+    """Compute speed; 0.5 takes twice as long. The shaped launcher draws passes out accordingly, where it is below 1."""
     cpus: float | None = None
     """CPU quota of the node's ranks together under the shaped launcher; None sets none."""
     up_mbit: float | None = None

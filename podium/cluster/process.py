@@ -27,7 +27,7 @@ from podium.cluster.roster import Role
 from podium.collectives import collective_of
 from podium.comm.arena import Arena
 from podium.comm.channel import Channel
-from podium.comm.memory import WallClock
+from podium.comm.memory import SlowClock, WallClock
 from podium.comm.real import RealCommunicator
 from podium.comm.sockets import Address
 from podium.comm.tls import tls_of
@@ -80,6 +80,8 @@ class NodeSpec:
     talks: bool = False
     """Whether workers send each other messages, beside what their collective sends."""
     namespace: str | None = None
+    speed: float = 1.0
+    """Below 1, passes of its worker are drawn out, as a slower accelerator's would be."""
     log: str | None = None
     """Where this process's own output goes; None leaves it on the terminal."""
     late: bool = False
@@ -124,7 +126,8 @@ class Node:
     def __init__(self, spec: NodeSpec, config: RunConfig) -> None:
         self.spec, self.config = spec, config
         self.secret = bytes.fromhex(spec.secret)
-        self.clock = WallClock(spec.clock_ns)
+        slow = spec.speed < 1
+        self.clock = SlowClock(spec.clock_ns, speed=spec.speed) if slow else WallClock(spec.clock_ns)
         self.membership = Membership(
             spec.rank,
             spec.coordinator,

@@ -1,4 +1,9 @@
-"""The shaped launcher: local processes, each in its node's network namespace, on links and CPUs as the file says."""
+"""The shaped launcher: local processes, each in its node's network namespace, on links and CPUs as the file says.
+
+A node's `speed` below 1 draws out its workers' passes by sleeping (`podium.comm.memory.SlowClock`): a slower
+accelerator. Its servers and its network are as fast as anybody's, and others have the processor meanwhile. `cpus` holds
+all of the node's ranks to a quota, servers too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from typing import Any
 
 from podium.building import Job
 from podium.cluster.base import Event, Launched, hosts_of
-from podium.cluster.description import read_cluster
+from podium.cluster.description import Cluster, read_cluster
 from podium.cluster.local import Processes, sendable_task
 from podium.cluster.netns import CpuQuota, ShapedNetwork
 from podium.cluster.rendezvous import note_what_was_made, rendezvous_folder
@@ -41,12 +46,21 @@ def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threadi
     with rendezvous_folder() as folder, ShapedNetwork(cluster) as network, CpuQuota(cluster) as quota:
         made = [*network.namespaces, f"podium-{network.facts['run']}-hub"]
         note_what_was_made(folder, made, quota.groups.values())
+        network.facts["warnings"] = [*network.facts["warnings"], *too_fast(cluster)]
 
         def place(rank: int, role: Role) -> dict[str, Any]:
             node = node_of(rank, role)
-            return {"host": network.addresses[node], "namespace": network.namespaces[node], "same_host": False}
+            speed = cluster.nodes[node].speed if role == "worker" else 1.0
+            where = {"host": network.addresses[node], "namespace": network.namespaces[node], "same_host": False}
+            return {**where, "speed": speed}
 
         processes = Processes(job, folder, on_event, task=sendable_task(job), place=place)
         processes.on_started = lambda spec, pid: quota.add(node_of(spec.rank, spec.role), pid)
         launched = processes.run(stop)
         return launched._replace(facts={"cluster": cluster.to_dict(), "network": network.facts, "quota": quota.facts()})
+
+
+def too_fast(cluster: Cluster) -> list[str]:
+    """A warning where the file asks for more speed than there is."""
+    nodes = ", ".join(f"{node.name} ({node.speed:g})" for node in cluster.nodes if node.speed > 1)
+    return [f"no node is faster than this machine: speed above 1 counts as 1, got {nodes}"] if nodes else []

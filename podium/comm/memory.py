@@ -19,13 +19,12 @@ from torch import Tensor
 from podium.comm.base import DEPARTED, Clock, Communicator, Handle, Message, Meta, nbytes_of
 from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, land, sum_in_order, taken
 from podium.comm.schedule import Chain, Key, Running
-from podium.errors import DeadlineExceeded, Lost
+from podium.errors import ConfigError, DeadlineExceeded, Lost
 
 Parcel = tuple[Number, int, Key, Tensor]
 """Part of an exchange: which, from which member, its name, its elements."""
 
 
-@final
 class WallClock(Clock):
     """Nanoseconds since it was made, or since `start_ns` of the machine's monotonic clock, which ranks may share."""
 
@@ -34,6 +33,31 @@ class WallClock(Clock):
 
     def now_ns(self) -> int:
         return time.monotonic_ns() - self._start
+
+
+@final
+class SlowClock(WallClock):
+    """The wall's time on a slower accelerator: each pass takes 1 / speed times as long, by sleeping.
+
+    It sleeps whenever a part of the pass is done, so that gradients come as late as they would there. Others have the
+    processor meanwhile. What a pass leaves to a GPU is not its time: it is measured where it is called.
+    """
+
+    def __init__(self, start_ns: int | None = None, *, speed: float) -> None:
+        super().__init__(start_ns)
+        if not 0 < speed <= 1:
+            raise ConfigError(f"a slow clock's speed must be above 0 and at most 1, got {speed}")
+        self._rest = 1 / speed - 1
+        self._since: int | None = None  # when the part of the pass under way began; None between passes
+
+    def begin_pass(self, samples: int) -> None:
+        self._since = time.monotonic_ns()
+
+    def reach(self, fraction: float) -> None:
+        if self._since is None:
+            return
+        time.sleep((time.monotonic_ns() - self._since) * self._rest / 1e9)
+        self._since = time.monotonic_ns() if fraction < 1 else None
 
 
 class MemoryWorld:

@@ -68,7 +68,7 @@ class Strategy(ABC, Generic[S]):
         """What the run is made of, in order: this strategy alone, unless it says otherwise."""
         from podium.strategies.phases import Phase
 
-        return (Phase(self.name, self),)
+        return (Phase(getattr(self, "name", type(self).__name__), self),)
 
     def for_workers(self, workers: int) -> Strategy[Any]:
         """This strategy with what it leaves open until the number of workers is known."""
