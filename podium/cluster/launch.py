@@ -293,11 +293,22 @@ def label_of(name: str, strategy: Strategy[Any], config: RunConfig | None = None
     options = []
     if config is not None and strategy.exchanges:
         options = [f"{k}={getattr(config, k)}" for k in LIFTED if getattr(config, k) != getattr(RunConfig, k)]
+    filled = {} if config is None else _filled_in(strategy, config.workers)
     for field in dataclasses.fields(strategy):  # type: ignore[arg-type]  # all strategies are dataclasses
         value, make = getattr(strategy, field.name), field.default_factory
-        if value != (field.default if make is dataclasses.MISSING else make()):
+        default = field.default if make is dataclasses.MISSING else make()
+        if value not in (default, filled.get(field.name, default)):
             options.append(f"{field.name}={value}")
     return f"{name}({', '.join(options)})" if options else name
+
+
+def _filled_in(strategy: Strategy[Any], workers: int) -> dict[str, Any]:
+    """What a strategy's defaults become once the number of workers is known."""
+    try:
+        plain = type(strategy)()
+    except TypeError:  # an option without a default: nothing else is filled in then
+        return {}
+    return dataclasses.asdict(plain.for_workers(workers))  # type: ignore[call-overload,no-any-return]  # all strategies are dataclasses
 
 
 def name_of(strategy: Strategy[Any]) -> str:

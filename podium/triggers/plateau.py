@@ -26,7 +26,7 @@ from podium.triggers.base import Memory, Reading, Seen, Trigger
 @final
 @dataclass(frozen=True, kw_only=True)
 class Plateau(Trigger):
-    """Fires when the mean relative change of the loss over a window of epochs is small."""
+    """Fires when the loss has settled: its mean change over a window of epochs is small."""
 
     name: ClassVar[str] = "plateau"
 

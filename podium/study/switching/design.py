@@ -126,9 +126,7 @@ MNIST = Setting(
     folder="mnist",
     options={"lr": 0.1},
 )
-MNIST_ADAM = replace(
-    MNIST, name="mnist-adam", title="MNIST, LeNet-5, Adam", options={"optimizer": "adam", "lr": 0.001}
-)
+MNIST_ADAM = replace(MNIST, name="mnist-adam", title="MNIST, LeNet-5, Adam", options={"optimizer": "adam", "lr": 0.001})
 CIFAR_EQUAL = replace(
     CIFAR, name="cifar-equal", title="CIFAR-10, ResNet-20, four equal workers", machines=Machines(workers=4, slow=1.0)
 )
