@@ -131,7 +131,9 @@ class Run:
             worker.outgoing.prepare()
             if self.strategy.by_rounds and self.strategy.survives_loss:
                 worker.mark()
+            began = self.comm.clock.now_ns()
             self._state = self.strategy.init(worker)
+            phasing.has_begun(began)
             try:
                 yield from self._until_horizon(feed)
             finally:  # also when the user breaks out of the loop, which all workers must do after the same step

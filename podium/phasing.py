@@ -50,6 +50,17 @@ class Ending(NamedTuple):
     value: float | None = None
 
 
+class Leaving(NamedTuple):
+    """A phase that has ended, while the next has not begun, and what that cost this worker."""
+
+    before: str
+    after: str
+    ending: Ending
+    drain_ns: int
+    home_ns: int
+    left: int  # when everything was home
+
+
 class Phasing:
     """Which phase a run is in, and what ends it."""
 
@@ -65,6 +76,7 @@ class Phasing:
         self._packed_by = codec
         self.ending: Ending | None = None
         """Why the present phase is over, once the rule has fired."""
+        self.leaving: Leaving | None = None
         self._watched = [Watched(text, make_trigger(text)) for text in WATCHED] if self.is_led else []
         self.times: Mapping[int, float] = {}
         """Seconds of computing per sample, by worker, where they were just compared."""
@@ -160,9 +172,9 @@ class Phasing:
 
     # From one phase to the next.
 
-    def advance(self) -> tuple[Phase, Phase, Ending]:
-        """Make the worker ready for the next phase: from which, to which, and why. The strategy has finished."""
-        before, ending = self.phase, self.ending or self._ending_at_horizon()
+    def advance(self, drain_ns: int = 0, home_ns: int = 0) -> None:
+        """Make the worker ready for the next phase; the strategy has finished, which took this long."""
+        left, before, ending = self.worker.comm.clock.now_ns(), self.phase, self.ending or self._ending_at_horizon()
         self.turn += 1
         self.course = self.course._replace(began=self.worker.position)
         self._memory, self.ending = {}, None
@@ -170,7 +182,29 @@ class Phasing:
         if isinstance(self._plan, Phased) and not self._plan.keep_moments:
             self.worker.load_optimizer_state({})
         self._settle_in(before.strategy)
-        return before, self.phase, ending
+        self.leaving = Leaving(before.text, self.phase.text, ending, drain_ns, home_ns, left)
+
+    def has_begun(self, began: int) -> None:
+        """The strategy has set out since `began`: where a phase was left before, put on record why and at what cost."""
+        if self.leaving is None:
+            return
+        leaving, self.leaving, worker, now = self.leaving, None, self.worker, self.worker.comm.clock.now_ns()
+        self.recorder.write(
+            "switch",
+            now,
+            before=leaving.before,
+            after=leaving.after,
+            rule=leaving.ending.rule,
+            why=leaving.ending.why,
+            value=leaving.ending.value,
+            step=self.course.step_at(worker.position),
+            epoch=worker.position / self.course.samples,
+            position=worker.position,
+            drain_ns=leaving.drain_ns,
+            home_ns=leaving.home_ns,
+            hand_over_ns=began - leaving.left,
+            begin_ns=now - began,
+        )
 
     def _ending_at_horizon(self) -> Ending:
         rule = self.phase.until
@@ -224,6 +258,8 @@ class Phasing:
         if list(state["plan"]) != [phase.text for phase in self._plan.phases]:
             return
         moved = self.turn != state["turn"]
+        if state["turn"] < self.turn:
+            self.leaving = None  # the others have not left it
         self.turn, self.course = state["turn"], self.course._replace(began=state["began"])
         self._memory = json.loads(state["memory"])
         seen = json.loads(state["watched"])

@@ -33,7 +33,7 @@ from podium.files import save_tensors
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
 from podium.nests import join_rows, map_tensors
-from podium.phasing import Ending, Phasing
+from podium.phasing import Phasing
 from podium.recovery import Control, recover
 from podium.servers.server import Server
 from podium.strategies.base import Strategy
@@ -54,17 +54,6 @@ class Report(NamedTuple):
     stopped: bool
     loss: float | None
     metrics: dict[str, float]
-
-
-class Leaving(NamedTuple):
-    """A phase that has ended, and what that cost this worker."""
-
-    before: str
-    after: str
-    ending: Ending
-    drain_ns: int
-    home_ns: int
-    left: int  # when everything was home
 
 
 def position_after(order: GlobalOrder, steps: int, batch_size: int) -> int:
@@ -93,7 +82,6 @@ class Training:
         packing = self.worker.outgoing.packing
         self.phasing = Phasing(job.strategy, self.worker, course, recorder, job.config.codec, packing)
         self.feed = self._make_feed()
-        self._leaving: Leaving | None = None  # a phase has ended, and the next has not begun
         self.evaluated_at = -1  # the position of the last validation
         self.saved_at = -1
         self._began_at = 0
@@ -144,7 +132,7 @@ class Training:
                 worker.mark()
             began = self.comm.clock.now_ns()
             state = strategy.init(worker)
-            self._has_switched(began)
+            self.phasing.has_begun(began)
             try:
                 self._train(state)
             except Lost:
@@ -156,7 +144,7 @@ class Training:
         if worker.pause_agreed:
             worker.outgoing.share_leftovers()
             return self._regroup("somebody joins or leaves, or is gone")  # all begin anew, newcomers too
-        if self._leaving is not None:
+        if self.phasing.leaving is not None and not self._is_through():
             return None
         self._settle_buffers()
         if self._is_through() and (self.evaluated_at != worker.position or self.loss is None):
@@ -189,11 +177,10 @@ class Training:
     def _switch(self) -> None:
         """The phase is over: everything is home, and the next one takes it from there."""
         began = self.comm.clock.now_ns()
-        before, after, ending = self.phasing.advance()
+        before = self.strategy
+        self.phasing.advance(drain_ns=began - self._finish_ns - self._step_ended, home_ns=self._finish_ns)
         self.feed = self._make_feed()
-        drained = began - self._finish_ns - self._step_ended
-        self._leaving = Leaving(before.text, after.text, ending, drained, self._finish_ns, began)
-        if before.strategy.feed == "cursor" and self.comm.size > 1:
+        if before.feed == "cursor" and self.comm.size > 1:
             self._agree_on_validation()
 
     def _agree_on_validation(self) -> None:
@@ -201,28 +188,6 @@ class Training:
         at = torch.tensor([self.evaluated_at], dtype=torch.int64)
         self.comm.wait(self.comm.broadcast(at, self.comm.workers[0]))
         self.evaluated_at = int(at.item())
-
-    def _has_switched(self, began: int) -> None:
-        """The next phase has begun: put on record when, why and what it cost."""
-        if self._leaving is None:
-            return
-        leaving, self._leaving, now = self._leaving, None, self.comm.clock.now_ns()
-        self.recorder.write(
-            "switch",
-            now,
-            before=leaving.before,
-            after=leaving.after,
-            rule=leaving.ending.rule,
-            why=leaving.ending.why,
-            value=leaving.ending.value,
-            step=self._global_step(),
-            epoch=self.worker.position / self.order.samples,
-            position=self.worker.position,
-            drain_ns=leaving.drain_ns,
-            home_ns=leaving.home_ns,
-            hand_over_ns=began - leaving.left,
-            begin_ns=now - began,
-        )
 
     def _rescue(self, state: Any) -> None:
         """A step did not happen. Where the truth lives on servers, bring it home before the survivors regroup."""
