@@ -106,8 +106,12 @@ class Phasing:
     @property
     def horizon(self) -> int:
         """The sample position at which the present phase ends at the latest."""
-        rule = self.phase.until
-        return self.course.end if rule is None else rule.horizon(self.course)
+        rule, course = self.phase.until, self.course
+        if rule is None:
+            return course.end
+        # One global step at least where phases repeat, or they would follow each other for ever without one.
+        least = course.position_of(course.step_at(course.began) + 1) if course.again else 0
+        return min(course.end, max(least, rule.horizon(course)))
 
     @property
     def is_over(self) -> bool:
@@ -176,7 +180,7 @@ class Phasing:
         """Make the worker ready for the next phase; the strategy has finished, which took this long."""
         left, before, ending = self.worker.comm.clock.now_ns(), self.phase, self.ending or self._ending_at_horizon()
         self.turn += 1
-        self.course = self.course._replace(began=self.worker.position)
+        self.course = self.course._replace(began=self.worker.position, again=self.turn >= len(self._plan.phases))
         self._memory, self.ending = {}, None
         self.worker.switch_requested = self.worker.switch_agreed = False
         if isinstance(self._plan, Phased) and not self._plan.keep_moments:
@@ -260,7 +264,8 @@ class Phasing:
         moved = self.turn != state["turn"]
         if state["turn"] < self.turn:
             self.leaving = None  # the others have not left it
-        self.turn, self.course = state["turn"], self.course._replace(began=state["began"])
+        again = state["turn"] >= len(self._plan.phases)
+        self.turn, self.course = state["turn"], self.course._replace(began=state["began"], again=again)
         self._memory = json.loads(state["memory"])
         seen = json.loads(state["watched"])
         for watched in self._watched:

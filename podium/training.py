@@ -338,6 +338,7 @@ class Training:
         if self._is_through():
             save_tensors(run_dir / "model.safetensors", worker.model.state_dict())
         shared = {**worker.state(), **self._must_match(), "phasing": self.phasing.state()}
+        shared["strategy"] = type(self.strategy).__name__
         path = checkpoint.save_shared(run_dir, step, shared, self.comm.workers, self.job.config.keep_checkpoints)
         self.saved_at = worker.position  # at once: should others give up waiting, it is not written again
         now = self.comm.clock.now_ns()
@@ -374,6 +375,8 @@ class Training:
         if "phasing" in shared:  # older checkpoints have none
             self.phasing.load_state(shared["phasing"])
             self.feed = self._make_feed()
+        if shared.get("strategy") != type(self.strategy).__name__:
+            self.worker.kept.clear()  # another strategy's own
         own = found.own(self.comm.rank)
         if own is not None:
             self.worker.set_generators(own["rng"])

@@ -457,6 +457,9 @@ class Worker:
             codec.check(group)
             before.append(group["momentum"])
             group["momentum"] = 0.0
+            for p in group["params"]:  # or it would come back as it was, however long the codec lasts
+                self.optimizer.state.get(p, {}).pop("momentum_buffer", None)
+        self._fast.reload()
         return before
 
     def load_state(self, state: Mapping[str, Any]) -> None:

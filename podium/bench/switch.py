@@ -40,6 +40,7 @@ from podium.measure.phases import COST
 from podium.measure.records import Record, read_records
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
+from podium.strategies.parameter_server import ParameterServer
 from podium.task import load_task
 from podium.worker import Batch, Worker
 
@@ -90,6 +91,7 @@ class Setting(NamedTuple):
     momentum: float
     cycles: int
     steps: int  # of a phase
+    snapshot_every: int
 
 
 def bench_switch(
@@ -103,10 +105,12 @@ def bench_switch(
     link_mbit: float = _LINK_MBIT,
     momentum: float = 0.9,
     steps: int = 2,
+    snapshot_every: int = ParameterServer.snapshot_every,
 ) -> dict[str, Any]:
     """Rows by model, workers, place and change of phase; `rounds` is the number of cycles in a run, 5 when not given.
 
-    `places`: both when not given, `shaped` only where namespaces can be made. `steps`: of each phase.
+    `places`: both when not given, `shaped` only where namespaces can be made. `steps`: of each phase. `snapshot_every`:
+    as the parameter server has it; with 0, servers write nothing to disk when they are seeded.
     """
     _check(peers, models, workers, places or (), servers, steps)
     if not link_mbit > 0:
@@ -120,7 +124,7 @@ def bench_switch(
         for place in chosen
         for count in workers
         for kind in servers
-        for row in _rows(Setting(model, count, place, kind, link_mbit, momentum, rounds or 5, steps))
+        for row in _rows(Setting(model, count, place, kind, link_mbit, momentum, rounds or 5, steps, snapshot_every))
     ]
     worst = max((row["beyond_transfer_ms"] for row in rows), default=0.0)
     document = {"bench": "switch", "claim_ms": CLAIM_MS, "worst_beyond_transfer_ms": worst, "rows": rows}
@@ -160,7 +164,8 @@ def _possible(places: Sequence[str] | None) -> tuple[Sequence[str], dict[str, st
 
 def _rows(setting: Setting) -> list[dict[str, Any]]:
     options = {**MODELS[setting.model], "lr": _LR, "momentum": setting.momentum}
-    relaxed = [f"parameter-server:mode=async;servers={setting.workers};placement={setting.servers}"]
+    server = f"servers={setting.workers};placement={setting.servers};snapshot_every={setting.snapshot_every}"
+    relaxed = [f"parameter-server:mode=async;{server}"]
     if setting.servers == "colocated":  # local SGD has no servers: once will do
         relaxed.append("local-sgd:period=2")
     phases = [name for one in relaxed for name in ("all-reduce", one)] + ["all-reduce", _TRANSFER]

@@ -131,6 +131,7 @@ def own_states(worker: Worker, share: float) -> States:
 
 def take_states_home(worker: Worker, by_name: Mapping[str, Mapping[str, Any]], share: float) -> None:
     """The inverse: the worker's optimizer goes on with what the servers' has come to."""
+    worker.follow_schedule(worker.global_step)  # each has followed its own leases, and momentum may be scheduled
     pieces = {piece.name: piece for piece in worker.flat.pieces}
     home = {n: per_step(state, _momentum_of(worker, pieces[n]), share) for n, state in by_name.items()}
     worker.load_optimizer_state(home)

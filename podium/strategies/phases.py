@@ -61,6 +61,8 @@ class Phased(Strategy[Any]):
         if self.repeat == (phases[-1].until is None) or any(phase.until is None for phase in phases[:-1]):
             last = "every phase needs" if self.repeat else "every phase but the last needs"
             raise ConfigError(f"{self.name}: {last} a trigger (`STRATEGY until TRIGGER`), got {self.written()!r}")
+        if self.repeat and any(getattr(phase.until, "at", None) is not None for phase in phases):
+            raise ConfigError(f"{self.name}: phases that repeat need `after` in place of `at`, got {self.written()!r}")
         for name in ("server_count", "colocated", "replicas", "snapshot_every", "pull"):
             found = {getattr(phase.strategy, name) for phase in self._served}
             if len(found) > 1:

@@ -26,6 +26,7 @@ class Course(NamedTuple):
     batch_size: int
     end: int
     began: int = 0  # where the present phase began
+    again: bool = False  # whether it is not its first time
 
     @property
     def steps_per_epoch(self) -> int:
@@ -96,7 +97,7 @@ class Trigger(ABC):
     needs_noise: ClassVar[bool] = False
     """Whether the gradient noise scale must be measured for it."""
     latest: float = 1.0
-    """Share of the budget at which the phase ends in any case."""
+    """Share of the budget at which the phase ends in any case; from its second time on, counted from its beginning."""
 
     def __post_init__(self) -> None:
         if not 0 < self.latest <= 1:
@@ -104,7 +105,10 @@ class Trigger(ABC):
 
     def horizon(self, course: Course) -> int:
         """The sample position at which the phase ends at the latest."""
-        return course.position_at(self.latest)
+        if not course.again:
+            return course.position_at(self.latest)
+        steps = course.step_at(course.began) + self.latest * course.step_at(course.end)
+        return min(course.end, course.position_of(steps))
 
     @abstractmethod
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:

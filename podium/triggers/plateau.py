@@ -88,7 +88,11 @@ def _mean_of_epoch(seen: Seen, memory: Memory) -> float | None:
     """
     if seen.loss is None or seen.validated is not None:
         return None
-    epoch, at_end = (seen.position - 1) // seen.course.samples, seen.position % seen.course.samples == 0
+    moved, samples = seen.position != memory.get("position", seen.course.began), seen.course.samples
+    memory["position"] = seen.position
+    # In the midst of a round the position stands still where the round began.
+    epoch = (seen.position - 1) // samples if moved else seen.position // samples
+    at_end = moved and seen.position % samples == 0
     ended: list[float] = []
     if epoch != memory.get("epoch", epoch):
         ended, memory["steps"] = memory["steps"], []

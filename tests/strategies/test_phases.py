@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.optim.lr_scheduler import OneCycleLR
 
+from podium.building import Job, make_server
 from podium.checkpoint import find_checkpoint
 from podium.cluster.description import Cluster, uniform
+from podium.comm.base import Communicator
+from podium.config import RunConfig
 from podium.errors import ConfigError
 from podium.measure.audit import audit
+from podium.measure.records import Recorder
 from podium.strategies import make_strategy
 from podium.strategies.base import Strategy
 from podium.strategies.phases import Phases
+from podium.training import Training, run_server
 from tests.toys import (
     SAMPLES,
     Trained,
+    Uncontrolled,
     assert_close,
     assert_same_bits,
     dropout_model,
@@ -270,3 +278,84 @@ def test_the_noise_scale_is_measured_where_a_rule_asks_for_it() -> None:
     readings = [row for row in of_kind(trained[0], "trigger") if row["rule"].startswith("noise") and row["in_force"]]
     assert len(readings) == 4, "every fifth step of the half of the budget that it was in force"
     assert all(row["value"] is not None for row in readings)
+
+
+# What once went wrong.
+
+
+class StopAt(Uncontrolled):
+    """Asks to stop once a worker has been fed so many batches."""
+
+    def __init__(self, batches: int) -> None:
+        self.left = batches
+
+    def stop_requested(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def stop_rank(comm: Communicator, job: Job, batches: int) -> int:
+    if comm.rank in comm.servers:
+        run_server(make_server(job, comm, Recorder(comm.rank)))
+        return 0
+    training = Training(job, comm, Recorder(comm.rank), StopAt(batches))
+    training.run()
+    return training.worker.position
+
+
+@pytest.mark.parametrize("batches", [0, 2, 3, 4, 5])
+@pytest.mark.parametrize("first", ["all-reduce", "local-sgd:period=2", "parameter-server:mode=async"])
+def test_a_run_that_is_stopped_around_a_change_of_phase_ends(first: str, batches: int) -> None:
+    strategy = phases(f"{first} until step:at=4 | all-reduce until step:at=5 | all-reduce")
+    job = Job(RunConfig(workers=2, epochs=3), toy(epochs=3), strategy)
+    ended = Memory().run(partial(stop_rank, job=job, batches=batches), 2, strategy.server_count)
+    assert len(set(ended[:2])) == 1
+    assert ended[0] < 3 * SAMPLES
+
+
+@pytest.mark.parametrize("rule", ["plateau:window=2", "rate-decay", "epoch:after=0.001", "share:after=0.0001"])
+def test_phases_that_repeat_go_on_training(rule: str) -> None:
+    run = f"all-reduce until {rule} | all-reduce:overlap=false until {rule}"
+    trained = train(toy(epochs=4), phases(run, repeat=True), WORKERS)
+    assert trained[0].position == 4 * SAMPLES
+    assert len(of_kind(trained[0], "switch")) <= 2 + 16, "there are no more steps than that, and the first time"
+
+
+def one_cycle(optimizer: Any, total_steps: int) -> OneCycleLR:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
+
+
+def test_replicas_agree_after_an_asynchronous_phase_with_a_scheduled_momentum() -> None:
+    task = toy(epochs=6, schedule=one_cycle, samples=96)
+    run = "parameter-server:mode=async;servers=2 until epoch:at=3 | all-reduce"
+    trained = train_in(Virtual(uneven((1.0, 1.0, 0.3, 1.0, 1.0))), task, phases(run), WORKERS)
+    assert len(hashes(trained)) == 1
+    for other in trained[1:]:
+        for name, state in trained[0].optimizer.items():
+            assert_same_bits(other.optimizer[name], state)
+
+
+def test_a_velocity_does_not_outlive_a_codec_that_took_the_momentum_over() -> None:
+    run = "all-reduce until step:at=4 | all-reduce:codec=dgc until step:at=8 | all-reduce:codec=dense until step:at=9"
+    trained = train(toy(epochs=3), phases(f"{run} | all-reduce"), WORKERS)
+    assert len(hashes(trained)) == 1
+    within = train(toy(epochs=3), phases(f"{run.rpartition(' until ')[0]}"), WORKERS, steps=8)
+    assert all("momentum_buffer" not in state for state in within[0].optimizer.values())
+
+
+def test_an_epoch_is_an_epoch_where_workers_do_unequal_numbers_of_steps() -> None:
+    run = "local-sgd:steps=4/2/2;period=4 until plateau:window=3;threshold=9;fallen=1 | all-reduce"
+    trained = train(toy(epochs=9), phases(run), WORKERS)
+    readings = [row for row in of_kind(trained[0], "trigger") if row["in_force"]]
+    assert len(readings) == 3
+    assert [round(row["epoch"]) for row in readings] == [1, 2, 3]
+
+
+def test_what_a_strategy_kept_does_not_go_to_another(tmp_path: Path) -> None:
+    options = {"checkpoint_every": 4, "keep_checkpoints": 9}
+    task = toy(epochs=3)
+    train_in(Memory(), task, make_strategy("diloco", {"sync_every": 2}, 2), 2, run_dir=tmp_path, **options)
+    found = str(find_checkpoint(tmp_path / "checkpoints" / "step-00000004").path)
+    for name in ("async-local-sgd", "local-sgd", "all-reduce", "streaming-diloco"):
+        trained = train_in(Memory(), task, make_strategy(name, {}, 2), 2, resume=found)
+        assert len(hashes(trained)) == 1
