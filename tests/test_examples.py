@@ -115,3 +115,13 @@ def test_the_cluster_files_run_in_virtual_time(path: Path, tmp_path: Path) -> No
         "digits-mlp", workers=workers, launcher="virtual", cluster=str(path), steps=3, out=str(tmp_path)
     )
     assert result.steps == 3 and result.seconds > 0
+
+
+def test_a_rule_of_ones_own_ends_a_phase(tmp_path: Path) -> None:
+    rule = f"{EXAMPLES / 'my_rule.py'}:good_enough"
+    strategy = f"all-reduce until {rule} | local-sgd:period=8"
+    result = podium.train("digits-mlp", strategy=strategy, workers=2, launcher="threads", out=str(tmp_path))
+    (switch,) = result.switches
+    before = [row for row in result.history if row["epoch"] <= switch["epoch"]]
+    assert before[-1]["accuracy"] > 0.9 >= before[0]["accuracy"]
+    assert result.audit == {"missing": 0, "repeated": 0}
