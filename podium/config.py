@@ -200,6 +200,10 @@ def build(cls: type[T], values: Mapping[str, Any], *, who: str) -> T:
         if key not in fields:
             raise UnknownName(f"option of {who}", name, fields)
         given[key] = convert(value, fields[key], f"{who}: {name}")
+    for field_ in dataclasses.fields(cls):  # type: ignore[arg-type]  # always a dataclass
+        needed = field_.init and field_.default is dataclasses.MISSING and field_.default_factory is dataclasses.MISSING
+        if needed and field_.name not in given:
+            raise ConfigError(f"{who}: {field_.name} must be given")
     return cls(**given)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from podium.building import fitted
 from podium.comm.words import share_bytes
+from podium.errors import ConfigError, PodiumError
 from podium.measure.records import Recorder
 from podium.reducing import Packing, make_packing
 from podium.strategies.base import Strategy
@@ -81,6 +82,9 @@ class Phasing:
         self.times: Mapping[int, float] = {}
         """Seconds of computing per sample, by worker, where they were just compared."""
         self.step_s = 0.0
+        for phase in strategy.phases:
+            if phase.codec is not None:
+                self._fitted(phase.codec)  # refuse now what would be refused in mid-run
         self._prepare()
 
     @property
@@ -144,14 +148,14 @@ class Phasing:
         rate, nbytes = float(worker.optimizer.param_groups[0]["lr"]), worker.flat.nbytes
         seen = seen._replace(rate=rate, nbytes=nbytes, times=self.times, step_s=self.step_s)
         for watched in self._watched:
-            reading = None if watched.fired else watched.rule.judge(seen, watched.memory)
+            reading = None if watched.fired else _ask(watched.rule, seen, watched.memory)
             if reading is not None and (reading.fires or seen.validated is not None):
                 watched.fired = reading.fires
                 self._record(watched.text, reading, seen, in_force=False)
         rule = self.phase.until
         if rule is None or isinstance(rule, Fixed) or self.ending is not None:
             return
-        reading = rule.judge(seen, self._memory)
+        reading = _ask(rule, seen, self._memory)
         if reading is not None:
             self._record(format_trigger(rule), reading, seen, in_force=True)
             if reading.fires:
@@ -253,13 +257,22 @@ class Phasing:
             "plan": [phase.text for phase in self._plan.phases],
             "turn": self.turn,
             "began": self.course.began,
-            "memory": json.dumps(self._memory),
+            "memory": self._as_json(),
             "watched": json.dumps({w.text: [w.memory, w.fired] for w in self._watched}),
         }
+
+    def _as_json(self) -> str:
+        try:
+            return json.dumps(self._memory)
+        except TypeError as error:
+            raise ConfigError(
+                f"trigger {self.phase.until}: what it remembers must be plain JSON values: {error}"
+            ) from error
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` says; a run with other phases begins with its first."""
         if list(state["plan"]) != [phase.text for phase in self._plan.phases]:
+            self.course = self.course._replace(began=self.worker.position)
             return
         moved = self.turn != state["turn"]
         if state["turn"] < self.turn:
@@ -282,3 +295,14 @@ class Phasing:
         told = share_bytes(comm, comm.workers[0], mine)
         if comm.index != 0:
             self.load_state(json.loads(told))
+
+
+def _ask(rule: Trigger, seen: Seen, memory: Memory) -> Reading | None:
+    """A rule's reading; one that is the user's own may raise anything."""
+    try:
+        return rule.judge(seen, memory)
+    except PodiumError:
+        raise
+    except Exception as error:
+        step = seen.course.step_at(seen.position)
+        raise ConfigError(f"trigger {rule} raised {type(error).__name__} at step {step}: {error}") from error

@@ -12,7 +12,6 @@ Validation happens inside the run, on the first worker.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,7 +26,7 @@ from podium.building import Job, build_worker, device_of, open_data
 from podium.comm.base import Communicator
 from podium.data.base import Dataset
 from podium.data.order import GlobalOrder
-from podium.errors import CheckpointError, Lost, TrainingError
+from podium.errors import CheckpointError, Lost
 from podium.feed import Feed, make_feed, to_device
 from podium.files import save_tensors
 from podium.measure.records import Recorder
@@ -228,11 +227,7 @@ class Training:
             worker.mark()
         self.phasing.step_s = meter.record(self.recorder, batch, loss) / 1e9
         worker.outgoing.tell_news(self.recorder, worker.steps_done)
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"rank {self.comm.rank}: the loss became {loss} at step {worker.steps_done} (sample position "
-                f"{batch.piece.position}); lower the rate, clip gradients (--set clip_norm=1), check the data"
-            )
+        worker.check_loss(loss, batch, worker.steps_done)
         self.phasing.times = self._compare_times()
         self.phasing.saw_step(loss)
         self.control.progress(progress_of(worker, loss, total_steps=self.total_steps, total_samples=self.end))

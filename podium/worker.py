@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from podium.collectives.backend import Backend
 from podium.collectives.base import Collective
 from podium.comm.base import Communicator, Handle, Meta
 from podium.data.order import Slice
-from podium.errors import ConfigError
+from podium.errors import ConfigError, TrainingError
 from podium.flat import Flat
 from podium.generators import State, generator_state, set_generator_state
 from podium.nests import map_tensors
@@ -217,9 +218,18 @@ class Worker:
         """One step by this worker's own gradient, over its own samples; nobody else takes part."""
         began = self.comm.clock.now_ns()
         loss = self.backward(batch._replace(weight=1.0))
+        self.check_loss(float(loss), batch, self.steps_done + 1)  # now: the next exchange would spread it
         self._move(self._backward.used, batch)
         self.round.add(batch, float(loss), self.comm.clock.now_ns() - began)
         return loss
+
+    def check_loss(self, loss: float, batch: Batch, step: int) -> None:
+        """Raise where a loss is no number."""
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"rank {self.comm.rank}: the loss became {loss} at step {step} (sample position "
+                f"{batch.piece.position}); lower the rate, clip gradients (--set clip_norm=1), check the data"
+            )
 
     def agree(self, *handles: Handle) -> None:
         """The round is over: wait for these exchanges and put the workers' wishes and losses together. Collective."""

@@ -248,13 +248,29 @@ def check(config: RunConfig) -> Strategy[Any]:
     """The strategy, if it can run with this many workers and their shares."""
     strategy: Strategy[Any] = make_strategy(config.strategy, config.strategy_options, config.workers)
     check_packing(config, strategy)
+    check_phases(config, strategy)
     collective_of(config)
-    if config.shares is not None and strategy.feed == "cursor":
+    if config.shares is not None and strategy.feed != "step":
         raise ConfigError(
-            f"{label_of(config.strategy, strategy)}: its workers lease samples as they come for them, so shares must "
-            f"not be set, got {config.shares}"
+            f"{label_of(config.strategy, strategy)}: its workers lease samples as they come for them, or have numbers "
+            f"of steps of their own, so shares must not be set, got {config.shares}"
         )
     return strategy
+
+
+def check_phases(config: RunConfig, strategy: Strategy[Any]) -> None:
+    """Refuse what would only come to light when its phase begins."""
+    for phase in strategy.phases:
+        spec = phase.codec or config.codec
+        if phase.strategy.exchanges and not phase.strategy.packs and not make_packing(spec).codec.exact:
+            raise ConfigError(f"{phase.text}: what it sends cannot be packed, got codec={spec}")
+        if getattr(phase.until, "on", "") == "validation" and config.eval_every == 0:
+            raise ConfigError(f"{phase.text}: its rule looks at validations, and eval_every=0 makes none")
+        if 0 < config.checkpoint_every < phase.strategy.outer_every:
+            raise ConfigError(
+                f"{phase.text}: a checkpoint ends a round early, so checkpoint_every must be 0 or at least "
+                f"{phase.strategy.outer_every} steps, got {config.checkpoint_every}"
+            )
 
 
 def check_packing(config: RunConfig, strategy: Strategy[Any]) -> None:

@@ -1,11 +1,14 @@
 """Was every sample used once? Worked out from the step records, whoever trained on what and under which strategy.
 
 A step record names where in the global order its samples begin. What did not count is taken out: rounds that were
-undone, and pushes that a server dropped as too stale. What a killed worker had done but not put on record is missing.
+undone, and pushes that a server dropped as too stale. After a kill the records cannot tell all: what the killed worker
+had done but not put on record counts as missing, and a lease that servers had from it, and ignored when it was trained
+again, as repeated.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -36,8 +39,10 @@ def audit(rows: Sequence[Record]) -> Audit | None:
 
 def _used(rows: Iterable[Record]) -> list[tuple[int, int]] | None:
     """Where each step's samples begin and how many they are; steps that did not count are left out."""
+    rows = list(rows)
+    through = {row["rank"] for row in rows if row["kind"] == "end"}
     steps: dict[int, list[tuple[int, int]]] = {}
-    dropped: set[tuple[int, int]] = set()
+    dropped: Counter[tuple[int, int, int]] = Counter()  # by server, worker and lease
     for row in rows:
         rank, kind = row["rank"], row["kind"]
         if kind == "step":
@@ -45,12 +50,17 @@ def _used(rows: Iterable[Record]) -> list[tuple[int, int]] | None:
                 return None
             if row["samples"]:
                 steps.setdefault(rank, []).append((row["first"], row["samples"]))
-        elif kind == "undone" and row["steps"]:
-            del steps.get(rank, [])[-row["steps"] :]
+        elif kind == "undone":
+            if row["steps"]:
+                del steps.get(rank, [])[-row["steps"] :]
+            for lost in steps.keys() - through:  # it cannot say itself that its part was undone
+                steps[lost] = [one for one in steps[lost] if one[0] < row["position"]]
         elif kind == "dropped":
-            dropped.add((row["worker"], row["lease"]))
-    for worker, lease in dropped:
-        found = [one for one in steps.get(worker, []) if one[0] == lease]
-        for one in found[:1]:
+            dropped[rank, row["worker"], row["lease"]] += 1
+    times: dict[tuple[int, int], int] = {}
+    for (_, worker, lease), count in dropped.items():  # each server drops it for itself
+        times[worker, lease] = max(count, times.get((worker, lease), 0))
+    for (worker, lease), count in times.items():
+        for one in [one for one in steps.get(worker, []) if one[0] == lease][:count]:
             steps[worker].remove(one)
     return [one for of_rank in steps.values() for one in of_rank]

@@ -86,12 +86,12 @@ def seeded_here(worker: Worker, colocated: bool, hosts: int = 0) -> list[int]:
     """Which servers this worker seeds, by their places: those beside it, where they live with workers.
 
     All replicas are alike when a stretch begins, so a switch of strategy moves no model over the network. A server
-    whose worker is gone is somebody's all the same. Dedicated servers are the first worker's. `hosts`: only the last so
-    many workers have servers beside them; none: all have.
+    whose worker is gone is somebody's all the same. Workers share dedicated servers out, so that no link has to carry
+    the whole model. `hosts`: only the last so many workers have servers beside them; none: all have.
     """
     comm = worker.comm
     if not colocated:
-        return list(range(len(comm.servers))) if comm.index == 0 else []
+        return [m for m in range(len(comm.servers)) if m % comm.size == comm.index]
     first = min(comm.servers)  # the run began with this many workers, numbered before the servers
     hosts = min(hosts or first, first)
     seeders = []
@@ -122,11 +122,16 @@ def seed_together(worker: Worker, served: Served, places: Collection[int], work:
 def own_states(worker: Worker, share: float) -> States:
     """The state of the worker's own optimizer, for updates of that share of a global step."""
 
-    def of(i: int) -> Mapping[str, Any]:
-        state = worker.optimizer.state.get(worker.flat.parameters[i], {})
-        return per_update(state, _momentum_of(worker, worker.flat.pieces[i]), share)
+    def whole(i: int) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = worker.optimizer.state.get(worker.flat.parameters[i], {})
+        return found
 
-    return lambda ranges: parts_of(ranges, of, lambda i, tensor: _in_memory_order(worker, i, tensor))
+    def of(ranges: Sequence[Range]) -> list[dict[str, Any]]:
+        cut = parts_of(ranges, whole, lambda i, tensor: _in_memory_order(worker, i, tensor))
+        pieces = [worker.flat.pieces[part.piece] for r in ranges for part in r.parts]
+        return [per_update(state, _momentum_of(worker, p), share) for state, p in zip(cut, pieces, strict=True)]
+
+    return of
 
 
 def take_states_home(worker: Worker, by_name: Mapping[str, Mapping[str, Any]], share: float) -> None:
@@ -181,6 +186,8 @@ def collect(worker: Worker, ranges: list[Range], states: list[dict[str, Tensor]]
 def _in_memory_order(worker: Worker, index: int, tensor: Tensor) -> Tensor:
     """A tensor shaped like a parameter, as one flat run in the order its elements lie in the buffer."""
     piece = worker.flat.pieces[index]
+    if tensor.shape == piece.shape and tensor.stride() == piece.stride:
+        return tensor.as_strided((piece.stop - piece.start,), (1,))
     flat = torch.empty(piece.stop - piece.start, dtype=tensor.dtype, device=tensor.device)
     flat.as_strided(piece.shape, piece.stride).copy_(tensor)
     return flat

@@ -60,6 +60,8 @@ class ADPSGD(Strategy[PairState]):
 
     name: ClassVar[str] = "ad-psgd"
     talks: ClassVar[bool] = True
+    packs: ClassVar[bool] = False
+    compares_speeds: ClassVar[bool] = False
     takes_gradients: ClassVar[bool] = False
     lends_only: ClassVar[bool] = True
 

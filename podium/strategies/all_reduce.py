@@ -29,6 +29,7 @@ class AllReduce(Strategy[None]):
 
     name: ClassVar[str] = "all-reduce"
     survives_loss: ClassVar[bool] = True
+    sums_gradients: ClassVar[bool] = True
 
     bucket_bytes: int = 8 << 20
     """Gradients travel in buckets of about this size."""

@@ -55,6 +55,7 @@ class Leasing(Strategy[State]):
     survives_loss: ClassVar[bool] = True
     replaces_servers: ClassVar[bool] = True
     takes_gradients: ClassVar[bool] = False
+    compares_speeds: ClassVar[bool] = False
 
     period: int = 8
     """Local steps between two exchanges; with `steps=speed`, those of the fastest worker."""

@@ -37,6 +37,12 @@ class Strategy(ABC, Generic[S]):
     """Whether gradients are sent anywhere, so that codecs and collectives have a part in it."""
     talks: ClassVar[bool] = False
     """Whether workers send messages to each other, so that they need a channel even where there are no servers."""
+    packs: ClassVar[bool] = True
+    """Whether what it sends may be packed by a codec."""
+    sums_gradients: ClassVar[bool] = False
+    """Whether every worker sees its own gradient and their sum, so that the gradient noise scale can be measured."""
+    compares_speeds: ClassVar[bool] = True
+    """Whether the first worker can hear how fast the others are."""
     by_rounds: ClassVar[bool] = False
     """Whether workers step by themselves and agree now and then (`worker.agree`): a lost round is done again."""
     survives_loss: ClassVar[bool] = False
@@ -80,6 +86,11 @@ class Strategy(ABC, Generic[S]):
             raise ConfigError(f"strategy {self.name} runs with {self.max_workers} worker, got workers={workers}")
         if self.colocated and self.server_count > workers:
             raise ConfigError(f"{self.name}: colocated servers need a worker each ({workers}), got {self.server_count}")
+
+    @property
+    def outer_every(self) -> int:
+        """Steps between two outer steps, which a checkpoint in between would do without; 0: there are none."""
+        return 0
 
     @property
     def server_count(self) -> int:

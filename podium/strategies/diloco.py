@@ -108,6 +108,10 @@ class DiLoCo(Strategy[DiLoCoState]):
     def feed(self) -> Literal["step", "cursor", "round"]:
         return feed_of(self.steps)
 
+    @property
+    def outer_every(self) -> int:
+        return self.sync_every if self.outer_momentum else 0
+
     def init(self, worker: Worker) -> DiLoCoState:
         self._outer.prepare(worker)
         state = DiLoCoState(Anchor(worker, "diloco"), Pace(self.steps, self.sync_every))

@@ -61,6 +61,7 @@ class Gossip(Strategy[GossipState]):
 
     name: ClassVar[str] = "gossip"
     talks: ClassVar[bool] = True
+    packs: ClassVar[bool] = False
 
     graph: Graph = "one-peer"
     """Who mixes with whom; `random` needs `push_sum`."""

@@ -186,6 +186,8 @@ class ParameterServer(Strategy[PSState]):
 
     def check(self, workers: int) -> None:
         super().check(workers)
+        if self.mode == "backup" and self.backups >= workers - self.only_serve:
+            raise ConfigError(f"parameter-server: backups must be below the number of workers, {workers}")
         if self.only_serve >= workers:
             raise ConfigError(f"parameter-server: only_serve must be below the number of workers, {workers}")
 

@@ -132,6 +132,20 @@ class Phased(Strategy[Any]):
     def check(self, workers: int) -> None:
         for phase in self.phases:
             phase.strategy.check(workers)
+            self._check_rule(phase)
+
+    def _check_rule(self, phase: Phase) -> None:
+        """Refuse a rule that has nothing to go by in its phase."""
+        rule, strategy = phase.until, phase.strategy
+        if rule is None:
+            return
+        if rule.needs_noise and not strategy.sums_gradients:
+            raise ConfigError(f"{self.name}: trigger {rule.name} works under all-reduce, got {phase.text!r}")
+        if rule.needs_times and not strategy.compares_speeds:
+            raise ConfigError(
+                f"{self.name}: trigger {rule.name}: under {strategy.name} workers do not hear of each other's speeds, "
+                f"got {phase.text!r}"
+            )
 
     def as_recorded(self, shares_memory: bool) -> Strategy[Any]:
         raise ConfigError(f"replay: {self.name}: a run with phases cannot be replayed")

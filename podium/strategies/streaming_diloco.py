@@ -142,6 +142,10 @@ class StreamingDiLoCo(Strategy[StreamState]):
         """Steps between two fragments."""
         return self.sync_every // self.fragments
 
+    @property
+    def outer_every(self) -> int:
+        return self.sync_every if self.outer_momentum else 0
+
     def init(self, worker: Worker) -> StreamState:
         need_plain_codec(worker, self.name)
         self._outer.prepare(worker)

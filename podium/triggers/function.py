@@ -39,6 +39,7 @@ class Function(Trigger):
 
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:
         said = self._rule(seen)
+        said = said if said == said else False  # nan says nothing
         if not said and seen.validated is None:
             return None  # a reading per step that says nothing would fill the records
         return Reading(float(bool(said)), 1.0, bool(said), f"{self.of} said {said!r}")
