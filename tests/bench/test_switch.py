@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 import pytest
@@ -41,9 +40,9 @@ def test_there_and_back_again_each_way_is_a_row() -> None:
 @pytest.mark.root
 @needs_root
 def test_over_shaped_links_a_transfer_is_no_longer_than_the_link_takes() -> None:
-    options = {"models": ("1m",), "workers": (2,), "places": ("shaped",), "servers": ("dedicated",), "steps": 1}
-    document = bench_switch((), 1, **options, link_mbit=200.0)
-    rows = document["rows"]
+    rows = bench_switch(
+        (), 1, models=("1m",), workers=(2,), places=("shaped",), servers=("dedicated",), steps=1, link_mbit=200.0
+    )["rows"]
     assert [(row["from"], row["to"]) for row in rows] == [
         ("all-reduce", "parameter-server (dedicated)"),
         ("parameter-server (dedicated)", "all-reduce"),
@@ -51,10 +50,9 @@ def test_over_shaped_links_a_transfer_is_no_longer_than_the_link_takes() -> None
     for row in rows:
         on_wire = row["model_bytes"] * 8 / 200e6 * 1e3
         assert row["link_mbit"] == 200.0
-        assert row["transfer_ms"] <= on_wire
+        assert row["transfer_ms"] <= on_wire * (1 + 1e-9)
         assert (row["missing"], row["repeated"]) == (0, 0)
-    home = rows[1]["cost_ms"]["home"]
-    assert home > on_wire or math.isclose(home, on_wire, rel_tol=0.3), "a model cannot come faster than the link is"
+    assert rows[1]["cost_ms"]["home"] > on_wire, "parameters and moments cannot come faster than the link is"
 
 
 @pytest.mark.parametrize(

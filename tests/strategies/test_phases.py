@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.optim.lr_scheduler import OneCycleLR
 
+import podium
 from podium.building import Job, make_server
 from podium.checkpoint import find_checkpoint
 from podium.cluster.description import Cluster, uniform
@@ -216,6 +217,35 @@ def test_strategy_switch_fires_by_its_rule_once_the_loss_has_settled() -> None:
     readings = [row for row in of_kind(trained[0], "trigger") if row["in_force"]]
     assert len(readings) == round(switch["epoch"]), "one reading per epoch, also where it does not fire"
     assert [row["fires"] for row in readings] == [False] * (len(readings) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "said"),
+    [
+        ("all-reduce until step:at=2 | gossip", {"codec": "fp16"}, "cannot be packed"),
+        ("all-reduce until step:at=2 | all-reduce:codec=dcg", {}, "dgc"),
+        ("local-sgd until noise | all-reduce", {}, "noise works under all-reduce"),
+        ("ad-psgd until straggler | all-reduce", {}, "speeds"),
+        ("all-reduce until step:at=2 | parameter-server:mode=backup;backups=2", {}, "backups"),
+        ("all-reduce until plateau:on=validation | all-reduce", {"eval_every": 0}, "eval_every"),
+        ("all-reduce until step:at=2 | diloco:sync_every=50", {"checkpoint_every": 10}, "checkpoint_every"),
+        ("all-reduce until step:at=2 | local-sgd:steps=speed", {"shares": (1.0, 2.0)}, "shares"),
+    ],
+)
+def test_what_would_fail_in_a_later_phase_is_refused_before_the_first(
+    run: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        podium.train(toy(), strategy=run, workers=2, launcher="threads", **options)
+
+
+def raises(_seen: Any) -> bool:
+    raise KeyError("my rule is broken")
+
+
+def test_a_rule_that_raises_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"raises.*KeyError at step 1"):
+        train(toy(), phases("all-reduce until tests.strategies.test_phases:raises | all-reduce"), 2)
 
 
 @pytest.mark.parametrize(
