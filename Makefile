@@ -14,9 +14,9 @@ PEER_PACKAGES := ray tensorflow-cpu
 demo: $(STAMP)
 	$(BIN)/podium demo
 
-# Most tests keep one core busy; those of one file may share what is dear to make, so they stay together.
+# Most tests keep one core busy; tests/conftest.py says which of them must not run side by side.
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
 
 check: $(STAMP)
 	$(BIN)/ruff check

@@ -49,7 +49,7 @@ class StepFeed(Feed):
         worker = self.worker
         if worker.position >= worker.horizon:
             return None
-        step = self.order.slice_at(worker.position, min(worker.batch_size, worker.horizon - worker.position))
+        step = self.order.rest_of_step(worker.position, worker.batch_size, worker.horizon)
         members = worker.comm.workers
         shares = [1.0] * len(members) if self._shares is None else [self._shares[r] for r in members]
         mine = share_of(step, shares, worker.comm.index)

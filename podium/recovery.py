@@ -93,10 +93,10 @@ def _take_state(worker: Worker, source: int, carried: dict[str, Any]) -> None:
     comm = worker.comm
     mine = b""
     if comm.rank == source:
-        mine = tree_to_bytes({"worker": worker.state(), "stop_agreed": worker.stop_agreed, "carried": carried})
+        mine = tree_to_bytes({"worker": worker.state(), "agreed": worker.agreed, "carried": carried})
     data = share_bytes(comm, source, mine)
     if comm.rank != source:
         state = bytes_to_tree(data, f"state of rank {source}")
         worker.load_state(state["worker"])
-        worker.stop_agreed = state["stop_agreed"]
+        worker.stop_agreed, _, worker.switch_agreed = state["agreed"]
         carried.update(state["carried"])

@@ -42,6 +42,7 @@ class Mark(NamedTuple):
     state: dict[str, Any]
     generators: State
     buffers: list[Tensor]
+    samples_since: int  # that its buffers have seen since they were made alike
 
 
 def joined(tensors: list[Tensor]) -> Tensor:

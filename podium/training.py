@@ -194,7 +194,7 @@ class Training:
             return
         if self.strategy.by_rounds:
             return self._undo_round()
-        if not self.comm.servers:
+        if not self.strategy.server_count:  # there may be servers all the same, for another phase
             return
         if self._in_step:
             self.worker.forget_step()
@@ -290,7 +290,8 @@ class Training:
 
     def _settle_buffers(self) -> None:
         """Before buffers are used (validated, saved), let them say the same on all workers, if they should."""
-        if self.job.buffers == "mean":
+        apart = self.strategy.by_rounds or self.strategy.feed != "step"  # they cannot be broadcast before every step
+        if self.job.buffers == "mean" or (self.job.buffers == "broadcast" and apart):
             self.worker.mean_buffers()
 
     def _next_horizon(self) -> int:

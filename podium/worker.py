@@ -245,6 +245,11 @@ class Worker:
         """Whether this worker wants to stop, to pause, and to go on to the next phase."""
         return self.stop_requested, self.pause_requested, self.switch_requested
 
+    @property
+    def agreed(self) -> list[bool]:
+        """What the workers have agreed on and not done yet, in the order of `wishes`."""
+        return [self.stop_agreed, self.pause_agreed, self.switch_agreed]
+
     def heed(self, agreed: Sequence[bool]) -> None:
         """What the workers agreed on, in the order of `wishes`; once agreed it stays so until it is done."""
         stop, pause, switch = agreed
@@ -342,6 +347,8 @@ class Worker:
         for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(kept)
         self.outgoing.reducer.drop()
+        if self.noise is not None:
+            self.noise.forget()
 
     def forget_agreements(self) -> None:
         """What the workers once agreed on for good they must agree on anew: some may have been in mid-agreement."""
@@ -412,13 +419,15 @@ class Worker:
 
     def mark(self) -> None:
         """All agree here: this is where to go back to, should the next round fail."""
-        self._mark = Mark(self.state(), self.generators(), [buffer.clone() for buffer in self.model.buffers()])
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        self._mark = Mark(self.state(), self.generators(), buffers, self._samples_since)
 
     def return_to_mark(self) -> None:
         """The round under way did not happen."""
         assert self._mark is not None
         self.load_state(self._mark.state)
         self.set_generators(self._mark.generators)
+        self._samples_since = self._mark.samples_since
         for buffer, kept in zip(self.model.buffers(), self._mark.buffers, strict=True):
             buffer.copy_(kept)
         self.outgoing.reducer.drop()

@@ -17,3 +17,11 @@ settings.load_profile("podium")
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What tests run side by side: those of one file stay together, and those that look at the whole machine, too."""
+    for item in items:
+        folder = item.path.parent.name
+        group = "machine" if folder in ("integration", "cluster", "bench") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))

@@ -23,7 +23,7 @@ server: beside it (`colocated`), or on a node of its own (`dedicated`).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
@@ -54,6 +54,9 @@ PLACES = ("local", "shaped")
 SERVERS = ("colocated", "dedicated")
 CLAIM_MS = 100.0
 """What a switch may take beyond one model transfer."""
+
+Change = tuple[str, str]
+"""The strategies that a switch leads from and to."""
 
 _LINK_MBIT = 1000.0
 _LR = 1e-6  # the parameters hardly move, so that all steps are alike
@@ -126,9 +129,15 @@ def bench_switch(
         for kind in servers
         for row in _rows(Setting(model, count, place, kind, link_mbit, momentum, rounds or 5, steps, snapshot_every))
     ]
-    worst = max((row["beyond_transfer_ms"] for row in rows), default=0.0)
-    document = {"bench": "switch", "claim_ms": CLAIM_MS, "worst_beyond_transfer_ms": worst, "rows": rows}
-    return {**document, **skipped}
+    beyond = [row["beyond_transfer_ms"] for row in rows]
+    summary = {
+        "claim_ms": CLAIM_MS,
+        "within_claim": sum(ms <= CLAIM_MS for ms in beyond),
+        "beyond_claim": sum(ms > CLAIM_MS for ms in beyond),
+        "worst_beyond_transfer_ms": max(beyond, default=0.0),
+        "lost_or_repeated": sum(row["missing"] + row["repeated"] for row in rows),
+    }
+    return {"bench": "switch", **summary, "rows": rows, **skipped}
 
 
 def _check(
@@ -164,20 +173,37 @@ def _possible(places: Sequence[str] | None) -> tuple[Sequence[str], dict[str, st
 
 def _rows(setting: Setting) -> list[dict[str, Any]]:
     options = {**MODELS[setting.model], "lr": _LR, "momentum": setting.momentum}
+    nbytes = 4 * sum(p.numel() for p in load_task("wide-mlp", options).model().parameters())
+    found, audit = _run(setting, options)
+    begins = [told for (_, after), switches in found.items() if after == "transfer" for told in switches]
+    broadcast = float(np.median([max(row["begin_ns"] for row in told) for told in begins])) / 1e6
+    shared = {"model": setting.model, "model_bytes": nbytes, "workers": setting.workers, "place": setting.place}
+    transfer = broadcast
+    if setting.place == "shaped":
+        shared["link_mbit"] = setting.link_mbit
+        transfer = min(broadcast, nbytes * 8 / setting.link_mbit / 1e3)
+    rows = []
+    for (before, after), switches in found.items():
+        if "transfer" not in (before, after):
+            names = {"from": _named(before, setting), "to": _named(after, setting)}
+            rows.append({**shared, **names, "broadcast_ms": broadcast, **_cost(switches, transfer), **audit})
+    return rows
+
+
+def _run(setting: Setting, options: dict[str, Any]) -> tuple[dict[Change, list[list[Record]]], Mapping[str, int]]:
+    """Each change's switches, every one as its workers have told of it, and what the audit of the run says."""
     server = f"servers={setting.workers};placement={setting.servers};snapshot_every={setting.snapshot_every}"
     relaxed = [f"parameter-server:mode=async;{server}"]
     if setting.servers == "colocated":  # local SGD has no servers: once will do
         relaxed.append("local-sgd:period=2")
     phases = [name for one in relaxed for name in ("all-reduce", one)] + ["all-reduce", _TRANSFER]
+    cycle = " | ".join(f"{phase} until step:after={setting.steps}" for phase in phases)
     with rendezvous_folder() as folder:
         result = train(
             "wide-mlp",
             workers=setting.workers,
             strategy="phases",
-            strategy_options={
-                "run": " | ".join(f"{phase} until step:after={setting.steps}" for phase in phases),
-                "repeat": True,
-            },
+            strategy_options={"run": cycle, "repeat": True},
             task_options=options,
             epochs=10_000,
             steps=(setting.cycles * len(phases) + 1) * setting.steps,
@@ -187,26 +213,7 @@ def _rows(setting: Setting) -> list[dict[str, Any]]:
             **_where(setting, folder),
         )
         records = [row for row in read_records(Path(result.run_dir)) if row["kind"] == "switch"]
-    nbytes = 4 * sum(p.numel() for p in load_task("wide-mlp", options).model().parameters())
-    found = _by_change(records)
-    begins = [told for (_, after), switches in found.items() if after == "transfer" for told in switches]
-    broadcast = float(np.median([max(row["begin_ns"] for row in told) for told in begins])) / 1e6
-    by_link = {} if setting.place == "local" else {"link_mbit": setting.link_mbit}
-    transfer = min(broadcast, *(nbytes * 8 / mbit / 1e3 for mbit in by_link.values())) if by_link else broadcast
-    shared = {
-        "model": setting.model,
-        "model_bytes": nbytes,
-        "workers": setting.workers,
-        "place": setting.place,
-        **by_link,
-        "broadcast_ms": broadcast,
-    }
-    rows = []
-    for (before, after), switches in found.items():
-        if "transfer" not in (before, after):
-            names = {"from": _named(before, setting), "to": _named(after, setting)}
-            rows.append({**shared, **names, **_cost(switches, transfer), **result.audit})
-    return rows
+    return _by_change(records), result.audit
 
 
 def _named(strategy: str, setting: Setting) -> str:
@@ -223,9 +230,9 @@ def _where(setting: Setting, folder: Path) -> dict[str, Any]:
     return {"launcher": "shaped", "cluster": path}
 
 
-def _by_change(records: Sequence[Record]) -> dict[tuple[str, str], list[list[Record]]]:
+def _by_change(records: Sequence[Record]) -> dict[Change, list[list[Record]]]:
     """All workers' records of each switch, in order, by the strategies that it leads from and to."""
-    found: dict[tuple[str, str], dict[int, list[Record]]] = {}
+    found: dict[Change, dict[int, list[Record]]] = {}
     for row in records:
         before, after = (_strategy_of(row[name]) for name in ("before", "after"))
         found.setdefault((before, after), {}).setdefault(row["position"], []).append(row)

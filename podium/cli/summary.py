@@ -95,11 +95,17 @@ def next_command(result: RunResult, config: RunConfig) -> str:
     """What one would most likely type now."""
     if result.status == "stopped":
         return f"podium train --resume {shlex.quote(result.run_dir)}"
-    if config.strategy == "phases":
-        named = f"--strategy solo --strategy {shlex.quote(_phases(config.strategy_options))}"
+    if config.strategy_options:
+        text = _phases(config.strategy_options) if config.strategy == "phases" else _with_options(config)
+        named = f"--strategy solo --strategy {shlex.quote(text)}"
         return f"podium compare {config.task} {named} --workers {max(2, config.workers)}"
     others = ["solo", config.strategy] if config.strategy != "solo" else ["solo", "all-reduce"]
     return f"podium compare {config.task} --strategies {','.join(others)} --workers {max(2, config.workers)}"
+
+
+def _with_options(config: RunConfig) -> str:
+    """A strategy as it was asked for."""
+    return f"{config.strategy}:{','.join(f'{name}={value}' for name, value in config.strategy_options.items())}"
 
 
 def _phases(options: Mapping[str, Any]) -> str:

@@ -39,6 +39,14 @@ class GlobalOrder:
         epoch, offset = divmod(position, self.samples)
         return Slice(position, min(count, self.samples - offset), epoch, offset)
 
+    def rest_of_step(self, position: int, batch_size: int, end: int) -> Slice:
+        """What is left, up to `end`, of the global step that holds this position: all of it, at a step's beginning.
+
+        A stretch may have ended in mid-step; going on with a whole one would leave all steps of the epoch out of line.
+        """
+        begun = position % self.samples % batch_size
+        return self.slice_at(position, min(batch_size - begun, end - position))
+
     def indices(self, piece: Slice) -> np.ndarray:
         """Which samples of the data set these are."""
         return self.permutation(piece.epoch)[piece.offset : piece.offset + piece.count]

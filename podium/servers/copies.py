@@ -189,6 +189,8 @@ class Copies:
         """Become what was lost, from the nearest copy; says which. Raises `Lost` where there is none."""
         server = self.server
         state, where = self._find()
+        if state is None:
+            return where
         server.begin(state["seed"])
         _load(server.shard, state)
         facts = state["facts"]
@@ -206,7 +208,8 @@ class Copies:
         self.begin()
         return where
 
-    def _find(self) -> tuple[Any, str]:
+    def _find(self) -> tuple[Any | None, str]:
+        """A copy, and where it was; None where nobody had brought anything here yet."""
         comm = self.server.comm
         for holder in self.holders:
             try:
@@ -217,7 +220,9 @@ class Copies:
                 return bytes_to_tree(answer.body[0].numpy().tobytes(), f"replica at {holder}"), f"replica at {holder}"
         if self._path is not None and self._path.exists():
             return bytes_to_tree(self._path.read_bytes(), str(self._path)), "snapshot"
-        raise Lost(f"server {comm.rank} was lost before there was a copy of it")
+        if self._path is not None and self._every:  # a stretch begins with a snapshot
+            return None, "nothing: it was not in use yet"
+        raise Lost(f"server {comm.rank} was lost and there is no copy of it: replicas is 1 and snapshot_every is 0")
 
     def _state(self) -> dict[str, Any]:
         self.server.lanes.settle()

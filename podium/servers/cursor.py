@@ -109,7 +109,7 @@ class Cursor:
         return _joined(run)
 
     def _cut_step(self) -> None:
-        self._step = self.order.slice_at(self.position, min(self.batch_size, self.end - self.position))
+        self._step = self.order.rest_of_step(self.position, self.batch_size, self.end)
         self._cut_from(0)
 
     def _cut_from(self, first: int) -> None:

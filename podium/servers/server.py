@@ -257,12 +257,17 @@ class Server:
     def _draw(self, message: Message) -> None:
         self.note(message)
         self._heard(message, ())
+        self._need_seed()
         assert self.cursor is not None
         self.cursor.applied(message.meta["done"])
         self.wishes(message.meta)
         self._parked[message.source] = message
         self._sits_until[message.source] = min(message.meta.get("patience", 1), max(1, len(self.training)))
         self.serve_parked()
+
+    def _need_seed(self) -> None:
+        if not self.seed_meta:
+            raise Lost(f"server {self.comm.rank} was lost before there was a copy of it")
 
     def wishes(self, meta: Meta) -> None:
         """Note a worker's wish to stop, to pause for others to join or leave, or to go on to the next phase."""
@@ -326,6 +331,7 @@ class Server:
     # Gradients.
 
     def _push(self, message: Message) -> None:
+        self._need_seed()
         unit = unit_of(self.shard.units, message.meta["unit"])
         if not self.shard.by_rows(unit):
             message = self.wires.unpack(message, self.shard.units[unit].of(self.shard.ranges))

@@ -12,7 +12,6 @@ started or ended. What carries over is the worker's state; see `docs/concepts.md
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -197,10 +196,3 @@ def _parse_phase(text: str, who: str) -> Phase:
     if isinstance(strategy, Phased):
         raise ConfigError(f"{who}: a phase cannot be made of phases, got {name}")
     return Phase(text, strategy, make_trigger(rule.strip()) if until else None, lifted.get("codec"))
-
-
-def describe(strategy: Strategy[Any]) -> str:
-    """A strategy of a phase as text: its name and what differs from the default."""
-    fields = dataclasses.fields(strategy)  # type: ignore[arg-type]  # all strategies are dataclasses
-    given = [f"{f.name}={getattr(strategy, f.name)}" for f in fields if getattr(strategy, f.name) != f.default]
-    return f"{strategy.name}:{';'.join(given)}" if given else strategy.name

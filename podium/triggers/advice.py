@@ -38,7 +38,7 @@ class Advice(Trigger):
             raise ConfigError(f"trigger advice: gain must be above 0 and after at least 0 and below 1, got {self}")
 
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:
-        if len(seen.times) < 2 or seen.step_s <= 0:
+        if len(seen.times) < 2 or seen.step_s <= 0 or seen.validated is not None:
             return None
         memory["step_s"] = step_s = 0.8 * memory.get("step_s", seen.step_s) + 0.2 * seen.step_s
         value = predicted_gain(list(seen.times.values()), step_s, seen.course.batch_size)

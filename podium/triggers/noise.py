@@ -57,6 +57,10 @@ class NoiseMeter:
         """Of a part of this worker's own gradient, as it is weighted, before it is summed over the workers."""
         self._own += squared_norm
 
+    def forget(self) -> None:
+        """The step under way did not happen."""
+        self._own = 0.0
+
     def step_done(self, whole: float, weight: float, own_samples: int) -> float | None:
         """The noise scale so far; `whole` is the squared norm of the step's gradient, `weight` this worker's part."""
         own, self._own = self._own / weight**2, 0.0

@@ -93,11 +93,12 @@ def _mean_of_epoch(seen: Seen, memory: Memory) -> float | None:
     # In the midst of a round the position stands still where the round began.
     epoch = (seen.position - 1) // samples if moved else seen.position // samples
     at_end = moved and seen.position % samples == 0
-    ended: list[float] = []
-    if epoch != memory.get("epoch", epoch):
-        ended, memory["steps"] = memory["steps"], []
+    mean = None
+    if epoch != memory.get("epoch", epoch) and memory["count"]:
+        mean, memory["sum"], memory["count"] = memory["sum"] / memory["count"], 0.0, 0
     memory["epoch"] = epoch
-    memory["steps"] = [*memory.get("steps", []), seen.loss]
+    memory["sum"] = memory.get("sum", 0.0) + seen.loss
+    memory["count"] = memory.get("count", 0) + 1
     if at_end:
-        ended, memory["steps"] = memory["steps"], []
-    return sum(ended) / len(ended) if ended else None
+        mean, memory["sum"], memory["count"] = memory["sum"] / memory["count"], 0.0, 0
+    return mean

@@ -39,7 +39,7 @@ class Straggler(Trigger):
             raise ConfigError(f"trigger straggler: factor must be above 1 and patience at least 1, got {self}")
 
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:
-        if len(seen.times) < 2:
+        if len(seen.times) < 2 or seen.validated is not None:
             return None
         worst, slowness, lags = slowest(seen.times, self.factor)
         memory["row"] = memory.get("row", 0) + 1 if lags != self.gone else 0

@@ -35,6 +35,8 @@ def test_there_and_back_again_each_way_is_a_row() -> None:
         assert low <= row["beyond_transfer_ms"] <= high
         assert row["switches"] == 2
     assert document["worst_beyond_transfer_ms"] == max(row["beyond_transfer_ms"] for row in rows)
+    assert document["within_claim"] + document["beyond_claim"] == len(rows)
+    assert document["lost_or_repeated"] == 0
 
 
 @pytest.mark.root

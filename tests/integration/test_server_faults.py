@@ -189,7 +189,7 @@ def test_a_worker_and_the_server_beside_it_may_be_lost_together(tmp_path: Path, 
 
 def test_a_server_without_a_copy_ends_the_run_and_says_so(tmp_path: Path) -> None:
     acting = strike(tmp_path, 2)
-    with pytest.raises(Lost, match="server 2 was lost before there was a copy of it"):
+    with pytest.raises(Lost, match="server 2 was lost and there is no copy of it"):
         train(
             tmp_path,
             Faults().gate(0, step=9),

@@ -389,3 +389,18 @@ def test_what_a_strategy_kept_does_not_go_to_another(tmp_path: Path) -> None:
     for name in ("async-local-sgd", "local-sgd", "all-reduce", "streaming-diloco"):
         trained = train_in(Memory(), task, make_strategy(name, {}, 2), 2, resume=found)
         assert len(hashes(trained)) == 1
+
+
+def test_steps_stay_in_line_where_an_asynchronous_stretch_ended_in_mid_step(tmp_path: Path) -> None:
+    """Otherwise an epoch would have one step too many, and a schedule of steps would run out."""
+    task, strategy = (
+        toy(epochs=4, schedule=one_cycle),
+        phases("parameter-server:mode=async until epoch:at=3 | all-reduce"),
+    )
+    job = Job(RunConfig(workers=3, epochs=4), task, strategy, tmp_path)
+    Virtual().run(partial(stop_rank, job=job, batches=3), 3, strategy.server_count)
+    found = find_checkpoint(tmp_path)
+    assert found.position % SAMPLES % 12, "it must have stopped in mid-step, or this shows nothing"
+    resumed = train_in(Virtual(), task, strategy, 3, resume=str(found.path))
+    assert resumed[0].position == 4 * SAMPLES
+    assert {row["position"] % SAMPLES % 12 for row in of_kind(resumed[0], "switch")} == {0}

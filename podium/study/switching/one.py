@@ -15,6 +15,7 @@ from podium.measure.manifest import versions
 from podium.measure.records import Record, read_records, to_json
 from podium.study.store import Row, write_whole
 from podium.study.switching.rows import failure
+from podium.task import load_task
 
 _RULE = ("rule", "in_force", "epoch", "seconds", "value", "threshold", "after_switch")
 
@@ -26,15 +27,17 @@ def train_one(who: Row, options: Mapping[str, Any], folder: Path) -> Row:
     cluster.write_text(who["config"]["cluster"], encoding="utf-8")
     fixed: dict[str, Any] = {"launcher": "virtual", "threads": 1, "cluster": str(cluster), "deadline_s": 3600.0}
     try:
+        data = load_task(options["task"], options["task_options"], options["data_dir"]).data()
         result = podium.train(**options, **fixed, run_dir=str(folder / "run"))
     except PodiumError as error:
         return failure(who, f"{type(error).__name__}: {error}")
-    return {**who, **_facts(result, list(read_records(folder / "run"))), "wall_s": round(time.monotonic() - began, 1)}
+    facts = _facts(result, list(read_records(folder / "run")), len(data.train))
+    sizes = {"train": len(data.train), "test": len(data.test)}
+    return {**who, **facts, **sizes, "wall_s": round(time.monotonic() - began, 1)}
 
 
-def _facts(result: RunResult, records: Sequence[Record]) -> Row:
+def _facts(result: RunResult, records: Sequence[Record], epoch: int) -> Row:
     steps = [row for row in records if row["kind"] == "step" and row["samples"]]
-    epoch = round(result.samples / result.epochs) if result.epochs >= 1 else result.samples
     return {
         "status": "finished",
         "accuracy": result.metrics["accuracy"],
@@ -48,7 +51,6 @@ def _facts(result: RunResult, records: Sequence[Record]) -> Row:
         "staleness": {name: _short(value) for name, value in result.staleness.items()},
         "updates": result.updates,
         "audit": dict(result.audit),
-        "parameters": next((row["parameters"] for row in records if row["kind"] == "begin"), None),
         "history": {
             "epoch": [round(point["epoch"], 3) for point in result.history],
             "seconds": [round(point["seconds"], 2) for point in result.history],

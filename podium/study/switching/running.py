@@ -8,8 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import podium
 from podium.errors import ConfigError
 from podium.measure.records import to_json
 from podium.study.format import plain
+from podium.study.rates.running import least_used
 from podium.study.store import Row, Store
 from podium.study.switching.design import Cell, Study
 from podium.study.switching.rows import accuracies, failure, identity, is_final, key, open_store, told
@@ -61,12 +61,6 @@ def _waiting(study: Study, store: Store, tried: Collection[Any]) -> list[Cell]:
     """What can be run now: a best arm goes on only once it is known to be the best."""
     known = accuracies(store.rows())
     return [cell for cell in study.cells(known) if cell.key not in known and cell.key not in tried]
-
-
-def least_used(cores: Collection[int], taken: Sequence[int]) -> int:
-    """The core that fewest runs are on; the lowest of several."""
-    runs = Counter(taken)
-    return min(sorted(cores), key=lambda core: runs[core])
 
 
 class Running:
@@ -123,10 +117,8 @@ def _check_same(study: Study, store: Store) -> None:
     known = accuracies(store.rows())
     wanted = {cell.key: identity(cell, study.options(cell))["config"] for cell in study.cells(known)}
     for row in store.rows():
-        found = row["config"]
-        ours = wanted.get(key(row), found)
-        if differ := [name for name in ours if name != "device" and found.get(name) != ours[name]]:
-            name = differ[0]
+        found, ours = row["config"], wanted.get(key(row), {})
+        for name in (name for name in ours if name != "device" and found.get(name) != ours[name]):
             raise ConfigError(
                 f"switching: {store.results} holds another run of {key(row)}, with {name} {found.get(name)!r}; wanted "
                 f"{ours[name]!r}. Give another --out"

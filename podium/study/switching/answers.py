@@ -1,0 +1,139 @@
+"""The answers, each with whether its target was met, and what may not be concluded from them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from podium.study.format import ABSENT, plain, probability
+from podium.study.statistics import ALPHA, Mean
+from podium.study.switching.clock import Timing
+from podium.study.switching.design import ALL_REDUCE, ASYNC_FP16, SWITCH, SWITCH_FP16, SYNC_EVERY
+from podium.study.switching.moments import Ablation, Chance, chances
+from podium.study.switching.tables import Line, Panel
+from podium.study.switching.text import part, signed
+
+TIME, POINTS, POINT = 0.6, 0.3, 1.0
+"""The targets: a switch ends in this part of all-reduce's time and this many points below at most; DiLoCo one point."""
+
+
+def answer_switch(panel: Panel) -> str:
+    found = [line for line in (panel.line(SWITCH.name), panel.line(SWITCH_FP16.name)) if line is not None]
+    start = panel.line(ASYNC_FP16.name)
+    said = f"**{panel.title}.** Targets: {TIME:g} of all-reduce's time, {POINTS:g} points below it at most. "
+    said += " ".join(map(_verdict, found))
+    if start is not None and start.time is not None:
+        said += f" Asynchronous from the start: time {part(start.time)}, accuracy {signed(start.gap)} points."
+    base = panel.line(ALL_REDUCE.name)
+    if base is not None and base.setbacks:
+        said += f" {len(base.setbacks)} of {len(base.accuracies)} runs of all-reduce itself met a setback (see below), "
+        said += "so here medians say more than means."
+    return said
+
+
+def _verdict(line: Line) -> str:
+    assert line.time is not None
+    assert line.gap is not None
+    text = f"`{line.arm}`: time {part(line.time)} ({_met(line.time, TIME, below=True)}), accuracy "
+    middle = f"{statistics.median(line.gaps):+.2f}".replace("-", "−")
+    text += f"{signed(line.gap)} points ({_met(line.gap, -POINTS, below=False)}; median {middle})"
+    if line.time_equal is not None and line.time_equal != line.time:
+        text += f"; against all-reduce with the same codec: time {part(line.time_equal)} "
+        text += f"({_met(line.time_equal, TIME, below=True)}), accuracy {signed(line.gap_equal)} points"
+        text += f" ({_met(line.gap_equal, -POINTS, below=False)})" if line.gap_equal is not None else ""
+    return text + "."
+
+
+def _met(mean: Mean, bound: float, *, below: bool) -> str:
+    """Whether the mean keeps to the bound, and whether the whole interval does."""
+    good = mean.mean <= bound if below else mean.mean >= bound
+    if mean.low is None or mean.high is None:
+        sure = False
+    else:
+        sure = (mean.high <= bound or mean.low > bound) if below else (mean.low >= bound or mean.high < bound)
+    return ("met" if good else "missed") + ("" if sure else ", not settled by these seeds")
+
+
+def answer_moments(kept: Sequence[Ablation]) -> list[str]:
+    """One sentence per setting; p-values are Holm's over all of them together."""
+    found = chances([pairs for one in kept for pairs in (one.accuracies, one.losses)])
+    said = []
+    for place, one in enumerate(kept):
+        of_accuracy, of_loss = found[2 * place : 2 * place + 2]
+        text = f"**Moments at the switch, {one.title}.** Kept minus dropped, {one.accuracy.n} seeds: final accuracy "
+        text += f"{signed(one.accuracy)} points ({_detected(of_accuracy)})"
+        if one.loss is not None:
+            text += f", training loss over the epoch after the switch {signed(one.loss)} ({_detected(of_loss)})"
+        said.append(text + ".")
+    return said
+
+
+def _detected(chance: Chance | None) -> str:
+    if chance is None:
+        return "too few pairs to say"
+    word = "detectable" if chance.p_holm < ALPHA else "not detectable"
+    return f"{word}: p {probability(chance.p)} alone, {probability(chance.p_holm)} after Holm's correction"
+
+
+def rounds(panel: Panel) -> list[Line]:
+    return [line for line in panel.lines if line.arm.startswith("diloco")]
+
+
+def best_round(panel: Panel) -> Line:
+    """The arm that went on with all seeds; the most accurate where only one seed was run."""
+    return max(rounds(panel), key=lambda line: (line.tried, line.accuracy.mean if line.accuracy else 0.0))
+
+
+def answer_diloco(panel: Panel) -> str:
+    best, base = best_round(panel), panel.line(ALL_REDUCE.name)
+    assert best.gap is not None
+    assert base is not None
+    rarer = f"1/{(base.exchanges or 0) / best.exchanges:.0f}" if best.exchanges else ABSENT
+    return (
+        f"**DiLoCo, H = {SYNC_EVERY}, {panel.facts['config']['workers']} equal workers.** Target: within one point at "
+        f"a fiftieth of the exchanges. The best outer step tried (`{best.arm}`: rate, momentum): {signed(best.gap)} "
+        f"points ({_met(best.gap, -POINT, below=False)}) with {best.exchanges} exchanges against {base.exchanges} "
+        f"({rarer}), {plain(best.bytes_ratio, 2)} of the bytes, {part(best.time)} of the time."
+    )
+
+
+def limits(found: Sequence[Panel], timed: Sequence[Timing]) -> str:
+    said = [
+        "Means over seeds with 95 % t intervals, each of its line alone. *Not settled* means that the interval reaches "
+        "over the target.",
+        "Virtual time says what the described machines would take, computing and network, and nothing of real ones' "
+        "noise. Validation is left out.",
+    ]
+    said += [_sampling(panel) for panel in found if panel.line(ALL_REDUCE.name)]
+    if timed:
+        said.append(
+            "How much a switch saves depends on the ratio of computing to network: see *Where the time goes*. Only the "
+            "straggler's computing is won; the network's part is the same before and after."
+        )
+    if any(panel.facts["config"]["device"] == "cuda" for panel in found):
+        said.append(
+            "Runs on a GPU do not repeat bit by bit: two runs with the same seed may switch an epoch apart. Pairs of "
+            "such runs are paired in their samples, not in their rounding."
+        )
+    if any(rounds(panel) for panel in found):
+        said.append(
+            "DiLoCo's outer step was chosen by the first seed's accuracy, which favours it there; the other seeds were "
+            "not looked at before. All settings tried are in the table."
+        )
+    return "What may not be concluded:\n\n" + "\n".join(f"- {line}" for line in said)
+
+
+def _sampling(panel: Panel) -> str:
+    facts, base = panel.facts, panel.line(ALL_REDUCE.name)
+    assert base is not None
+    assert base.accuracy is not None
+    p = min(1.0, base.accuracy.mean / 100)
+    error = 196 * math.sqrt(p * (1 - p) / facts["test"])
+    text = (
+        f"{panel.title}: {facts['train']:,} training images, {facts['test']:,} test images, {base.accuracy.n} seeds. "
+    )
+    text += f"One accuracy is uncertain by ±{plain(error, 2)} points from the test images alone"
+    if base.accuracy.n < 10 and error > POINTS:
+        text += f", so a difference of {POINTS:g} points cannot be told from luck"
+    return text + "."
