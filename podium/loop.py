@@ -107,8 +107,13 @@ class Run:
         """Whether this worker is the one to print, validate and save."""
         return self.comm.index == 0
 
-    def batches(self, data: Any, *, batch_size: int, epochs: int = 1) -> Iterator[tuple[Any, Any]]:
+    def batches(
+        self, data: Any, *, batch_size: int, epochs: int = 1, total_epochs: int | None = None
+    ) -> Iterator[tuple[Any, Any]]:
         """This worker's part of every global step of `batch_size` samples, for this many further epochs.
+
+        `total_epochs`: how many there will be in all, where this is called for a few of them at a time: shares of the
+        budget, at which phases may end, are shares of this. Without it, of the epochs of this call.
 
         `data` is a map-style data set, a pair of arrays or a `podium.Dataset`. Each batch wants one call of `step`.
         """
@@ -124,10 +129,11 @@ class Run:
         worker.flat.check()
         if worker.steps_done == 0:
             worker.share_from_first()
-        phasing = self._lead(Course(order.samples, batch_size, worker.position + epochs * order.samples))
-        while worker.position < phasing.course.end and not worker.stop_agreed:
+        end = worker.position + epochs * order.samples
+        phasing = self._lead(Course(order.samples, batch_size, max(end, (total_epochs or 0) * order.samples)))
+        while worker.position < end and not worker.stop_agreed:
             feed = make_feed(self.strategy.feed, dataset, order, worker, worker.device)
-            worker.horizon = phasing.horizon
+            worker.horizon = min(end, phasing.horizon)
             worker.outgoing.prepare()
             if self.strategy.by_rounds and self.strategy.survives_loss:
                 worker.mark()

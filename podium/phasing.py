@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from podium.worker import Worker
 
 
+_COMPARE_EVERY = 10
+"""Steps between two comparisons of the workers' speeds, where a rule asks for them."""
+
+
 @dataclass
 class Watched:
     """A rule that is not in force, and what it has seen."""
@@ -134,6 +138,7 @@ class Phasing:
     def saw_step(self, loss: float) -> None:
         """A step is done; `loss` is this worker's own."""
         worker = self.worker
+        self.times = self._compare_times()
         shared = loss if worker.step_loss is None else worker.step_loss
         self._judge(Seen(self.course, worker.position, loss=shared, noise=worker.noise_scale))
 
@@ -141,10 +146,22 @@ class Phasing:
         """A validation is done."""
         self._judge(Seen(self.course, self.worker.position, validated=loss, metrics=metrics))
 
+    def _compare_times(self) -> Mapping[int, float]:
+        """Seconds of computing per sample, by worker, every so many steps where a rule asks for it. Collective."""
+        worker, strategy = self.worker, self.strategy
+        if not self.compares_times:
+            return {}
+        if strategy.feed == "cursor":
+            return worker.take_times()
+        due = worker.round.steps == 0 if strategy.by_rounds else worker.steps_done % _COMPARE_EVERY == 0
+        return worker.compare_times() if due else {}
+
     def _judge(self, seen: Seen) -> None:
         worker = self.worker
         if not self.is_led or worker.comm.index != 0:
             return
+        if self.ending is not None:
+            worker.switch_requested = True  # also after a resume, or in the place of one who saw it and is gone
         rate, nbytes = float(worker.optimizer.param_groups[0]["lr"]), worker.flat.nbytes
         seen = seen._replace(rate=rate, nbytes=nbytes, times=self.times, step_s=self.step_s)
         for watched in self._watched:
@@ -258,6 +275,7 @@ class Phasing:
             "turn": self.turn,
             "began": self.course.began,
             "memory": self._as_json(),
+            "ending": None if self.ending is None else list(self.ending),
             "watched": json.dumps({w.text: [w.memory, w.fired] for w in self._watched}),
         }
 
@@ -283,8 +301,9 @@ class Phasing:
         seen = json.loads(state["watched"])
         for watched in self._watched:
             watched.memory, watched.fired = seen.get(watched.text, ({}, False))
+        ending = state.get("ending")
+        self.ending = None if ending is None else Ending(*ending)
         if moved:
-            self.ending = None
             self.worker.switch_requested = self.worker.switch_agreed = False
             self._prepare()
 

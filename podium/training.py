@@ -12,7 +12,7 @@ Validation happens inside the run, on the first worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,9 +38,6 @@ from podium.servers.server import Server
 from podium.strategies.base import Strategy
 from podium.triggers.base import Course
 from podium.worker import Batch
-
-_COMPARE_EVERY = 10
-"""Steps between two comparisons of the workers' speeds, where a rule asks for them."""
 
 
 class Report(NamedTuple):
@@ -228,19 +225,8 @@ class Training:
         self.phasing.step_s = meter.record(self.recorder, batch, loss) / 1e9
         worker.outgoing.tell_news(self.recorder, worker.steps_done)
         worker.check_loss(loss, batch, worker.steps_done)
-        self.phasing.times = self._compare_times()
         self.phasing.saw_step(loss)
         self.control.progress(progress_of(worker, loss, total_steps=self.total_steps, total_samples=self.end))
-
-    def _compare_times(self) -> Mapping[int, float]:
-        """Seconds of computing per sample, by worker, every so many steps where a rule asks for it. Collective."""
-        worker, strategy = self.worker, self.strategy
-        if not self.phasing.compares_times:
-            return {}
-        if strategy.feed == "cursor":
-            return worker.take_times()
-        due = worker.round.steps == 0 if strategy.by_rounds else worker.steps_done % _COMPARE_EVERY == 0
-        return worker.compare_times() if due else {}
 
     # Validation, buffers, checkpoints.
 

@@ -10,7 +10,7 @@ from podium.study.format import ABSENT, plain, probability
 from podium.study.statistics import ALPHA, Mean
 from podium.study.switching.clock import Timing
 from podium.study.switching.design import ALL_REDUCE, ASYNC_FP16, SWITCH, SWITCH_FP16, SYNC_EVERY
-from podium.study.switching.moments import Ablation, Chance, chances
+from podium.study.switching.moments import LATER, Ablation, Chance, chances
 from podium.study.switching.tables import Line, Panel
 from podium.study.switching.text import part, signed
 
@@ -57,14 +57,16 @@ def _met(mean: Mean, bound: float, *, below: bool) -> str:
 
 def answer_moments(kept: Sequence[Ablation]) -> list[str]:
     """One sentence per setting; p-values are Holm's over all of them together."""
-    found = chances([pairs for one in kept for pairs in (one.accuracies, one.losses)])
+    found = chances([pairs for one in kept for pairs in (one.accuracies, one.losses, one.later)])
     said = []
     for place, one in enumerate(kept):
-        of_accuracy, of_loss = found[2 * place : 2 * place + 2]
+        of_accuracy, of_loss, of_later = found[3 * place : 3 * place + 3]
         text = f"**Moments at the switch, {one.title}.** Kept minus dropped, {one.accuracy.n} seeds: final accuracy "
         text += f"{signed(one.accuracy)} points ({_detected(of_accuracy)})"
         if one.loss is not None:
             text += f", training loss over the epoch after the switch {signed(one.loss)} ({_detected(of_loss)})"
+        if one.loss_later is not None:
+            text += f", over the {LATER} epochs that follow {signed(one.loss_later)} ({_detected(of_later)})"
         said.append(text + ".")
     return said
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +13,9 @@ from podium.study.statistics import Mean, mean_interval
 from podium.study.store import Row
 from podium.study.switching.design import DROPPED_FP16, SWITCH_FP16, TITLES
 from podium.study.switching.tables import finished_runs, of_setting, percent, setting_names
+
+LATER = 3
+"""Epochs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +29,9 @@ class Ablation:
     losses: tuple[tuple[int, float, float], ...]
     """Mean training loss of the epoch's worth of samples after the switch; of seeds that switched at the same place."""
     loss: Mean | None
+    later: tuple[tuple[int, float, float], ...]
+    """Mean training loss of the three whole epochs that follow that one, of the same seeds."""
+    loss_later: Mean | None
 
     @property
     def apart(self) -> tuple[int, ...]:
@@ -52,12 +60,15 @@ def _ablation(setting: str, rows: Sequence[Row]) -> Ablation | None:
     losses = [
         (s, a["loss_after"], b["loss_after"]) for s, a, b in pairs if a and a.get("position") == b.get("position")
     ]
+    later = [(s, _later(kept[s]), _later(dropped[s])) for s, *_ in losses if _later(kept[s]) and _later(dropped[s])]
     return Ablation(
         setting=setting,
         accuracies=tuple(accuracies),
         accuracy=mean,
         losses=tuple(losses),
         loss=mean_interval([a - b for _, a, b in losses]),
+        later=tuple(later),
+        loss_later=mean_interval([a - b for _, a, b in later]),
     )
 
 
@@ -84,6 +95,13 @@ def _p(stats: Any, values: Sequence[float]) -> float:
     if len(set(values)) == 1:  # no spread: either no difference at all, or the same one every time
         return 1.0 if values[0] == 0 else 0.0
     return float(stats.ttest_1samp(values, 0.0).pvalue)
+
+
+def _later(row: Row) -> float:
+    """0 where there are not that many epochs."""
+    first = math.ceil(_first_switch(row)["epoch"]) + 1
+    losses = row["train_loss"][first : first + LATER]
+    return statistics.fmean(losses) if len(losses) == LATER else 0.0
 
 
 def _first_switch(row: Row) -> Mapping[str, Any]:
