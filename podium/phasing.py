@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from podium.building import fitted
 from podium.comm.words import share_bytes
 from podium.errors import ConfigError, PodiumError
+from podium.leftovers import convert_leftovers
 from podium.measure.records import Recorder
 from podium.reducing import Packing, make_packing
 from podium.strategies.base import Strategy
@@ -64,6 +65,7 @@ class Leaving(NamedTuple):
     drain_ns: int
     home_ns: int
     left: int  # when everything was home
+    leftovers: str  # what became of what a codec had left out
 
 
 class Phasing:
@@ -200,14 +202,16 @@ class Phasing:
     def advance(self, drain_ns: int = 0, home_ns: int = 0) -> None:
         """Make the worker ready for the next phase; the strategy has finished, which took this long."""
         left, before, ending = self.worker.comm.clock.now_ns(), self.phase, self.ending or self._ending_at_horizon()
+        unit = self.strategy.unit(self.worker)
         self.turn += 1
         self.course = self.course._replace(began=self.worker.position, again=self.turn >= len(self._plan.phases))
         self._memory, self.ending = {}, None
         self.worker.switch_requested = self.worker.switch_agreed = False
         if isinstance(self._plan, Phased) and not self._plan.keep_moments:
             self.worker.load_optimizer_state({})
+        leftovers = convert_leftovers(self.worker, unit, self.strategy.unit(self.worker))
         self._settle_in(before.strategy)
-        self.leaving = Leaving(before.text, self.phase.text, ending, drain_ns, home_ns, left)
+        self.leaving = Leaving(before.text, self.phase.text, ending, drain_ns, home_ns, left, leftovers)
 
     def has_begun(self, began: int) -> None:
         """The strategy has set out since `began`: where a phase was left before, put on record why and at what cost."""
@@ -227,6 +231,7 @@ class Phasing:
             position=worker.position,
             drain_ns=leaving.drain_ns,
             home_ns=leaving.home_ns,
+            leftovers=leaving.leftovers,
             hand_over_ns=began - leaving.left,
             begin_ns=now - began,
         )

@@ -29,6 +29,7 @@ from podium.data.order import GlobalOrder
 from podium.errors import CheckpointError, Lost
 from podium.feed import Feed, make_feed, to_device
 from podium.files import save_tensors
+from podium.leftovers import Unit, convert_leftovers
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
 from podium.nests import join_rows, map_tensors
@@ -320,7 +321,7 @@ class Training:
         if self._is_through():
             save_tensors(run_dir / "model.safetensors", worker.model.state_dict())
         shared = {**worker.state(), **self._must_match(), "phasing": self.phasing.state()}
-        shared["strategy"] = type(self.strategy).__name__
+        shared["strategy"], shared["unit"] = type(self.strategy).__name__, list(self.strategy.unit(worker))
         path = checkpoint.save_shared(run_dir, step, shared, self.comm.workers, self.job.config.keep_checkpoints)
         self.saved_at = worker.position  # at once: should others give up waiting, it is not written again
         now = self.comm.clock.now_ns()
@@ -365,6 +366,8 @@ class Training:
             for name, buffer in self.worker.model.named_buffers():
                 buffer.copy_(own["buffers"][name])
         self._take_leftovers(found)
+        if "unit" in shared:
+            convert_leftovers(self.worker, Unit(*shared["unit"]), self.strategy.unit(self.worker))
         self.evaluated_at = self.worker.position  # what was due before the checkpoint was done before it
 
     def _take_leftovers(self, found: checkpoint.Checkpoint) -> None:

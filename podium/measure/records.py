@@ -38,8 +38,8 @@ KINDS: dict[str, str] = {
     "codec": "codecs were chosen: why, chosen, by_bucket, predicted_ms (of a step, by codec), link, rates",
     "codec_check": "a choice was held against its step times: measured_ms, predicted_ms, dense_ms, keeps",
     "trigger": "a rule was evaluated: rule, in_force, phase, value, threshold, fires, why, step, epoch, position",
-    "switch": "a phase ended and the next began: before, after, rule, why, value, step, epoch, position, and its cost: "
-    "drain_ns, home_ns, hand_over_ns, begin_ns",
+    "switch": "a phase ended and the next began: before, after, rule, why, value, step, epoch, position; leftovers (of "
+    "a codec: none, kept, converted, dropped); its cost: drain_ns, home_ns, hand_over_ns, begin_ns",
     "undone": "a round did not happen, and comes again: steps (of this worker), step and position (to go on from)",
     "scaled": "workers or servers were asked to join or leave: workers, servers",
     "lost": "a rank was lost: lost (rank), cause, generation",

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from podium.averaging import mean_moments, need_plain_codec, turn_of
 from podium.errors import ConfigError
+from podium.leftovers import Sends
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Adasum(Strategy[AdasumState]):
 
     name: ClassVar[str] = "adasum"
     by_rounds: ClassVar[bool] = True
+    sends: ClassVar[Sends] = "drifts"
     survives_loss: ClassVar[bool] = True
 
     bucket_bytes: int = 8 << 20

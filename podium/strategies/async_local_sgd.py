@@ -26,6 +26,7 @@ from torch import Tensor
 
 from podium.averaging import mean_moments, need_plain_codec
 from podium.errors import ConfigError
+from podium.leftovers import Sends
 from podium.rounds import Round
 from podium.servers import client
 from podium.servers.gate import Rules
@@ -55,6 +56,7 @@ class Leasing(Strategy[State]):
     survives_loss: ClassVar[bool] = True
     replaces_servers: ClassVar[bool] = True
     takes_gradients: ClassVar[bool] = False
+    sends: ClassVar[Sends] = "own"
     compares_speeds: ClassVar[bool] = False
 
     period: int = 8

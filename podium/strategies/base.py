@@ -20,6 +20,7 @@ from podium.codecs import make_codec
 from podium.codecs.base import Codec
 from podium.config import parse_spec
 from podium.errors import ConfigError
+from podium.leftovers import Sends, Unit
 
 if TYPE_CHECKING:
     from podium.strategies.phases import Phase
@@ -39,6 +40,8 @@ class Strategy(ABC, Generic[S]):
     """Whether workers send messages to each other, so that they need a channel even where there are no servers."""
     packs: ClassVar[bool] = True
     """Whether what it sends may be packed by a codec."""
+    sends: ClassVar[Sends] = "gradients"
+    """What workers send each other or servers, for what a codec leaves out of it."""
     sums_gradients: ClassVar[bool] = False
     """Whether every worker sees its own gradient and their sum, so that the gradient noise scale can be measured."""
     compares_speeds: ClassVar[bool] = True
@@ -86,6 +89,10 @@ class Strategy(ABC, Generic[S]):
             raise ConfigError(f"strategy {self.name} runs with {self.max_workers} worker, got workers={workers}")
         if self.colocated and self.server_count > workers:
             raise ConfigError(f"{self.name}: colocated servers need a worker each ({workers}), got {self.server_count}")
+
+    def unit(self, worker: Worker) -> Unit:
+        """How far what workers send moves the parameters."""
+        return Unit(self.sends, of=type(self).__name__ if self.sends == "own" else "")
 
     @property
     def outer_every(self) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from podium.averaging import Anchor, mean_moments
 from podium.errors import ConfigError
+from podium.leftovers import Sends
 from podium.strategies.base import Strategy
 from podium.strategies.local_sgd import Pace, check_steps, check_workers, feed_of
 
@@ -79,6 +80,7 @@ class DiLoCo(Strategy[DiLoCoState]):
 
     name: ClassVar[str] = "diloco"
     by_rounds: ClassVar[bool] = True
+    sends: ClassVar[Sends] = "drifts"
     survives_loss: ClassVar[bool] = True
 
     sync_every: int = 50

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from podium.averaging import Anchor, mean_moments
 from podium.errors import ConfigError
+from podium.leftovers import Sends
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class ElasticAveraging(Strategy[Anchor]):
 
     name: ClassVar[str] = "elastic-averaging"
     by_rounds: ClassVar[bool] = True
+    sends: ClassVar[Sends] = "own"
     survives_loss: ClassVar[bool] = True
 
     period: int = 4

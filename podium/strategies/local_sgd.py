@@ -26,6 +26,7 @@ from torch import Tensor
 
 from podium.averaging import Anchor, mean_moments
 from podium.errors import ConfigError, UnknownName
+from podium.leftovers import Sends
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class LocalSGD(Strategy[LocalState]):
 
     name: ClassVar[str] = "local-sgd"
     by_rounds: ClassVar[bool] = True
+    sends: ClassVar[Sends] = "drifts"
     survives_loss: ClassVar[bool] = True
 
     period: int = 8

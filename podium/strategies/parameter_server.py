@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from podium.errors import ConfigError
+from podium.leftovers import Unit
 from podium.servers import client
 from podium.servers.gate import Rules
 from podium.servers.moments import unpack
@@ -190,6 +191,9 @@ class ParameterServer(Strategy[PSState]):
             raise ConfigError(f"parameter-server: backups must be below the number of workers, {workers}")
         if self.only_serve >= workers:
             raise ConfigError(f"parameter-server: only_serve must be below the number of workers, {workers}")
+
+    def unit(self, worker: Worker) -> Unit:
+        return Unit(self.sends, self._share(worker))
 
     # The three of a strategy.
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from podium.averaging import mean_moments, need_plain_codec, turn_of
 from podium.codecs.base import Span
 from podium.errors import ConfigError
+from podium.leftovers import Sends
 from podium.reducing import matrices_of
 from podium.rounds import Round
 from podium.strategies.base import Strategy
@@ -103,6 +104,7 @@ class StreamingDiLoCo(Strategy[StreamState]):
 
     name: ClassVar[str] = "streaming-diloco"
     by_rounds: ClassVar[bool] = True
+    sends: ClassVar[Sends] = "drifts"
     survives_loss: ClassVar[bool] = True
 
     sync_every: int = 50

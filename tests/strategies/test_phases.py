@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 
 import podium
@@ -406,3 +407,36 @@ def test_steps_stay_in_line_where_an_asynchronous_stretch_ended_in_mid_step(tmp_
     resumed = train_in(Virtual(), task, strategy, 3, resume=str(found.path))
     assert resumed[0].position == 4 * SAMPLES
     assert {row["position"] % SAMPLES % 12 for row in of_kind(resumed[0], "switch")} == {0}
+
+
+def moved_by_next_exchange(first: str, second: str, codec: str) -> tuple[float, str]:
+    """How far the parameters move in the first few steps of the second phase, and what became of the leftovers."""
+    task = toy(epochs=4, optimizer=slow_sgd, samples=96)
+    run = f"{first} until step:at=10 | {second}"
+    before = train_in(Virtual(), task, phases(run), WORKERS, codec=codec, steps=10)
+    after = train_in(Virtual(), task, phases(run), WORKERS, codec=codec, steps=13)
+    far = max(float((after[0].state[k] - before[0].state[k]).abs().max()) for k in after[0].state)
+    return far, of_kind(after[0], "switch")[0]["leftovers"]
+
+
+def slow_sgd(model: Any) -> SGD:
+    return SGD(model.parameters(), lr=1e-3, momentum=0.5)
+
+
+KINDS = ["all-reduce", "parameter-server:mode=async", "local-sgd:period=1", "diloco:sync_every=1;outer_momentum=0"]
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(KINDS, 2)))
+def test_what_was_left_out_moves_parameters_as_far_as_it_was_meant_to(first: str, second: str) -> None:
+    far, became = moved_by_next_exchange(first, second, "top-k:ratio=0.05")
+    dense, _ = moved_by_next_exchange(first, second, "dense")
+    assert became in ("converted", "kept")
+    assert far < 8 * dense, "what was left out in ten steps goes out in a few, and no more than that"
+
+
+def test_what_nobody_can_convert_is_dropped_and_said_so() -> None:
+    run = phases("all-reduce until step:at=4 | local-sgd:period=2")
+    trained = train(toy(optimizer="adam"), run, WORKERS, codec="top-k:ratio=0.1")
+    assert of_kind(trained[0], "switch")[0]["leftovers"] == "dropped"
+    trained = train(toy(), phases("all-reduce until step:at=4 | elastic-averaging"), WORKERS, codec="top-k:ratio=0.1")
+    assert of_kind(trained[0], "switch")[0]["leftovers"] == "dropped"
