@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def tree_to_bytes(tree: Mapping[str, Any]) -> bytes:
     """A nest of dicts, lists and tuples of tensors and plain values, as one safetensors file."""
     tensors: dict[str, Tensor] = {}
     plain = _strip(tree, "", tensors)
-    return _encode(tensors, {_PLAIN: json.dumps(plain)})
+    return b"".join(_encode(tensors, {_PLAIN: json.dumps(plain)}))
 
 
 def bytes_to_tree(data: bytes | bytearray | memoryview, origin: str = "state") -> Any:
@@ -54,9 +54,11 @@ def bytes_to_tree(data: bytes | bytearray | memoryview, origin: str = "state") -
         raise CheckpointError(f"{origin}: what it says of its tensors is damaged: {error!r}") from error
 
 
-def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
-    """Write a tree, whole or not at all."""
-    write_atomically(path, tree_to_bytes(tree))
+def save_tree(path: Path, tree: Mapping[str, Any], *, durable: bool = True) -> None:
+    """Write a tree, whole or not at all; not `durable`: it outlives this process, and perhaps not the machine."""
+    tensors: dict[str, Tensor] = {}
+    plain = _strip(tree, "", tensors)
+    _write(path, _encode(tensors, {_PLAIN: json.dumps(plain)}), durable)
 
 
 def load_tree(path: Path) -> Any:
@@ -65,7 +67,7 @@ def load_tree(path: Path) -> Any:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write named tensors as a plain safetensors file, whole or not at all."""
-    write_atomically(path, _encode({k: v.detach() for k, v in tensors.items()}, {"format": "pt"}))
+    _write(path, _encode({k: v.detach() for k, v in tensors.items()}, {"format": "pt"}))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -86,13 +88,18 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write beside the target, flush to disk, then rename."""
+    _write(path, [data])
+
+
+def _write(path: Path, parts: Iterable[bytes | memoryview], durable: bool = True) -> None:
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            file.write(data)
+            file.writelines(parts)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
@@ -105,15 +112,16 @@ def _read(path: Path) -> bytes:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _encode(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
+def _encode(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> list[bytes | memoryview]:
+    """The parts of a safetensors file, one after the other; those of tensors look at their memory."""
     header: dict[str, Any] = {"__metadata__": metadata}
-    bodies: list[bytes] = []
+    bodies: list[memoryview] = []
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             raise CheckpointError(f"tensor {name}: cannot be saved as {tensor.dtype}")
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        body = flat.view(torch.uint8).numpy().tobytes()
+        body = flat.view(torch.uint8).numpy().data
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -123,7 +131,7 @@ def _encode(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
         bodies.append(body)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
-    return b"".join([len(text).to_bytes(8, "little"), text, *bodies])
+    return [len(text).to_bytes(8, "little"), text, *bodies]
 
 
 def _decode(data: bytes | bytearray | memoryview, origin: str) -> tuple[dict[str, Tensor], dict[str, str]]:

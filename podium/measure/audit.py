@@ -1,9 +1,8 @@
 """Was every sample used once? Worked out from the step records, whoever trained on what and under which strategy.
 
 A step record names where in the global order its samples begin. What did not count is taken out: rounds that were
-undone, and pushes that a server dropped as too stale. After a kill the records cannot tell all: what the killed worker
-had done but not put on record counts as missing, and a lease that servers had from it, and ignored when it was trained
-again, as repeated.
+undone, pushes that a server dropped as too stale, and leases that were lent again when their worker was lost. What a
+killed worker had done but not put on record counts as missing.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def audit(rows: Sequence[Record]) -> Audit | None:
 def _used(rows: Iterable[Record]) -> list[tuple[int, int]] | None:
     """Where each step's samples begin and how many they are; steps that did not count are left out."""
     rows = list(rows)
-    through = {row["rank"] for row in rows if row["kind"] == "end"}
+    lost = {row["lost"] for row in rows if row["kind"] == "lost"}
     steps: dict[int, list[tuple[int, int]]] = {}
     dropped: Counter[tuple[int, int, int]] = Counter()  # by server, worker and lease
     for row in rows:
@@ -51,16 +50,26 @@ def _used(rows: Iterable[Record]) -> list[tuple[int, int]] | None:
             if row["samples"]:
                 steps.setdefault(rank, []).append((row["first"], row["samples"]))
         elif kind == "undone":
-            if row["steps"]:
-                del steps.get(rank, [])[-row["steps"] :]
-            for lost in steps.keys() - through:  # it cannot say itself that its part was undone
-                steps[lost] = [one for one in steps[lost] if one[0] < row["position"]]
+            for undone in {rank, *lost} & steps.keys():  # one that is lost cannot say so itself
+                steps[undone] = [one for one in steps[undone] if one[0] < row["position"]]
         elif kind == "dropped":
             dropped[rank, row["worker"], row["lease"]] += 1
+    _take_out_dropped(steps, dropped)
+    _take_out_lent_again(steps, lost)
+    return [one for of_rank in steps.values() for one in of_rank]
+
+
+def _take_out_dropped(steps: dict[int, list[tuple[int, int]]], dropped: Counter[tuple[int, int, int]]) -> None:
     times: dict[tuple[int, int], int] = {}
     for (_, worker, lease), count in dropped.items():  # each server drops it for itself
         times[worker, lease] = max(count, times.get((worker, lease), 0))
     for (worker, lease), count in times.items():
         for one in [one for one in steps.get(worker, []) if one[0] == lease][:count]:
             steps[worker].remove(one)
-    return [one for of_rank in steps.values() for one in of_rank]
+
+
+def _take_out_lent_again(steps: dict[int, list[tuple[int, int]]], lost: set[int]) -> None:
+    """A lost worker's lease is lent again unless it had said that it was through; servers apply it once."""
+    others = {one[0] for rank, of_rank in steps.items() if rank not in lost for one in of_rank}
+    for rank in lost & steps.keys():
+        steps[rank] = [one for one in steps[rank] if one[0] not in others]

@@ -162,7 +162,7 @@ class Copies:
     def _write(self, path: Path, state: Mapping[str, Any]) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_tree(path, state)
+            save_tree(path, state, durable=False)  # against a lost process: a lost machine takes the run with it
         except (OSError, CheckpointError) as error:
             self._trouble = error
 

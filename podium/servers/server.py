@@ -459,13 +459,19 @@ class Server:
             return
         self.lanes.settle()
         meta, state = self.shard.dump()
-        for waiting in self._left.values():
+        for waiting in self._in_turn():
             if not self.seed_meta or self._lends_only:
                 self.answer(waiting, {"empty": True})
             else:
                 self.answer(waiting, {**meta, "workers": self.live}, [*self.shard.params, *state])
         self._through |= set(self._left)
         self._left.clear()
+
+    def _in_turn(self) -> list[Message]:
+        """Who wants to go home, each server beginning with another: were all to serve one first, its link would jam."""
+        waiting = [self._left[worker] for worker in sorted(self._left)]
+        first = (self.servers.index(self.comm.rank) if self.comm.rank in self.servers else 0) % len(waiting)
+        return waiting[first:] + waiting[:first]
 
     def _departed(self, message: Message) -> None:
         rank = message.source

@@ -1,4 +1,4 @@
-"""Slow nodes on real processes: a node's speed draws out its workers' passes, and nothing else."""
+"""Slow nodes on real processes: a node's speed draws out its workers' passes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_speed_above_one_is_a_warning() -> None:
 
 @pytest.mark.root
 @needs_root
-def test_a_slow_worker_takes_longer_and_the_server_beside_it_does_not(tmp_path: Path) -> None:
+def test_a_slow_worker_takes_longer_as_the_file_says(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text('[[node]]\nname = "usual"\nspeed = 2.0\n[[node]]\nname = "slow"\nspeed = 0.1\n')
     result = podium.train(

@@ -35,8 +35,14 @@ def test_a_round_that_was_undone_did_not_count() -> None:
 
 def test_a_killed_worker_cannot_say_that_its_part_was_undone() -> None:
     undone = {"kind": "undone", "rank": 0, "steps": 1, "step": 1, "position": 10}
-    steps = [step(0, 0), step(1, 5), step(1, 15), step(0, 10), undone, step(0, 10, 10)]
+    lost = {"kind": "lost", "rank": -1, "lost": 1}
+    steps = [step(0, 0), step(1, 5), step(1, 15), step(0, 10), lost, undone, step(0, 10, 10)]
     assert audit([*BEGIN, *steps, END[0]]) == (0, 0)
+
+
+def test_a_lease_that_was_lent_again_counts_once() -> None:
+    lost = {"kind": "lost", "rank": -1, "lost": 1}
+    assert audit([*BEGIN, step(0, 0), step(1, 5), lost, step(0, 5), step(0, 10, 10), END[0]]) == (0, 0)
 
 
 def test_a_push_that_was_dropped_many_times_is_taken_out_as_often() -> None:
