@@ -23,5 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What tests run side by side: those of one file stay together, and those that look at the whole machine, too."""
     for item in items:
         folder = item.path.parent.name
-        group = "machine" if folder in ("integration", "cluster", "bench") else str(item.path)
+        whole = folder in ("integration", "cluster", "bench") or item.path.name == "test_doctor.py"
+        group = "machine" if whole else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))

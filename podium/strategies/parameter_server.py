@@ -29,7 +29,7 @@ from podium.leftovers import Unit
 from podium.servers import client
 from podium.servers.gate import Rules
 from podium.servers.moments import unpack
-from podium.servers.options import options_of
+from podium.servers.options import options_of, scaled
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class ParameterServer(Strategy[PSState]):
     The global batch divided by the workers when not given."""
     lr_scale: float | None = None
     """What the learning rate of an update is multiplied by; its samples / global batch when not given."""
+    rate: float = 1.0
+    """What the learning rate is multiplied by besides: stale gradients are stable at lower rates only."""
     overlap: bool = True
     """Whether gradients go out while backward still runs."""
     prefetch: bool = False
@@ -119,6 +121,8 @@ class ParameterServer(Strategy[PSState]):
             raise ConfigError(f"parameter-server: lease must be at least 1 sample, got {self.lease}")
         if self.lr_scale is not None and not self.lr_scale > 0:
             raise ConfigError(f"parameter-server: lr_scale must be above 0, got {self.lr_scale}")
+        if not self.rate > 0:
+            raise ConfigError(f"parameter-server: rate must be above 0, got {self.rate}")
         if self.strength is not None and not self.strength > 0:
             raise ConfigError(f"parameter-server: strength must be above 0, got {self.strength}")
         if self.drop_beyond is not None and self.drop_beyond < 0:
@@ -354,7 +358,7 @@ class ParameterServer(Strategy[PSState]):
         scale = self.lr_scale
         if scale is None and self.mitigation == "staleness-lr" and self._streams:
             scale = 1.0  # the staleness divides it
-        return options_of(worker.optimizer, self._share(worker), scale)
+        return scaled(options_of(worker.optimizer, self._share(worker), scale), self.rate)
 
     def _share(self, worker: Worker) -> float:
         """An update's samples over those of a global step."""

@@ -127,6 +127,14 @@ MNIST = Setting(
     options={"lr": 0.1},
 )
 MNIST_ADAM = replace(MNIST, name="mnist-adam", title="MNIST, LeNet-5, Adam", options={"optimizer": "adam", "lr": 0.001})
+DIGITS_MOMENTUM = Setting(
+    name="digits-momentum",
+    title="Digits, two layers, momentum 0.9",
+    task="digits-mlp",
+    epochs=20,
+    batch_size=64,
+    options={"lr": 0.05, "momentum": 0.9},
+)
 CIFAR_EQUAL = replace(
     CIFAR, name="cifar-equal", title="CIFAR-10, ResNet-20, four equal workers", machines=Machines(workers=4, slow=1.0)
 )
@@ -149,6 +157,7 @@ SWITCHING = (
     Part(setting=MNIST, arms=MAIN, seeds=tuple(range(6))),
 )
 ABLATIONS = (
+    Part(setting=DIGITS_MOMENTUM, arms=ABLATION, seeds=tuple(range(12))),
     Part(setting=MNIST, arms=ABLATION, seeds=tuple(range(6))),
     Part(setting=CIFAR, arms=ABLATION),
     Part(setting=MNIST_ADAM, arms=ABLATION, seeds=tuple(range(6))),
@@ -162,7 +171,7 @@ TIMED_FOR = {TIMED_CIFAR.name: CIFAR.name, TIMED_CIFAR_CORE.name: CIFAR.name, TI
 TIMINGS = tuple(Part(setting=one, arms=TIMED, seeds=(0,)) for one in (TIMED_CIFAR, TIMED_CIFAR_CORE, TIMED_MNIST))
 
 DIGITS = Setting(name="digits", title="Digits, two layers", task="digits-mlp", epochs=8, batch_size=128)
-TITLES = {one.name: one.title for one in (CIFAR, MNIST, MNIST_ADAM, CIFAR_EQUAL, DIGITS)} | {
+TITLES = {one.name: one.title for one in (CIFAR, MNIST, MNIST_ADAM, CIFAR_EQUAL, DIGITS_MOMENTUM, DIGITS)} | {
     TIMED_CIFAR.name: "CIFAR-10, 8.1 ms a sample",
     TIMED_CIFAR_CORE.name: "CIFAR-10, 3.5 ms a sample (a CPU core)",
     TIMED_MNIST.name: "MNIST, 0.075 ms a sample",
