@@ -19,6 +19,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # whoever hands tests out looks at the marks next
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What tests run side by side: those of one file stay together, and those that look at the whole machine, too."""
     for item in items:
