@@ -8,15 +8,18 @@ PEERS := .venv-peers
 PIP_INSTALL := python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PIP := $(BIN)/$(PIP_INSTALL)
 PEER_PACKAGES := ray tensorflow-cpu
+MACHINE := tests/bench tests/cluster tests/integration tests/test_doctor.py
 
 .PHONY: demo test check bench peers clean
 
 demo: $(STAMP)
 	$(BIN)/podium demo
 
-# Most tests keep one core busy; tests/conftest.py says which of them must not run side by side.
+# Most tests keep one core busy and run side by side, file by file. Those that look at the whole machine (processes, network
+# namespaces, benches) come after them, one by one.
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(MACHINE:%=--ignore=%)
+	$(BIN)/python -m pytest $(MACHINE)
 
 check: $(STAMP)
 	$(BIN)/ruff check
