@@ -8,7 +8,7 @@ PEERS := .venv-peers
 PIP_INSTALL := python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PIP := $(BIN)/$(PIP_INSTALL)
 PEER_PACKAGES := ray tensorflow-cpu
-MACHINE := tests/bench tests/cluster tests/integration tests/test_doctor.py
+MACHINE := tests/bench tests/cluster tests/integration tests/test_doctor.py tests/test_choosing.py
 
 .PHONY: demo test check bench peers clean
 
@@ -16,7 +16,7 @@ demo: $(STAMP)
 	$(BIN)/podium demo
 
 # Most tests keep one core busy and run side by side, file by file. Those that look at the whole machine (processes, network
-# namespaces, benches) come after them, one by one.
+# namespaces, what it measures) come after them, one by one.
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(MACHINE:%=--ignore=%)
 	$(BIN)/python -m pytest $(MACHINE)
