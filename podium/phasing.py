@@ -164,8 +164,8 @@ class Phasing:
             return
         if self.ending is not None:
             worker.switch_requested = True  # also after a resume, or in the place of one who saw it and is gone
-        rate, nbytes = float(worker.optimizer.param_groups[0]["lr"]), worker.flat.nbytes
-        seen = seen._replace(rate=rate, nbytes=nbytes, times=self.times, step_s=self.step_s)
+        rate = float(worker.optimizer.param_groups[0]["lr"])
+        seen = seen._replace(rate=rate, times=self.times, step_s=self.step_s)
         for watched in self._watched:
             reading = None if watched.fired else _ask(watched.rule, seen, watched.memory)
             if reading is not None and (reading.fires or seen.validated is not None):

@@ -53,12 +53,6 @@ class Report(NamedTuple):
     metrics: dict[str, float]
 
 
-def position_after(order: GlobalOrder, steps: int, batch_size: int) -> int:
-    """Samples used by that many global steps; the last of each epoch may be short."""
-    epochs, rest = divmod(steps, order.steps(batch_size, 1))
-    return epochs * order.samples + rest * batch_size
-
-
 class Training:
     """One worker's run."""
 
@@ -72,11 +66,11 @@ class Training:
         self.data = open_data(job.task, comm.size, job.batch_size)
         self.order = GlobalOrder(len(self.data.train), job.config.seed)
         self.total_steps = job.total_steps(self.order)
-        self.end = position_after(self.order, self.total_steps, job.batch_size)
+        course = Course(self.order.samples, job.batch_size)
+        self.end = course.position_of(self.total_steps)
         self.worker = build_worker(job, comm, self.total_steps, self.device)
         self.worker.samples, self.worker.batch_size = self.order.samples, job.batch_size
-        course = Course(self.order.samples, job.batch_size, self.end)
-        packing = self.worker.outgoing.packing
+        packing, course = self.worker.outgoing.packing, course._replace(end=self.end)
         self.phasing = Phasing(job.strategy, self.worker, course, recorder, job.config.codec, packing)
         self.feed = self._make_feed()
         self.evaluated_at = -1  # the position of the last validation
@@ -272,8 +266,7 @@ class Training:
 
     def _global_step(self) -> int:
         """How many global steps the samples used so far make up."""
-        epochs, offset = divmod(self.worker.position, self.order.samples)
-        return self.order.steps(self.job.batch_size, 1) * epochs + -(-offset // self.job.batch_size)
+        return self.phasing.course.step_at(self.worker.position)
 
     def _settle_buffers(self) -> None:
         """Before buffers are used (validated, saved), let them say the same on all workers, if they should."""
@@ -285,10 +278,7 @@ class Training:
         every = self.job.config.checkpoint_every
         if every == 0:
             return self.end
-        per_epoch = self.order.steps(self.job.batch_size, 1)
-        epoch, offset = divmod(self.worker.position, self.order.samples)
-        done = epoch * per_epoch + offset // self.job.batch_size
-        return min(self.end, position_after(self.order, (done // every + 1) * every, self.job.batch_size))
+        return min(self.end, self.phasing.course.position_of((self.worker.global_step // every + 1) * every))
 
     def _checkpoint_was_missed(self) -> bool:
         """Whether one was due here and a loss came in between."""

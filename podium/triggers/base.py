@@ -24,7 +24,7 @@ class Course(NamedTuple):
 
     samples: int  # per epoch
     batch_size: int
-    end: int
+    end: int = 0
     began: int = 0  # where the present phase began
     again: bool = False  # whether it is not its first time
 
@@ -66,8 +66,6 @@ class Seen(NamedTuple):
     """How long the last step took, waiting included."""
     noise: float | None = None
     """The gradient noise scale in samples; None where it was not measured."""
-    nbytes: int = 0
-    """Bytes of the parameters."""
 
     @property
     def epoch(self) -> float:

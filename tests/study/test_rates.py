@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from podium.errors import ConfigError, DataError, UnknownName
 from podium.reducing import make_packing
+from podium.study.processes import least_used
 from podium.study.rates import (
     CODECS,
     PAIRS,
@@ -33,7 +34,7 @@ from podium.study.rates import (
     tabulate,
     train_one,
 )
-from podium.study.rates.running import Running, least_used
+from podium.study.rates.running import start
 from podium.study.store import Row
 
 RIGHT = st.integers(0, 2_000).map(lambda count: count / 2_000)
@@ -298,7 +299,7 @@ class TestRunning:
     def test_a_run_keeps_to_the_core_that_it_was_given(self, tmp_path: Path) -> None:
         study = Rates(workloads=(DIGITS,), codecs=("dense",), seeds=(0,))
         cell, core = study.cells()[0], max(os.sched_getaffinity(0))
-        one = Running(cell, study.options(cell), tmp_path / "run", 60.0, core)
+        one = start(study.options(cell), tmp_path / "run", 60.0, core)
         try:
             assert os.sched_getaffinity(one.process.pid) == {core}
         finally:

@@ -1,4 +1,4 @@
-"""`python -m podium.study.rates FOLDER`: the run that `FOLDER/options.json` asks for."""
+"""`python -m podium.study.rates FOLDER`: the run that `FOLDER/asked.json` asks for."""
 
 from __future__ import annotations
 

@@ -65,5 +65,5 @@ def _parameters(run_dir: Path) -> int | None:
 
 def main(folder: Path) -> None:
     """What the process of one run does."""
-    options = json.loads((folder / "options.json").read_text(encoding="utf-8"))
+    options = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
     write_whole(folder / "row.json", to_json(train_one(options, folder)))

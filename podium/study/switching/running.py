@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import podium
 from podium.errors import ConfigError
-from podium.measure.records import to_json
-from podium.study.format import plain
-from podium.study.rates.running import least_used
-from podium.study.store import Row, Store
+from podium.study.processes import RunProcess, least_used
+from podium.study.store import Store
 from podium.study.switching.design import Cell, Study
 from podium.study.switching.rows import accuracies, failure, identity, is_final, key, open_store, told
 
 _POLL_S = 0.2
-_KILL_S = 10.0
 
 
 def run(study: Study, out: Path, *, jobs: int, say: Callable[[str], None] = print) -> int:
@@ -34,7 +28,7 @@ def run(study: Study, out: Path, *, jobs: int, say: Callable[[str], None] = prin
     store = open_store(out)
     _check_same(study, store)
     _check_data(study)
-    running, tried, again = list[Running](), set[Any](), 0
+    running, tried, again = list[RunProcess](), set[Any](), 0
     with tempfile.TemporaryDirectory(prefix="podium-switching-") as scratch, termination_unwinds():
         try:
             while True:
@@ -42,7 +36,7 @@ def run(study: Study, out: Path, *, jobs: int, say: Callable[[str], None] = prin
                     core = least_used(os.sched_getaffinity(0), [one.core for one in running])
                     folder = Path(scratch) / f"{len(tried)}"
                     tried.add(cell.key)
-                    running.append(Running(cell, study.options(cell), folder, study.deadline_s, core))
+                    running.append(start(cell, study.options(cell), folder, study.deadline_s, core))
                 if not running:
                     return again
                 for one in [one for one in running if one.is_over()]:
@@ -63,53 +57,11 @@ def _waiting(study: Study, store: Store, tried: Collection[Any]) -> list[Cell]:
     return [cell for cell in study.cells(known) if cell.key not in known and cell.key not in tried]
 
 
-class Running:
-    """One run's process, the core that it keeps to, and the folder that it works in."""
-
-    def __init__(self, cell: Cell, options: Mapping[str, Any], folder: Path, deadline_s: float, core: int) -> None:
-        self.folder, self.deadline_s, self.core = folder, deadline_s, core
-        self.who = identity(cell, options)
-        folder.mkdir()
-        (folder / "asked.json").write_text(to_json({"who": self.who, "options": dict(options)}), encoding="utf-8")
-        self.began = time.monotonic()
-        with (folder / "said").open("wb") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "podium.study.switching", str(folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                env=_environment(),
-            )
-        # A virtual world keeps to one of the cores that it may use: left alone, several runs would share one.
-        os.sched_setaffinity(self.process.pid, {core})
-
-    def is_over(self) -> bool:
-        """Whether its process has ended; it is ended when it takes too long."""
-        if self.process.poll() is None and time.monotonic() - self.began > self.deadline_s:
-            self.kill()
-        return self.process.returncode is not None
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=_KILL_S)
-
-    def row(self) -> Row:
-        """What it left; where it left nothing, a failure that says how it ended."""
-        path = self.folder / "row.json"
-        if path.is_file():
-            row: Row = json.loads(path.read_text(encoding="utf-8"))
-            return row
-        if time.monotonic() - self.began > self.deadline_s:
-            return failure(self.who, f"took longer than {plain(self.deadline_s)} s")
-        said = (self.folder / "said").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = said[-1] if said else "it said nothing"
-        return failure(self.who, f"its process ended with {self.process.returncode}: {last}")
-
-
-def _environment() -> dict[str, str]:
-    """One thread per process, and this Podium, installed or not."""
-    path = os.pathsep.join(filter(None, [str(Path(podium.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+def start(cell: Cell, options: Mapping[str, Any], folder: Path, deadline_s: float, core: int) -> RunProcess:
+    """Begin one run."""
+    who = identity(cell, options)
+    asked, failed = {"who": who, "options": dict(options)}, partial(failure, who)
+    return RunProcess("podium.study.switching", asked, folder, deadline_s=deadline_s, core=core, failed=failed)
 
 
 def _check_same(study: Study, store: Store) -> None:
