@@ -21,6 +21,7 @@ from podium.building import fitted
 from podium.comm.words import share_bytes
 from podium.errors import ConfigError, PodiumError
 from podium.leftovers import convert_leftovers
+from podium.measure.noise import NoiseMeter
 from podium.measure.records import Recorder
 from podium.reducing import Packing, make_packing
 from podium.strategies.base import Strategy
@@ -28,7 +29,6 @@ from podium.strategies.phases import Phase, Phased
 from podium.triggers import WATCHED, format_trigger, make_trigger
 from podium.triggers.base import Course, Memory, Reading, Seen, Trigger
 from podium.triggers.fixed import Fixed
-from podium.triggers.noise import NoiseMeter
 
 if TYPE_CHECKING:
     from podium.worker import Worker

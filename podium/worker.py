@@ -29,12 +29,12 @@ from podium.data.order import Slice
 from podium.errors import ConfigError, TrainingError
 from podium.flat import Flat
 from podium.generators import State, generator_state, set_generator_state
+from podium.measure.noise import NoiseMeter
 from podium.nests import map_tensors
 from podium.optim import FlatOptimizer
 from podium.outgoing import Outgoing
 from podium.reducing import Packing
 from podium.rounds import Mark, Round
-from podium.triggers.noise import NoiseMeter
 
 
 class Batch(NamedTuple):

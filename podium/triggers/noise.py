@@ -1,8 +1,6 @@
 """The gradient noise scale ends the phase: once it is well above the batch, exact steps buy little.
 
-B_noise = tr(S) / |G|^2, from the squared norms of one worker's gradient (b samples) and of the whole step's (B):
-|G|^2 = (B |g_B|^2 - b |g_b|^2) / (B - b) and tr(S) = (|g_b|^2 - |g_B|^2) / (1/b - 1/B), each averaged over steps before
-they are divided.
+How it is measured: `podium/measure/noise.py`.
 
 McCandlish, Kaplan, Amodei et al., An Empirical Model of Large-Batch Training, 2018, https://arxiv.org/abs/1812.06162
 """
@@ -43,33 +41,3 @@ class NoiseScale(Trigger):
         value = seen.noise / seen.course.batch_size
         why = f"gradient noise scale {seen.noise:.4g} samples, batch {seen.course.batch_size}"
         return Reading(value, self.factor, value >= self.factor, why)
-
-
-class NoiseMeter:
-    """Measures the gradient noise scale on one worker of a synchronous step."""
-
-    def __init__(self, decay: float = 0.95) -> None:
-        self._decay = decay
-        self._own = self._signal = self._scatter = 0.0
-        self._count = 0
-
-    def add_own(self, squared_norm: float) -> None:
-        """Of a part of this worker's own gradient, as it is weighted, before it is summed over the workers."""
-        self._own += squared_norm
-
-    def forget(self) -> None:
-        """The step under way did not happen."""
-        self._own = 0.0
-
-    def step_done(self, whole: float, weight: float, own_samples: int) -> float | None:
-        """The noise scale so far; `whole` is the squared norm of the step's gradient, `weight` this worker's part."""
-        own, self._own = self._own / weight**2, 0.0
-        if not 0 < weight < 1:
-            return None
-        samples = own_samples / weight
-        signal = (samples * whole - own_samples * own) / (samples - own_samples)
-        scatter = (own - whole) / (1 / own_samples - 1 / samples)
-        self._signal = self._decay * self._signal + (1 - self._decay) * signal
-        self._scatter = self._decay * self._scatter + (1 - self._decay) * scatter
-        self._count += 1
-        return self._scatter / self._signal if self._signal > 0 else None

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.errors import ConfigError
+from podium.measure.noise import NoiseMeter
 from podium.triggers import TRIGGERS, WATCHED, format_trigger, make_trigger
 from podium.triggers.advice import predicted_gain
 from podium.triggers.base import Course, Memory, Reading, Seen, Trigger
-from podium.triggers.noise import NoiseMeter
 from podium.triggers.plateau import change
 from podium.triggers.straggler import slowest
 
