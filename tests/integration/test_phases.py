@@ -169,7 +169,7 @@ def check_resumed(out: Path, run_dir: Path) -> None:
     assert rest.audit == {"missing": 0, "repeated": 0}
     pushed = [row["lease"] for row in records_of(rest.run_dir, "update")]
     assert min(pushed) == saved.position
-    assert rest.samples == (STEPS - saved.step) * BATCH
+    assert rest.samples == STEPS * BATCH - saved.position, "also where it was stopped in mid-step"
     assert {row["lease"] for row in records_of(rest.run_dir, "update")} == {
         row["first"] for row in records_of(rest.run_dir, "step")
     }
