@@ -31,21 +31,22 @@ class CropAndFlip:
 
     def __call__(self, inputs: Tensor, keys: np.ndarray) -> Tensor:
         """Images (samples, channels, height, width) to images of the same shape."""
+        return self.on_device(inputs, torch.from_numpy(keys.view(np.int64)))
+
+    def on_device(self, inputs: Tensor, keys: Tensor) -> Tensor:
+        """The same where the images are, from keys whose bits lie there as int64."""
         down, right, mirrored = self._draws(keys)
         height, width = inputs.shape[2:]
-        rows = down[:, None] + torch.arange(height)
-        columns = right[:, None] + torch.arange(width)
+        rows = down[:, None] + torch.arange(height, device=keys.device)
+        columns = right[:, None] + torch.arange(width, device=keys.device)
         columns = torch.where(mirrored[:, None], columns.flip(1), columns)
-        sample = torch.arange(len(inputs))[:, None, None]
+        sample = torch.arange(len(inputs), device=keys.device)[:, None, None]
         # Channels go last for the gather: the three indices stand together, and one copy brings a whole pixel.
         padded = pad(inputs, [self.padding] * 4).permute(0, 2, 3, 1)
         return padded[sample, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
-    def _draws(self, keys: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+    def _draws(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Offsets down and right, and whether to mirror, from bits 0–20, 21–41 and 63 of each key."""
-        span, low_bits = np.uint64(2 * self.padding + 1), np.uint64((1 << 21) - 1)
-        down = (keys & low_bits) % span
-        right = ((keys >> np.uint64(21)) & low_bits) % span
-        mirrored = (keys >> np.uint64(63)) * np.uint64(self.flip)
-        offsets = torch.from_numpy(np.stack([down, right, mirrored]).astype(np.int64))
-        return offsets[0], offsets[1], offsets[2].bool()
+        span, low_bits = 2 * self.padding + 1, (1 << 21) - 1
+        mirrored = keys < 0 if self.flip else torch.zeros_like(keys, dtype=torch.bool)  # bit 63 is the sign
+        return (keys & low_bits) % span, ((keys >> 21) & low_bits) % span, mirrored

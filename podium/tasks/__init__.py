@@ -18,6 +18,8 @@ TASKS: dict[str, str] = {
     "digits-mlp": "podium.tasks.digits:digits_mlp",
     "digits-cnn": "podium.tasks.digits:digits_cnn",
     "mnist-lenet5": "podium.tasks.mnist:mnist_lenet5",
+    "mnist-mlp": "podium.tasks.mnist:mnist_mlp",
+    "mnist-cnn": "podium.tasks.mnist:mnist_cnn",
     "cifar10-resnet20": "podium.tasks.cifar10:cifar10_resnet20",
     "regression": "podium.tasks.regression:regression",
     "wide-mlp": "podium.tasks.wide_mlp:wide_mlp",

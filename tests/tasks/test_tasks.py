@@ -23,7 +23,7 @@ from podium.tasks.digits import digits
 from podium.tasks.regression import mae, mse, r2
 from tests.shared_data import shared_data
 
-FOLDERS = {"mnist-lenet5": "mnist", "cifar10-resnet20": "cifar10"}
+FOLDERS = {"mnist-lenet5": "mnist", "mnist-mlp": "mnist", "mnist-cnn": "mnist", "cifar10-resnet20": "cifar10"}
 PARAMETERS = {"mnist-lenet5": 61_706, "cifar10-resnet20": 269_722, "wide-mlp": 24_939_530}
 
 

@@ -1,0 +1,16 @@
+"""Many models on one device: trials, executors, slots.
+
+The public doors are `podium.sweep` (Python) and `podium sweep` (command line); both are `podium.colocate.sweep.sweep`.
+"""
+
+from __future__ import annotations
+
+EXECUTORS: dict[str, str] = {
+    "sequential": "podium.colocate.sequential:Sequential",
+    "streams": "podium.colocate.streams:Streams",
+    "fused": "podium.colocate.fused:Fused",
+    "processes": "podium.colocate.processes:Processes",
+    "mps": "podium.colocate.mps:Mps",
+    "ray": "podium.colocate.ray:RayActors",
+}
+"""Each executor's name to `module:class`; `auto` measures and chooses among the first three."""

@@ -1,0 +1,460 @@
+"""An array: trials of one structure, one per row, that take their steps together.
+
+    flat        [rows, parameters]   trainable parameters, each row one trial's, side by side
+    buffers     [rows, …] each       what the model keeps besides (running statistics, dropout's counters)
+    numbers     [rows, window, columns]  what the optimizer steps by; `window` is 1 where nothing is scheduled
+    order       [rows, window × batch]   which samples come next, `keys` what augmentation draws from
+    tick        [rows]               the place inside the window
+
+A step gathers every row's own batch from the one copy of the data, runs the model once under `torch.vmap`, takes the
+gradient of the sum of the losses (rows are independent, so each row's gradient is its own, and backward runs on
+ordinary kernels), and updates all rows. Nothing in it depends on the host, so it can be captured in a CUDA graph and
+replayed; rows come and go between replays, as copies into a row.
+
+A row that holds no trial goes on computing, on whatever it held; nothing looks at it. So can a row whose numbers have
+gone to NaN: no operation here mixes rows.
+
+With one row there is no `vmap`: the module is called as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.optim import SGD, Adagrad
+
+from podium.colocate.alone import at_least_single, plain_state, validation
+from podium.colocate.dropout import CountedDropout
+from podium.colocate.keys import callable_key, module_key, optimizer_key
+from podium.colocate.losses import lifted
+from podium.colocate.modules import stack_form
+from podium.colocate.recipe import Parts, Recipe, computing
+from podium.colocate.resident import Resident
+from podium.colocate.stacked_optim import OwnOptimizers, Place, Timetable, stack_optimizer
+from podium.colocate.trial import Evaluation
+from podium.errors import ConfigError, TrainingError
+
+Mode = Literal["forward", "gradient"]
+"""What `vmap` goes over: the forward pass, with an ordinary backward; or the gradient too (recurrent nets need it)."""
+
+_ALIGN = 32
+"""Parameters begin at multiples of this many elements: matrix kernels want aligned addresses."""
+_WINDOW_BYTES = 32 << 20
+_LONGEST_WINDOW = 512
+
+
+class Structure(NamedTuple):
+    """What must be alike for trials to share an array."""
+
+    model: Any
+    optimizer: Any
+    loss: Any
+    data: Any
+    batch_size: int
+    clipped: bool
+    scheduled: bool
+    dropped: bool
+    """Whether any dropout may happen at all."""
+
+
+def structure_of(parts: Parts) -> Structure:
+    """The key that a trial is grouped by."""
+    names = {id(p): name for name, p in parts.model.named_parameters()}
+    task = parts.task
+    return Structure(
+        model=module_key(parts.model),
+        optimizer=optimizer_key(parts.optimizer, names, parts.varies),
+        loss=lifted(task.loss, varies="label_smoothing" in parts.varies).key,
+        data=callable_key(task.data),
+        batch_size=parts.batch_size,
+        clipped=task.clip_norm is not None,
+        scheduled=task.schedule is not None,
+        dropped="dropout" in parts.varies or _drops(parts.model),
+    )
+
+
+class Array:
+    """`rows` trials of one structure on one device. Rows are loaded, stepped together, saved and copied."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        first: Parts,
+        resident: Resident,
+        rows: int,
+        *,
+        mode: Mode = "forward",
+        fast: bool = True,
+        compiled: bool = False,
+    ) -> None:
+        """`first` is any trial of the structure. `fast` swaps layers for forms made for many models at once."""
+        self.recipe, self.resident, self.rows, self.mode = recipe, resident, rows, mode
+        self.device, self.task, self.batch_size = recipe.torch_device, first.task, first.batch_size
+        if resident.train.why_not:
+            raise ConfigError(f"fused: the data must lie on {self.device}, but {resident.train.why_not}")
+        self.structure = structure_of(first)
+        self.held: list[Parts | None] = [None] * rows
+        self.base = copy.deepcopy(first.model).to(self.device).train()
+        if rows > 1:
+            dense = skips_zero_gradients(first)
+            self.base = prepared(self.base, fast=fast, drops=self.structure.dropped, dense=dense)
+        self.judge = copy.deepcopy(self.base).eval()
+        """The same module for evaluation: its mode never changes under a compiled step."""
+        self._lay_out(first)
+        self._timetables: list[Timetable | None] = [None] * rows
+        self.window = self._window_of(first)
+        self.order = torch.zeros(rows, self.window * self.batch_size, dtype=torch.int64, device=self.device)
+        self.keys = torch.zeros_like(self.order) if resident.train.augment is not None else None
+        self.tick = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.clip = torch.ones(rows, 1, dtype=self.flat.dtype, device=self.device)
+        self.smoothing = torch.zeros(rows, dtype=self.flat.dtype, device=self.device)
+        self.loss = torch.zeros(rows, dtype=torch.float32, device=self.device)
+        """Each row's loss at its last step."""
+        self._places_in_batch = torch.arange(self.batch_size, device=self.device)
+        self._call = lifted(first.task.loss, varies="label_smoothing" in first.varies).call
+        self._losses: Callable[..., Tensor] = self._stacked_losses
+        self._apply: Callable[..., None] = self._update
+        if compiled:
+            self._losses = torch.compile(self._stacked_losses, fullgraph=True, dynamic=False)
+            if self.optimizer.capturable:
+                self._apply = torch.compile(self._update, fullgraph=True, dynamic=False)
+
+    # The step.
+
+    def step(self) -> None:
+        """One step of every row, on its own next batch."""
+        tick = self.tick % self.window  # a row without a trial counts on, for ever
+        place = tick[:, None] * self.batch_size + self._places_in_batch
+        index = self.order.gather(1, place)
+        keys = None if self.keys is None else self.keys.gather(1, place)
+        inputs, targets = self.resident.train.batch(index, keys)
+        if self.mode == "gradient":
+            grads, losses = self._gradients(inputs, targets)
+        else:
+            # Fresh leaves: a leaf remembers the stream it was first used on, which would break a capture on another.
+            leaves = [leaf.detach().requires_grad_() for leaf in self.leaves]
+            losses = self._losses(leaves, inputs, targets)
+            grads = torch.autograd.grad(losses.sum(), leaves)
+        with torch.no_grad():
+            self._apply(grads, losses)
+
+    def _stacked_losses(self, leaves: list[Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        with computing(self.recipe, self.task):
+            if self.rows == 1:
+                whole = (self.frozen, self.buffers)
+                frozen, buffers = ({name: t[0] for name, t in held.items()} for held in whole)
+                return self._one(
+                    [leaf[0] for leaf in leaves], frozen, buffers, inputs[0], targets[0], self.smoothing[0]
+                )[None]
+            # Randomness that no seed of ours governs would differ from a trial alone: let it be refused.
+            losses: Tensor = vmap(self._one, randomness="error")(
+                leaves, self.frozen, self.buffers, inputs, targets, self.smoothing
+            )
+            return losses
+
+    def _one(
+        self,
+        leaves: Sequence[Tensor],
+        frozen: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        inputs: Tensor,
+        targets: Tensor,
+        smoothing: Tensor,
+    ) -> Tensor:
+        """One row's loss, as the model computes it."""
+        given = {place.name: leaf for place, leaf in zip(self.places, leaves, strict=True)}
+        outputs = functional_call(self.base, {**given, **frozen, **buffers}, (inputs,), strict=True)
+        loss = self._call(outputs, targets, smoothing)
+        if loss.dim():
+            raise ConfigError(f"{self.task.name}: the loss must be one number, got the shape {tuple(loss.shape)}")
+        return loss
+
+    def _gradients(self, inputs: Tensor, targets: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        with computing(self.recipe, self.task):
+            found, losses = vmap(grad_and_value(self._one), randomness="error")(
+                self.leaves, self.frozen, self.buffers, inputs, targets, self.smoothing
+            )
+        return found, losses
+
+    def _update(self, grads: Sequence[Tensor], losses: Tensor) -> None:
+        rows = self.rows
+        cut = [g.reshape(rows, -1) for g in grads]
+        pieces = [t for pair in zip(cut, self._gaps, strict=True) for t in pair if t is not None]
+        flat = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
+        if self.structure.clipped:
+            norm = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
+            flat = flat * (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        tick = self.tick % self.window_of_numbers
+        numbers = self.numbers.gather(1, tick[:, None, None].expand(-1, 1, self.numbers.shape[2]))[:, 0]
+        self.optimizer.step(flat, numbers)
+        self.tick.add_(1)
+        self.loss.copy_(losses)
+
+    # Rows.
+
+    def load(self, row: int, parts: Parts) -> None:
+        """A trial begins in this row; what the row held is gone."""
+        structure = structure_of(parts)
+        if structure != self.structure:
+            unlike = [name for name in Structure._fields if getattr(structure, name) != getattr(self.structure, name)]
+            raise ConfigError(f"trial {parts.trial.number}: must be like the array it joins, differs in {unlike}")
+        params, buffers = dict(parts.model.named_parameters()), dict(parts.model.named_buffers())
+        for place in self.places:
+            self.flat[row, place.start : place.stop].copy_(params[place.name].detach().reshape(-1))
+        for name, tensor in self.frozen.items():
+            tensor[row].copy_(params[name].detach())
+        for name, tensor in self.buffers.items():
+            tensor[row].copy_(buffers[name])
+        self.clip[row] = parts.task.clip_norm or 1.0
+        self.smoothing[row] = lifted(parts.task.loss).number
+        self._timetables[row] = Timetable(parts) if self.optimizer.capturable else None
+        self.optimizer.load(row, parts)
+        self.held[row] = parts
+
+    def change_numbers(self, row: int, parts: Parts, done: int) -> None:
+        """The trial in this row goes on with other numbers, as `parts` has them; parameters and moments stay."""
+        if structure_of(parts) != self.structure:
+            raise ConfigError(f"trial {parts.trial.number}: a change in mid-training must leave the structure as it is")
+        if isinstance(self.optimizer, OwnOptimizers):
+            self.optimizer.change_numbers(row, parts)
+        fresh = dict(parts.model.named_buffers())
+        for name in self._own_buffers:
+            self.buffers[name][row].copy_(fresh[name])
+        self.clip[row] = parts.task.clip_norm or 1.0
+        self.smoothing[row] = lifted(parts.task.loss).number
+        self._timetables[row] = Timetable(parts) if self.optimizer.capturable else None
+        self.held[row] = parts
+        if (timetable := self._timetables[row]) is not None:
+            self.numbers[row].copy_(timetable.rows(done, self.window_of_numbers).to(self.device))
+
+    def refill(self, steps: Sequence[int | None]) -> None:
+        """Give rows the samples and numbers of their next `window` steps; `steps`: how many each has done.
+
+        None leaves a row as it is.
+        """
+        for row, done in enumerate(steps):
+            parts = self.held[row]
+            if done is None or parts is None:
+                continue
+            index, keys = upcoming(parts, done, self.window)
+            self.order[row].copy_(_pinned(index, self.device), non_blocking=True)
+            if self.keys is not None:
+                self.keys[row].copy_(_pinned(keys.view(np.int64), self.device), non_blocking=True)
+            timetable = self._timetables[row]
+            if timetable is not None and (done == 0 or self.window_of_numbers > 1):
+                numbers = timetable.rows(done, self.window_of_numbers)
+                self.numbers[row].copy_(_pinned(numbers, self.device), non_blocking=True)
+            self.tick[row] = 0
+
+    def save(self, row: int) -> dict[str, Tensor]:
+        """The row's trial as an ordinary `state_dict`, on the CPU."""
+        parts = self.held[row]
+        assert parts is not None
+        values = {p.name: self.flat[row, p.start : p.stop].view(p.shape) for p in self.places}
+        values.update({name: tensor[row] for held in (self.frozen, self.buffers) for name, tensor in held.items()})
+        values = {name: tensor.detach().cpu().clone() for name, tensor in values.items()}
+        return plain_state(parts.model, values)
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Parameters, buffers and moments of one row to another; its numbers, seed and samples stay its own."""
+        kept = {name: self.buffers[name][target].clone() for name in self._own_buffers}
+        for tensor in self.tensors():
+            if tensor is not self.tick:
+                tensor[target].copy_(tensor[source])
+        for name, value in kept.items():
+            self.buffers[name][target].copy_(value)
+        if isinstance(self.optimizer, OwnOptimizers):
+            self.optimizer.copy(source, target)
+
+    def tensors(self) -> list[Tensor]:
+        """All that a step changes; the first dimension is rows."""
+        return [self.flat, self.tick, *self.buffers.values(), *self.optimizer.tensors()]
+
+    def evaluate(self, rows: Sequence[int], steps: Sequence[int], most: int | None = None) -> list[Evaluation]:
+        """How these rows do on their validation data, or on the first `most` samples of it, after so many steps."""
+        parts = [self._parts(row) for row in rows]
+        wanted = [(shelf, index[:most]) for shelf, index in (validation(self.resident, one) for one in parts)]
+        shelf, longest = wanted[0][0], max(len(index) for _, index in wanted)
+        padded = np.stack([np.resize(index, longest) for _, index in wanted])
+        places = torch.from_numpy(padded).to(self.device)
+        outputs, targets = self._predict(rows, places)
+        found = []
+        for i, (one, (_, index)) in enumerate(zip(parts, wanted, strict=True)):
+            found.append(one.evaluate(steps[i], outputs[i, : len(index)], targets[i, : len(index)]))
+        assert all(other is shelf for other, _ in wanted)
+        return found
+
+    @torch.no_grad()
+    def _predict(self, rows: Sequence[int], places: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and targets [rows, samples, …] on the CPU."""
+        chosen = torch.tensor(list(rows), device=self.device)
+        all_rows = list(rows) == list(range(self.rows))
+
+        def take(tensor: Tensor) -> Tensor:
+            return tensor if all_rows else tensor.index_select(0, chosen)
+
+        given = {p.name: take(leaf) for p, leaf in zip(self.places, self.leaves, strict=True)}
+        for held in (self.frozen, self.buffers):
+            given.update({name: take(tensor) for name, tensor in held.items()})
+        shelf = validation(self.resident, self._parts(rows[0]))[0]
+        size = max(1, self.task.eval_batch_size // max(1, len(rows) // 8))
+        columns: list[tuple[Tensor, Tensor]] = []
+        with computing(self.recipe, self.task):
+            for start in range(0, places.shape[1], size):
+                inputs, targets = shelf.batch(places[:, start : start + size], None)
+                columns.append((at_least_single(self._outputs(given, inputs)).cpu(), targets.cpu()))
+        outputs, targets = (torch.cat(column, dim=1) for column in zip(*columns, strict=True))
+        return outputs, targets
+
+    def _outputs(self, given: dict[str, Tensor], inputs: Tensor) -> Tensor:
+        def one(values: dict[str, Tensor], x: Tensor) -> Any:
+            return functional_call(self.judge, values, (x,), strict=True)
+
+        if self.rows == 1 or self.mode == "gradient":  # recurrent nets have no rule for `vmap` without gradients
+            rows = [one({k: t[i] for k, t in given.items()}, inputs[i]) for i in range(len(inputs))]
+            found: Any = torch.stack(rows)
+        else:
+            found = vmap(one)(given, inputs)
+        if not isinstance(found, Tensor):
+            raise ConfigError(f"fused: the model's output must be one tensor, got {type(found).__name__}")
+        return found
+
+    # How it is laid out.
+
+    def _lay_out(self, first: Parts) -> None:
+        model, rows = self.base, self.rows
+        params = dict(model.named_parameters())
+        self._check(params)
+        names = {id(p): name for name, p in first.model.named_parameters()}
+        group_of = {names[id(p)]: i for i, g in enumerate(first.optimizer.param_groups) for p in g["params"]}
+        used = self._used(first, [name for name in params if name in group_of])
+        trained = sorted((name for name in params if name in used), key=lambda name: group_of[name])
+        self.places, self._gaps, at = [], [], 0
+        dtype = next(iter(params.values())).dtype
+        for name in trained:
+            size = params[name].numel()
+            gap = -size % _ALIGN
+            self.places.append(Place(name, at, at + size, params[name].shape, group_of[name]))
+            self._gaps.append(torch.zeros(rows, gap, dtype=dtype, device=self.device) if gap else None)
+            at += size + gap
+        self.flat = torch.zeros(rows, at, dtype=dtype, device=self.device)
+        self.leaves = [self.flat[:, p.start : p.stop].view(rows, *p.shape) for p in self.places]
+        self.frozen = {name: _stacked(p.detach(), rows) for name, p in params.items() if name not in used}
+        # Rows that are written to in place must be contiguous, or running statistics are silently not updated.
+        self.buffers = {name: _stacked(b, rows) for name, b in model.named_buffers()}
+        self._own_buffers = [
+            f"{name}.{own}" if name else own
+            for name, module in model.named_modules()
+            if isinstance(module, CountedDropout)
+            for own in ("rate", "key")
+        ]
+        timetable_of = copy.copy(first)
+        timetable_of.optimizer = copy.deepcopy(first.optimizer)  # a schedule writes into it
+        columns = Timetable(timetable_of).columns
+        self.optimizer = stack_optimizer(self.flat, self.places, first, columns)
+        self.window_of_numbers = 1
+        self._columns = len(columns)
+
+    def _window_of(self, first: Parts) -> int:
+        per_step = self.rows * self.batch_size * 8
+        window = max(1, min(_LONGEST_WINDOW, _WINDOW_BYTES // per_step, first.steps))
+        self.window_of_numbers = window if self.structure.scheduled else 1
+        shape = (self.rows, self.window_of_numbers, self._columns)
+        self.numbers = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        return window
+
+    def _used(self, first: Parts, names: Sequence[str]) -> set[str]:
+        """The parameters that the loss depends on: the others get no gradient, and no step, alone either."""
+        model = copy.deepcopy(first.model).to(self.device).train()
+        params = dict(model.named_parameters())
+        index = torch.from_numpy(upcoming(first, 0, 1)[0]).to(self.device)
+        keys = torch.zeros_like(index)
+        inputs, targets = self.resident.train.batch(index, keys)
+        with computing(self.recipe, self.task):
+            loss = self.task.loss(model(inputs), targets)
+        grads = torch.autograd.grad(loss, [params[name] for name in names], allow_unused=True)
+        return {name for name, grad in zip(names, grads, strict=True) if grad is not None}
+
+    def _check(self, params: dict[str, nn.Parameter]) -> None:
+        kinds = {p.dtype for p in params.values()}
+        if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
+            raise ConfigError(f"fused: all parameters must have one floating type, got {sorted(map(str, kinds))}")
+
+    def _parts(self, row: int) -> Parts:
+        parts = self.held[row]
+        if parts is None:
+            raise TrainingError(f"fused: row {row} holds no trial")
+        return parts
+
+
+def prepared(model: nn.Module, *, fast: bool, drops: bool, dense: bool = False) -> nn.Module:
+    """The model with layers swapped for forms made for many models at once; names stay.
+
+    `dense`: sparse embeddings give ordinary gradients, which `vmap` can stack.
+    """
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if child is None:
+                continue
+            if isinstance(child, CountedDropout) and not drops:
+                module._modules[name] = _Idle(child)
+            elif dense and type(child) is nn.Embedding and child.sparse:
+                module._modules[name] = copy.copy(child)
+                module._modules[name].sparse = False  # type: ignore[union-attr]  # an nn.Embedding, as above
+            elif fast and (swapped := stack_form(child)) is not None:
+                module._modules[name] = swapped.train(child.training)
+    if fast and (whole := stack_form(model)) is not None:
+        return whole.train(model.training)
+    return model
+
+
+def skips_zero_gradients(parts: Parts) -> bool:
+    """Whether a row without a gradient stays as it is under this optimizer, so that sparse and dense are the same."""
+    plain = all(g.get("momentum", 0) == 0 and g["weight_decay"] == 0 for g in parts.optimizer.param_groups)
+    return type(parts.optimizer) in (SGD, Adagrad) and plain
+
+
+class _Idle(nn.Module):
+    """Dropout where no row drops anything: its buffers, and nothing else."""
+
+    def __init__(self, dropout: CountedDropout) -> None:
+        super().__init__()
+        for name, buffer in dropout.named_buffers():
+            self.register_buffer(name, buffer, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def upcoming(parts: Parts, done: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Samples and keys of `count` steps after `done`; beyond the trial's end, whatever comes."""
+    index, keys = [], []
+    step, left = done, count
+    while left > 0:
+        epoch, place = divmod(step, parts.steps_per_epoch)
+        take = min(left, parts.steps_per_epoch - place)
+        samples, their_keys = parts.epoch(epoch)
+        cut = slice(place * parts.batch_size, (place + take) * parts.batch_size)
+        index.append(samples[cut])
+        keys.append(their_keys[cut])
+        step, left = step + take, left - take
+    return np.concatenate(index), np.concatenate(keys)
+
+
+def _stacked(tensor: Tensor, rows: int) -> Tensor:
+    return tensor.detach().unsqueeze(0).expand(rows, *tensor.shape).clone(memory_format=torch.contiguous_format)
+
+
+def _drops(model: nn.Module) -> bool:
+    return any(isinstance(m, CountedDropout) and float(m.rate) > 0 for m in model.modules())
+
+
+def _pinned(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
+    return tensor.pin_memory() if device.type == "cuda" else tensor

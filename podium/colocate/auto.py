@@ -1,0 +1,287 @@
+"""`auto`: take a few steps in every way that comes into question, and train in the fastest.
+
+For each group of trials the candidates are timed on the trials' own model, data and batch, a fraction of a second each,
+and the time to train the whole group is predicted:
+
+    start + trials × steps × seconds per model-step
+
+`start` is what has to happen before the first step (a capture, a compilation, starting processes) as far as it is still
+to come. Nothing that was timed counts as training: rows are loaded anew afterwards. A candidate that raises, for lack
+of memory or because its step cannot be captured, is left out and the reason kept.
+
+Compiling takes from half a minute to several, so it is tried only where the group would train for long enough to get
+that back. Processes are timed by what one trial costs on one thread, and are considered on the CPU only: on a GPU one
+process that fuses or branches always had more (see docs/studies/one-gpu.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+
+from podium.colocate.alone import Alone
+from podium.colocate.array import Array
+from podium.colocate.base import Desk, Executor, OnEvent, WithReturned
+from podium.colocate.bundle import Bundle
+from podium.colocate.fused import WIDTH, Fused, take_parts
+from podium.colocate.graphed import GraphedAlone
+from podium.colocate.probe import Verified, probe
+from podium.colocate.processes import Processes
+from podium.colocate.recipe import Parts, Recipe, precision_of, with_threads
+from podium.colocate.resident import Resident
+from podium.colocate.sequential import Sequential
+from podium.colocate.streams import Streams
+from podium.colocate.widths import widest
+from podium.errors import ConfigError, PodiumError
+
+MEASURE_S = 0.15
+"""How long each candidate is timed, after its warm-up."""
+COMPILE_S = 90.0
+"""What compiling a step is expected to take."""
+COMPILED_GAIN = 1.6
+"""How much faster compiled steps are expected to be, before it is tried."""
+PROCESS_START_S = 5.0
+WORTH_FUSING = 1.1
+_WIDTHS = (4, 8, 16, 32, 64, 128, 256)
+
+
+class Candidate(NamedTuple):
+    """One way to train a group, and how long it would take."""
+
+    executor: Executor
+    width: int
+    step_us: float  # of one model
+    start_s: float
+    total_s: float
+    why_not: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "executor": describe(self.executor),
+            "width": self.width,
+            "us_per_model_step": round(self.step_us, 3),
+            "start_s": round(self.start_s, 2),
+            "predicted_s": round(self.total_s, 3),
+            "why_not": self.why_not,
+        }
+
+
+class Choice(NamedTuple):
+    """What was chosen, why, and from what."""
+
+    executor: Executor
+    why: str
+    candidates: list[Candidate]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Auto(Executor):
+    """Times the executors on each group of trials and takes the fastest."""
+
+    seconds: float = MEASURE_S
+    """How long each candidate is timed."""
+    compiled: bool | None = None
+    """Whether compiled steps are tried; None tries them where they can pay."""
+
+    name = "auto"
+    copies_rows = True
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ConfigError(f"auto: seconds must be above 0, got {self.seconds}")
+
+    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
+        self.run_groups(recipe, [desk], on_event)
+
+    def run_groups(self, recipe: Recipe, desks: Sequence[Desk], on_event: OnEvent) -> None:
+        """Choose for each group; groups that chose the same way are trained together."""
+        chosen: dict[Executor, list[Desk]] = {}
+        for number, desk in enumerate(desks):
+            taken = take_parts(recipe, desk, WIDTH[recipe.torch_device.type], self.name)
+            if not taken:
+                continue
+            choice = self.choose(recipe, taken, on_event)
+            on_event({
+                "event": "chose", "group": number, "executor": describe(choice.executor), "why": choice.why,
+                "table": [candidate.to_dict() for candidate in choice.candidates],
+            })  # fmt: skip
+            chosen.setdefault(choice.executor, []).append(WithReturned(desk, [parts.trial for parts in taken]))
+        for executor, group in chosen.items():
+            executor.run_groups(recipe, group, on_event)
+
+    def choose(self, recipe: Recipe, taken: Sequence[Parts], on_event: OnEvent = lambda event: None) -> Choice:
+        """Time the candidates for these trials (all of one structure)."""
+        with precision_of(recipe):
+            resident = Resident(recipe.data_of(taken[0].task), recipe.torch_device, recipe.torch_dtype)
+            found = probe(recipe, [parts.trial for parts in taken], resident)
+            on_event({"event": "probe", **dataclasses.asdict(found), "trials": len(taken)})
+            timed = self._time_all(recipe, taken, resident, found)
+        return _decide(timed, found, len(taken))
+
+    def _time_all(self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified) -> list[Candidate]:
+        timing = _Timing(recipe, taken, resident, found, self.seconds)
+        on_cpu = recipe.torch_device.type == "cpu"
+        threads = (1, None) if on_cpu and torch.get_num_threads() > 1 else (None,)
+        timed = [timing.sequential(count) for count in threads]
+        if on_cpu:
+            timed.append(timing.processes())
+        else:
+            timed += [timing.streams(width) for width in (8, 16, 32) if width <= 2 * len(taken)]
+        if found.fuses and len(taken) > 1:
+            most = widest(recipe, taken[0], resident, len(taken), found.mode)
+            widths = sorted({w for w in _WIDTHS if w < most} | {most})[-4:]
+            timed += [timing.fused(width, count) for width in widths for count in threads]
+            if self._may_compile(recipe, timed, found):
+                best = min((c for c in timed if c.executor.name == "fused"), key=lambda c: c.total_s)
+                timed.append(timing.fused(best.width, None, compiled=True))
+        return timed
+
+    def _may_compile(self, recipe: Recipe, timed: Sequence[Candidate], found: Verified) -> bool:
+        if self.compiled is not None:
+            return self.compiled and found.mode == "forward"
+        if recipe.torch_device.type != "cuda" or found.mode != "forward":
+            return False
+        left = min((c.total_s for c in timed if not c.why_not), default=0.0)
+        return left * (1 - 1 / COMPILED_GAIN) > COMPILE_S
+
+
+class _Timing:
+    """Times ways to train one group of trials."""
+
+    def __init__(
+        self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified, seconds: float
+    ) -> None:
+        self.recipe, self.taken, self.resident, self.found, self.seconds = recipe, taken, resident, found, seconds
+        self.steps = sum(parts.steps for parts in taken)
+
+    def sequential(self, threads: int | None) -> Candidate:
+        on_gpu = self.recipe.torch_device.type == "cuda"
+
+        def begin() -> Callable[[], None]:
+            again = self.recipe.make(self.taken[0].trial)
+            alone: Any = (GraphedAlone if on_gpu else Alone)(self.recipe, again.trial, self.resident, again)
+            return alone.step  # type: ignore[no-any-return]  # both have it
+
+        return self._timed(Sequential(mode="graph" if on_gpu else "eager", threads=threads), 1, begin, threads)
+
+    def processes(self) -> Candidate:
+        """Each has one thread; as many run as there are cores."""
+        cores, one = len(os.sched_getaffinity(0)), self.sequential(1)
+        width = min(cores, len(self.taken))
+        if cores < 2 or not isinstance(self.recipe.task, str):
+            reason = "one core" if cores < 2 else "the task has no name by which another process could make it"
+            return one._replace(executor=Processes(), why_not=reason)
+        step_us = one.step_us / width
+        return Candidate(
+            Processes(count=width), width, step_us, PROCESS_START_S, PROCESS_START_S + self.steps * step_us / 1e6
+        )
+
+    def streams(self, width: int) -> Candidate:
+        rows = min(width, len(self.taken))
+
+        def begin() -> Callable[[], None]:
+            arrays = []
+            for parts in self.taken[:rows]:
+                arrays.append(Array(self.recipe, parts, self.resident, 1))
+                arrays[-1].load(0, self.recipe.make(parts.trial))
+                arrays[-1].refill([0])
+            return _stepping(Bundle(arrays))
+
+        return self._timed(Streams(width=width), rows, begin)
+
+    def fused(self, width: int, threads: int | None, *, compiled: bool = False) -> Candidate:
+        def begin() -> Callable[[], None]:
+            array = Array(self.recipe, self.taken[0], self.resident, width, mode=self.found.mode, compiled=compiled)
+            for row in range(width):
+                array.load(row, self.recipe.make(self.taken[row % len(self.taken)].trial))
+            array.refill([0] * width)
+            return _stepping(Bundle([array]))
+
+        executor = Fused(width=width, compiled=compiled, probed=False, threads=threads)
+        return self._timed(executor, width, begin, threads)
+
+    def _timed(
+        self,
+        executor: Executor,
+        width: int,
+        begin: Callable[[], Callable[[], None]],
+        threads: int | None = None,
+    ) -> Candidate:
+        began = time.perf_counter()
+        try:
+            with with_threads(threads):
+                step = begin()
+                step()
+                self._wait()
+                start_s = time.perf_counter() - began
+                step_us = self._step_seconds(step) / width * 1e6
+        except (PodiumError, RuntimeError, torch.OutOfMemoryError) as error:
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+            return Candidate(executor, width, float("inf"), 0.0, float("inf"), why)
+        finally:
+            if self.recipe.torch_device.type == "cuda":
+                torch.cuda.empty_cache()
+        # An array of many rows trains them all in the steps of one; the last ones may find it half empty.
+        waves = -(-len(self.taken) // width) * width / len(self.taken)
+        return Candidate(executor, width, step_us, start_s, start_s + self.steps * step_us * waves / 1e6)
+
+    def _step_seconds(self, step: Callable[[], None]) -> float:
+        """Seconds per step: twice as many until they take long enough, the last stretch counts."""
+        steps = 1
+        while True:
+            began = time.perf_counter()
+            for _ in range(steps):
+                step()
+            self._wait()
+            took = time.perf_counter() - began
+            if took >= self.seconds:
+                return took / steps
+            steps *= 2
+
+    def _wait(self) -> None:
+        if self.recipe.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.recipe.torch_device)
+
+
+def _stepping(bundle: Bundle) -> Callable[[], None]:
+    return lambda: bundle.run(1)
+
+
+def _decide(timed: list[Candidate], found: Verified, trials: int) -> Choice:
+    possible = [c for c in timed if not c.why_not]
+    if not possible:
+        reasons = "; ".join(f"{describe(c.executor)}: {c.why_not}" for c in timed)
+        raise ConfigError(f"auto: no executor could take a step: {reasons}")
+    one = min((c for c in timed if c.executor.name == "sequential"), key=lambda c: c.total_s)
+    best = min(possible, key=lambda c: c.total_s)
+    gain = one.total_s / best.total_s if not one.why_not else float("inf")
+    if best.executor.name != "sequential" and gain < WORTH_FUSING:
+        why = f"do not share: {describe(best.executor)} is predicted only {gain:.2f}× as fast as one after another"
+        return Choice(one.executor, why, timed)
+    fused = [c for c in possible if c.executor.name == "fused"]
+    why = f"{describe(best.executor)}: {best.step_us:.3g} µs per model-step"
+    if best is not one:
+        why += f", {gain:.1f}× as fast as one after another over the {trials} trials"
+    if not found.fuses:
+        why += f"; cannot be fused: {found.why}"
+    elif fused and best.executor.name != "fused":
+        rate = one.total_s / min(c.total_s for c in fused)
+        why += f"; do not fuse: predicted {rate:.2f}×"
+    return Choice(best.executor, why, timed)
+
+
+def describe(executor: Executor) -> str:
+    """An executor as it would be asked for."""
+    changed = {}
+    for field in dataclasses.fields(executor):  # type: ignore[arg-type]  # executors are dataclasses
+        value = getattr(executor, field.name)
+        if value != field.default and field.name not in ("probed", "env"):
+            changed[field.name] = value
+    return executor.name + (":" + ",".join(f"{k}={str(v).lower()}" for k, v in changed.items()) if changed else "")

@@ -1,0 +1,102 @@
+"""`fused`: trials of one structure as the rows of one array; arrays of different structures side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from podium.colocate.array import Array
+from podium.colocate.base import Desk, Executor, OnEvent, WithReturned
+from podium.colocate.probe import Verified, probe
+from podium.colocate.recipe import Parts, Recipe, precision_of, with_threads
+from podium.colocate.resident import Resident
+from podium.colocate.sequential import Sequential
+from podium.colocate.slots import Slots, failed
+from podium.colocate.widths import widest
+from podium.errors import ConfigError, PodiumError
+
+WIDTH = {"cuda": 256, "cpu": 64}
+"""Rows of an array, at most, when nobody says."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Fused(Executor):
+    """Many models in one: stacked parameters, one step for all, captured as one CUDA graph on a GPU."""
+
+    width: int | None = None
+    """Rows of an array; as many as there are trials, up to what memory holds, when not given."""
+    compiled: bool = False
+    """Whether the step goes through `torch.compile` first: faster steps after a wait of a minute or so."""
+    captured: bool = True
+    """Whether a step is captured in a CUDA graph (on a GPU)."""
+    fast: bool = True
+    """Whether layers are swapped for forms made for many models at once."""
+    probed: bool = True
+    """Whether each structure is first verified against the same trials alone."""
+    threads: int | None = None
+    """Threads of each operation on the CPU; torch's own number when not given. Small models are faster with one."""
+
+    name = "fused"
+    copies_rows = True
+
+    def __post_init__(self) -> None:
+        if self.width is not None and self.width < 1:
+            raise ConfigError(f"fused: width must be at least 1, got {self.width}")
+
+    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
+        self.run_groups(recipe, [desk], on_event)
+
+    def run_groups(self, recipe: Recipe, desks: Sequence[Desk], on_event: OnEvent) -> None:
+        """All groups in one bundle, a branch each. What cannot be fused is trained after them, one by one."""
+        arrays: list[tuple[Array, Desk]] = []
+        first: dict[int, list[Parts]] = {}
+        left: list[Desk] = []
+        with precision_of(recipe), with_threads(self.threads):
+            for desk in desks:
+                taken = take_parts(recipe, desk, self.width or WIDTH[recipe.torch_device.type], self.name)
+                if not taken:
+                    continue
+                resident = Resident(recipe.data_of(taken[0].task), recipe.torch_device, recipe.torch_dtype)
+                found = self._verify(recipe, taken, resident, on_event)
+                if not found.fuses:
+                    left.append(WithReturned(desk, [parts.trial for parts in taken]))
+                    continue
+                array = self._array(recipe, taken, resident, found)
+                first[len(arrays)] = taken[: array.rows]
+                arrays.append((array, WithReturned(desk, [parts.trial for parts in taken[array.rows :]])))
+            if arrays:
+                Slots(recipe, arrays, self.name, on_event, captured=self.captured).run(first)
+        for desk in left:
+            Sequential(threads=self.threads).run(recipe, desk, on_event)
+
+    def _verify(self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, on_event: OnEvent) -> Verified:
+        if not self.probed:
+            return Verified(fuses=True)
+        found = probe(recipe, [parts.trial for parts in taken], resident)
+        on_event({"event": "probe", **dataclasses.asdict(found), "trials": len(taken)})
+        return found
+
+    def _array(self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified) -> Array:
+        rows = self.width or widest(recipe, taken[0], resident, len(taken), found.mode)
+        if recipe.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
+        return Array(
+            recipe, taken[0], resident, rows, mode=found.mode, fast=self.fast,
+            compiled=self.compiled and found.mode == "forward",
+        )  # fmt: skip
+
+
+def take_parts(recipe: Recipe, desk: Desk, most: int, executor: str) -> list[Parts]:
+    """So many trials from the desk, made; one that cannot be made is handed in as failed."""
+    taken: list[Parts] = []
+    while len(taken) < most and (trial := desk.take()) is not None:
+        try:
+            taken.append(recipe.make(trial))
+        except PodiumError as error:
+            desk.hand_in(failed(trial, error, executor), None)
+    return taken

@@ -1,0 +1,446 @@
+"""Convolution of many models in one launch: Triton kernels for the forward pass and both gradients.
+
+Every kernel is an implicit matrix product per model: rows are output positions, the inner dimension runs over the
+filter's taps and channels, and nothing is unfolded in memory. Tensors lie with channels last and the model first:
+activations [models, images, height, width, channels], filters [models, out, R, S, in].
+
+No program reads two models and none adds to what another wrote, so a model's bits depend neither on its neighbours
+nor on the order of arrival: the weight gradient is summed in a fixed number of pieces, and those in a second pass.
+
+This module needs Triton and is imported only where a CUDA tensor is to be convolved.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+triton: Any = importlib.import_module("triton")
+tl: Any = importlib.import_module("triton.language")
+jit: Callable[[Callable[..., None]], Any] = triton.jit
+
+# Triton reads a kernel's annotations too: it must know the names, and what is `constexpr` is part of the compiled code.
+if TYPE_CHECKING:
+    constexpr: TypeAlias = Any
+    tensor: TypeAlias = Any
+else:
+    constexpr, tensor = tl.constexpr, tl.tensor
+
+LARGEST_FILTER = 15
+"""The most taps a filter may have in one direction: a row's valid taps are kept as bits."""
+
+SMALLEST_PIECE, MOST_PIECES = 1024, 16
+
+
+class Tile(NamedTuple):
+    """How a kernel is cut: rows, columns and inner length of one block's product, and how it is scheduled."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+    pack: int = 1  # neighbouring positions that share a row
+    flip: bool = False  # of a filter's gradient: the product is computed transposed
+
+
+@jit
+def _convolve(
+    x: tensor,
+    w: tensor,
+    bias: tensor,
+    y: tensor,
+    x_model: tensor,
+    y_model: tensor,
+    positions: tensor,
+    H: constexpr,
+    W: constexpr,
+    C: constexpr,
+    OUT: constexpr,
+    R: constexpr,
+    S: constexpr,
+    STRIDE_H: constexpr,
+    STRIDE_W: constexpr,
+    PAD_H: constexpr,
+    PAD_W: constexpr,
+    ROWS_H: constexpr,
+    ROWS_W: constexpr,
+    W_TAPS: constexpr,
+    W_START: constexpr,
+    W_STEP_R: constexpr,
+    W_STEP_S: constexpr,
+    Y_H: constexpr,
+    Y_W: constexpr,
+    Y_START: constexpr,
+    Y_STEP_H: constexpr,
+    Y_STEP_W: constexpr,
+    BIAS: constexpr,
+    PACK: constexpr,
+    MASKED: constexpr,
+    PRECISION: constexpr,
+    BM: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+) -> None:
+    """One block of one model's output; positions are counted over images, then ROWS_H × ROWS_W places in each.
+
+    PACK neighbouring places share one row: their patches overlap, so that the input is fetched fewer times. S counts
+    the taps across that such a row meets, and the columns are the neighbours' channels, one neighbour after the other.
+    """
+    blocks_o = tl.cdiv(PACK * OUT, BN)
+    per_model = tl.cdiv(positions, BM) * blocks_o
+    model = (tl.program_id(0) // per_model).to(tl.int64)
+    block = tl.program_id(0) % per_model
+    m = (block // blocks_o) * BM + tl.arange(0, BM)
+    n = (block % blocks_o) * BN + tl.arange(0, BN)
+    o = n % OUT
+    x += model * x_model
+    y += model * y_model
+    w += model * (OUT * W_TAPS * C)
+
+    image = m // (ROWS_H * ROWS_W)
+    i = m // ROWS_W % ROWS_H
+    j = m % ROWS_W
+    top = i * STRIDE_H - PAD_H
+    left = j * STRIDE_W - PAD_W
+    corner = ((image * H + top) * W + left) * C
+    seen = tl.where(m < positions, 1 << 30, 0)
+    for t in tl.static_range(R):
+        seen |= ((top + t >= 0) & (top + t < H)).to(tl.int32) << t
+    for t in tl.static_range(S):
+        seen |= ((left + t >= 0) & (left + t < W)).to(tl.int32) << (15 + t)
+
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, R * S * C, BK):
+        k = k0 + tl.arange(0, BK)
+        c = k % C
+        r = k // C // S
+        s = k // C % S
+        inside = k < R * S * C
+        x_at = corner[:, None] + ((r * W + s) * C + c)[None, :]
+        if MASKED:
+            need = ((1 << 30) | (1 << r) | (1 << (15 + s)))[None, :]
+            a = tl.load(x + x_at, mask=((seen[:, None] & need) == need) & inside[None, :], other=0.0)
+        else:
+            a = tl.load(x + x_at, mask=(m < positions)[:, None] & inside[None, :], other=0.0)
+        if PACK == 1:
+            w_at = ((W_START + r * W_STEP_R + s * W_STEP_S) * C + c)[:, None] + (n * (W_TAPS * C))[None, :]
+            b = tl.load(w + w_at, mask=inside[:, None] & (n < OUT)[None, :], other=0.0)
+        else:
+            tap = s[:, None] - (n // OUT)[None, :]  # the neighbour's own filter starts that much further
+            w_at = ((W_START + r * W_STEP_R) * C + c)[:, None] + tap * (W_STEP_S * C) + (o * (W_TAPS * C))[None, :]
+            real = inside[:, None] & (n < PACK * OUT)[None, :]
+            b = tl.load(w + w_at, mask=real & (tap >= 0) & (tap <= S - PACK), other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+
+    if BIAS:
+        acc += tl.load(bias + model * OUT + o).to(tl.float32)[None, :]
+    place = (image * Y_H + i * Y_STEP_H) * Y_W + j * (PACK * Y_STEP_W) + Y_START
+    y_at = (place * OUT)[:, None] + n[None, :]
+    tl.store(y + y_at, acc.to(y.dtype.element_ty), mask=(m < positions)[:, None] & (n < PACK * OUT)[None, :])
+
+
+@jit
+def _weigh(
+    x: tensor,
+    dy: tensor,
+    dw: tensor,
+    x_model: tensor,
+    dy_model: tensor,
+    positions: tensor,
+    pieces: tensor,
+    piece: tensor,
+    H: constexpr,
+    W: constexpr,
+    C: constexpr,
+    OUT: constexpr,
+    R: constexpr,
+    S: constexpr,
+    STRIDE_H: constexpr,
+    STRIDE_W: constexpr,
+    PAD_H: constexpr,
+    PAD_W: constexpr,
+    ROWS_H: constexpr,
+    ROWS_W: constexpr,
+    FLIP: constexpr,
+    MASKED: constexpr,
+    PRECISION: constexpr,
+    BM: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+) -> None:
+    """One block of one model's filter gradient, [taps and channels, out], over one piece of the positions."""
+    blocks_o = tl.cdiv(OUT, BN)
+    blocks_k = tl.cdiv(R * S * C, BM)
+    block = tl.program_id(0)
+    o = (block % blocks_o) * BN + tl.arange(0, BN)
+    block = block // blocks_o
+    k = (block % blocks_k) * BM + tl.arange(0, BM)
+    block = block // blocks_k
+    model = (block // pieces).to(tl.int64)
+    part = block % pieces
+    x += model * x_model
+    dy += model * dy_model
+    dw += (model * pieces + part) * (R * S * C * OUT)
+
+    c = k % C
+    r = k // C // S
+    s = k // C % S
+    x_k = (r * W + s) * C + c
+    inside = k < R * S * C
+    need = (1 << 30) | (1 << r) | (1 << (15 + s))
+
+    if FLIP:
+        acc = tl.zeros((BN, BM), tl.float32)
+    else:
+        acc = tl.zeros((BM, BN), tl.float32)
+    start = part * piece
+    for m0 in range(start, tl.minimum(start + piece, positions), BK):
+        m = m0 + tl.arange(0, BK)
+        image = m // (ROWS_H * ROWS_W)
+        top = m // ROWS_W % ROWS_H * STRIDE_H - PAD_H
+        left = m % ROWS_W * STRIDE_W - PAD_W
+        x_at = (((image * H + top) * W + left) * C)[:, None] + x_k[None, :]
+        if MASKED:
+            seen = tl.where(m < positions, 1 << 30, 0)
+            for t in tl.static_range(R):
+                seen |= ((top + t >= 0) & (top + t < H)).to(tl.int32) << t
+            for t in tl.static_range(S):
+                seen |= ((left + t >= 0) & (left + t < W)).to(tl.int32) << (15 + t)
+            a = tl.load(x + x_at, mask=((seen[:, None] & need[None, :]) == need[None, :]) & inside[None, :], other=0.0)
+        else:
+            a = tl.load(x + x_at, mask=(m < positions)[:, None] & inside[None, :], other=0.0)
+        g = tl.load(dy + m[:, None] * OUT + o[None, :], mask=(m < positions)[:, None] & (o < OUT)[None, :], other=0.0)
+        if FLIP:
+            acc = tl.dot(tl.trans(g), a, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(tl.trans(a), g, acc, input_precision=PRECISION)
+
+    if FLIP:
+        acc = tl.trans(acc)
+    tl.store(dw + k[:, None] * OUT + o[None, :], acc, mask=inside[:, None] & (o < OUT)[None, :])
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """Convolve x [B or 1, N, H, W, C] with weight [B, O, R, S, C] and bias [B, O]: [B, N, H', W', O], contiguous."""
+    models, out, taps_h, taps_w, _ = weight.shape
+    rows_h, rows_w = output_size(x.shape[2:4], (taps_h, taps_w), stride, padding)
+    y = x.new_empty(models, x.shape[1], rows_h, rows_w, out)
+    part = _Part(
+        taps=(taps_h, taps_w), stride=(stride[0], stride[1]), padding=(padding[0], padding[1]), rows=(rows_h, rows_w)
+    )
+    _launch(x, weight, bias, y, part)
+    return y
+
+
+def input_grad(
+    grad: Tensor, turned: Tensor, stride: Sequence[int], padding: Sequence[int], size: Sequence[int]
+) -> Tensor:
+    """The gradient of x [B, N, *size, C] from that of y; `turned` is the filter as [B, C, R, S, O].
+
+    A stride of s leaves s × s interleaved sets of positions, each a plain convolution of `grad` with every s-th tap.
+    """
+    models, channels, taps_h, taps_w, _ = turned.shape
+    dx = grad.new_empty(models, grad.shape[1], size[0], size[1], channels)
+    across = list(_phases(taps_w, stride[1], padding[1], size[1]))
+    parts = [
+        _Part(
+            taps=(v.taps, h.taps),
+            stride=(1, 1),
+            padding=(v.padding, h.padding),
+            rows=(v.rows, h.rows),
+            w_start=v.last * taps_w + h.last,
+            w_step=(-stride[0] * taps_w, -stride[1]),
+            y_start=v.start * size[1] + h.start,
+            y_step=(stride[0], stride[1]),
+        )
+        for v in _phases(taps_h, stride[0], padding[0], size[0])
+        for h in across
+    ]
+    if any(not all(part.taps) for part in parts):
+        dx.zero_()  # positions that no tap ever saw
+    for part in parts:
+        if all(part.taps) and all(part.rows):
+            _launch(grad, turned, None, dx, part)
+    return dx
+
+
+def weight_grad(x: Tensor, grad: Tensor, stride: Sequence[int], padding: Sequence[int], taps: Sequence[int]) -> Tensor:
+    """The gradient of the filter, [B, R, S, C, O] in float32, from x and the gradient of y."""
+    models, images, rows_h, rows_w, out = grad.shape
+    _, _, height, width, channels = x.shape
+    shared = x.shape[0] == 1 and models > 1
+
+    def product(tile: Tile) -> Tensor:
+        pack, across = tile.pack, taps[1] + tile.pack - 1
+        positions, inner = images * rows_h * rows_w // pack, taps[0] * across * channels
+        pieces, piece = _pieces(positions)
+        dw = torch.empty(models, pieces, inner, pack * out, dtype=torch.float32, device=x.device)
+        blocks = models * pieces * triton.cdiv(inner, tile.rows) * triton.cdiv(pack * out, tile.columns)
+        _weigh[(blocks,)](
+            x, grad, dw, 0 if shared else x.stride(0), grad.stride(0), positions, pieces, piece,
+            H=height, W=width, C=channels, OUT=pack * out, R=taps[0], S=across,
+            STRIDE_H=stride[0], STRIDE_W=stride[1] * pack, PAD_H=padding[0], PAD_W=padding[1],
+            ROWS_H=rows_h, ROWS_W=rows_w // pack, MASKED=any(padding), PRECISION=precision(x.dtype), FLIP=tile.flip,
+            BM=tile.rows, BN=tile.columns, BK=tile.inner, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return dw
+
+    key = ("weigh", models, images, x.dtype, height, width, channels, out, *taps, *stride, *padding, precision(x.dtype))
+    tile = _choose(key, weight_tiles(taps, channels, out, rows_w, stride[1], x.dtype), product)
+    dw = product(tile)
+    if tile.pack == 1:
+        return (dw[:, 0] if dw.shape[1] == 1 else dw.sum(1)).view(models, *taps, channels, out)
+    # The j-th neighbour's tap s lies at s + j: a step of the neighbour is a step of both.
+    dw = dw.view(models, -1, taps[0], taps[1] + tile.pack - 1, channels, tile.pack, out)
+    steps = dw.stride()
+    shape = (*dw.shape[:3], taps[1], *dw.shape[4:])
+    return dw.as_strided(shape, (*steps[:5], steps[3] + steps[5], steps[6])).sum((1, 5))
+
+
+def output_size(
+    size: Sequence[int], taps: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> tuple[int, int]:
+    """Height and width of the output."""
+    h, w = ((n + 2 * p - t) // s + 1 for n, t, s, p in zip(size, taps, stride, padding, strict=True))
+    return h, w
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How float32 is multiplied: as torch's own matrix products are told to; other types as they are."""
+    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+class _Part(NamedTuple):
+    """A convolution over some positions: which taps it uses, and where its rows lie in the output."""
+
+    taps: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    rows: tuple[int, int]
+    w_start: int = 0
+    w_step: tuple[int, int] | None = None
+    y_start: int = 0
+    y_step: tuple[int, int] = (1, 1)
+
+
+class _Phase(NamedTuple):
+    start: int  # the first of the input positions, which lie a stride apart
+    rows: int  # how many there are
+    taps: int  # how many taps ever meet them
+    last: int  # the last of those taps, which are used backwards
+    padding: int
+
+
+def _phases(taps: int, stride: int, padding: int, size: int) -> Iterator[_Phase]:
+    """Input position p meets tap t at output (p + padding - t) / stride: those p with one remainder form a phase."""
+    for start in range(stride):
+        first = (start + padding) % stride
+        count = len(range(first, taps, stride))
+        last = first + stride * (count - 1)
+        yield _Phase(start, len(range(start, size, stride)), count, last, -((start + padding - last) // stride))
+
+
+def _pieces(positions: int) -> tuple[int, int]:
+    """Into how many pieces the positions are cut, and how long one is: by their number alone, so that a model's bits
+    do not depend on how many models there are."""
+    piece = max(SMALLEST_PIECE, triton.cdiv(positions, MOST_PIECES))
+    piece = triton.cdiv(piece, 128) * 128
+    return triton.cdiv(positions, piece), piece
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, part: _Part) -> None:
+    models, out, taps_h, taps_w, _ = weight.shape
+    _, images, height, width, channels = x.shape
+    w_step = part.w_step or (taps_w, 1)
+    shared = x.shape[0] == 1 and models > 1
+
+    def launch(tile: Tile) -> None:
+        pack = tile.pack
+        positions = images * part.rows[0] * part.rows[1] // pack
+        blocks = models * triton.cdiv(positions, tile.rows) * triton.cdiv(pack * out, tile.columns)
+        _convolve[(blocks,)](
+            x, weight, y if bias is None else bias, y, 0 if shared else x.stride(0), y.stride(0), positions,
+            H=height, W=width, C=channels, OUT=out, R=part.taps[0], S=part.taps[1] + pack - 1,
+            STRIDE_H=part.stride[0], STRIDE_W=part.stride[1] * pack, PAD_H=part.padding[0], PAD_W=part.padding[1],
+            ROWS_H=part.rows[0], ROWS_W=part.rows[1] // pack,
+            W_TAPS=taps_h * taps_w, W_START=part.w_start, W_STEP_R=w_step[0], W_STEP_S=w_step[1],
+            Y_H=y.shape[2], Y_W=y.shape[3], Y_START=part.y_start, Y_STEP_H=part.y_step[0], Y_STEP_W=part.y_step[1],
+            BIAS=bias is not None, PACK=pack, MASKED=_reaches_out(part, height, width), PRECISION=precision(x.dtype),
+            BM=tile.rows, BN=tile.columns, BK=tile.inner, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    key = ("convolve", models, images, x.dtype, height, width, channels, out, *part, bias is None, precision(x.dtype))
+    launch(_choose(key, forward_tiles(part, channels, out, x.dtype), launch))
+
+
+def _reaches_out(part: _Part, height: int, width: int) -> bool:
+    """Whether any tap ever meets a place outside the input."""
+    sides = zip((height, width), part.taps, part.stride, part.padding, part.rows, strict=True)
+    return any(p > 0 or (rows - 1) * s - p + taps > n for n, taps, s, p, rows in sides)
+
+
+def forward_tiles(part: _Part, channels: int, out: int, dtype: torch.dtype) -> list[Tile]:
+    """The ways to cut a convolution that are worth trying, the usual best first."""
+    columns = min(128, max(16, triton.next_power_of_2(out)))
+    taps = part.taps[0] * part.taps[1]
+    if channels < 16:
+        inner = min(64, max(16, triton.next_power_of_2(taps * channels)))
+        return [Tile(128, columns, inner, 4, 2)]
+    if dtype == torch.float32:
+        return [Tile(64, columns, 64, 4, 2)]
+    return [Tile(128, columns, 64, 4, 3)]
+
+
+def weight_tiles(
+    taps: Sequence[int], channels: int, out: int, rows: int, stride: int, dtype: torch.dtype
+) -> list[Tile]:
+    """The same for a filter's gradient; `rows` are taps and channels there, `inner` the positions added up."""
+    columns = min(64, max(16, triton.next_power_of_2(out)))
+    inner = taps[0] * taps[1] * channels
+    if inner <= 32:
+        rows = max(16, triton.next_power_of_2(inner))
+        return [Tile(rows, columns, 128, 4, 2)]
+    if dtype == torch.float32:  # tensor cores read float32 along the positions, which lie apart
+        return [Tile(128, columns, 32, 2, 3, flip=True)]
+    return [Tile(128, columns, 64, 4, 3)]
+
+
+_chosen: dict[tuple[object, ...], Tile] = {}
+
+
+def _choose(key: tuple[object, ...], tiles: Sequence[Tile], launch: Callable[[Tile], object]) -> Tile:
+    """The fastest tile for this shape, timed at its first use; while a CUDA graph is captured, the first one."""
+    known = _chosen.get(key)
+    if known is not None:
+        return known
+    if len(tiles) == 1 or torch.cuda.is_current_stream_capturing():
+        return tiles[0]
+    times = {tile: _time_ms(lambda tile=tile: launch(tile)) for tile in tiles}  # type: ignore[misc]  # a default of tile's type
+    return _chosen.setdefault(key, min(times, key=times.__getitem__))
+
+
+def _time_ms(launch: Callable[[], object], repeats: int = 4) -> float:
+    """Time on the device alone: from a CUDA graph, since launching from Python takes longer than a small kernel."""
+    try:
+        launch()
+    except triton.runtime.errors.OutOfResources:
+        return float("inf")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(repeats):
+            launch()
+        graph.capture_end()
+    graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / repeats

@@ -1,0 +1,60 @@
+"""`sequential`: one trial after another, as everybody does it; on a GPU, if asked, each step as one CUDA graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+from podium.colocate.alone import Alone, train_alone
+from podium.colocate.base import Desk, Executor, OnEvent
+from podium.colocate.keys import callable_key
+from podium.colocate.recipe import Recipe, precision_of, with_threads
+from podium.colocate.resident import Resident
+from podium.colocate.slots import failed
+from podium.errors import ConfigError, PodiumError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Sequential(Executor):
+    """One trial after another."""
+
+    mode: Literal["eager", "graph", "compiled"] = "eager"
+    """`eager`: plain PyTorch. On a GPU, `graph`: the whole step captured and replayed without the host's work;
+    `compiled`: the same, by `torch.compile` first."""
+    threads: int | None = None
+    """Threads of each operation on the CPU; torch's own number when not given. Small models are faster with one."""
+
+    name = "sequential"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("eager", "graph", "compiled"):
+            raise ConfigError(f"sequential: mode must be 'eager', 'graph' or 'compiled', got {self.mode!r}")
+
+    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
+        residents: dict[Any, Resident] = {}
+        graphs: dict[Any, Any] = {}
+        with precision_of(recipe), with_threads(self.threads):
+            while not desk.stop_requested() and (trial := desk.take()) is not None:
+                on_event({"event": "trial", "trial": trial.number, "state": "begins"})
+                try:
+                    parts = recipe.make(trial)
+                    key = callable_key(parts.task.data)
+                    if key not in residents:
+                        residents[key] = Resident(recipe.data_of(parts.task), recipe.torch_device, recipe.torch_dtype)
+                    alone = make_alone(self.mode, recipe, parts, residents[key], graphs)
+                    outcome = train_alone(alone, desk.report, self.name, desk.stop_requested)
+                except (PodiumError, RuntimeError) as error:
+                    desk.hand_in(failed(trial, error, self.name), None)
+                    continue
+                if outcome is not None:
+                    desk.hand_in(outcome, alone.state())
+
+
+def make_alone(mode: str, recipe: Recipe, parts: Any, resident: Resident, graphs: dict[Any, Any]) -> Any:
+    """A trial ready to be trained by itself; `graphs` keeps captured steps for trials of the same structure."""
+    if mode == "eager" or recipe.torch_device.type != "cuda":
+        return Alone(recipe, parts.trial, resident, parts)
+    from podium.colocate.graphed import GraphedAlone
+
+    return GraphedAlone(recipe, parts.trial, resident, parts, graphs, compiled=mode == "compiled")

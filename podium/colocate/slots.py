@@ -1,0 +1,179 @@
+"""Slots: trials come into rows of running arrays, are judged, leave, and others take their places.
+
+The host knows beforehand when anything will happen to a row: its samples run out, it is to be evaluated, it ends. So it
+lets all arrays run as many steps as nothing happens in, without looking at the device, and then does what is due: gives
+rows new samples, evaluates those that are due together, asks the desk, frees rows and fills them from the queue. The
+graph stays the same throughout; a trial that comes late begins at its own step 0 in it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from podium.colocate.alone import outcome_of
+from podium.colocate.array import Array
+from podium.colocate.base import Desk
+from podium.colocate.bundle import Bundle
+from podium.colocate.recipe import Parts, Recipe
+from podium.colocate.trial import Evaluation, Outcome, Trial, Verdict
+from podium.errors import ConfigError, PodiumError
+
+_LONGEST_RUN = 2000
+"""Steps after which the host looks up, to see whether it is asked to stop."""
+
+
+class Slot:
+    """A row of an array with a trial in it."""
+
+    def __init__(self, array: Array, row: int, parts: Parts) -> None:
+        self.array, self.row, self.parts = array, row, parts
+        self.steps, self.filled_to = 0, 0
+        self.history: list[Evaluation] = []
+        self.began = time.perf_counter()
+
+    @property
+    def trial(self) -> Trial:
+        return self.parts.trial
+
+    def until_event(self, every: int) -> int:
+        """Steps until something happens to this row."""
+        ahead = min(self.parts.steps, self.filled_to) - self.steps
+        if every > 0:
+            period = every * self.parts.steps_per_epoch
+            ahead = min(ahead, period - self.steps % period)
+        return ahead
+
+
+class Slots:
+    """Fills the rows of these arrays from the desk, until there is no more."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        arrays: list[tuple[Array, Desk]],
+        executor: str,
+        on_event: Callable[[dict[str, Any]], None],
+        *,
+        captured: bool | None = None,
+    ) -> None:
+        """Each array has the desk that its trials come from."""
+        self.recipe, self.executor, self.on_event = recipe, executor, on_event
+        self.arrays = arrays
+        self.bundle = Bundle([array for array, _ in arrays], captured=captured)
+        self.slots: dict[tuple[int, int], Slot] = {}
+        self.steps = 0
+        """How often all arrays took a step."""
+
+    def run(self, first: dict[int, list[Parts]] | None = None) -> None:
+        """Train until no trial is left; `first`: trials that were taken already, by the array's place."""
+        for place, waiting in (first or {}).items():
+            for parts in waiting:
+                self._put(place, self._free_row(place), parts)
+        self._fill()
+        self._refill()
+        while self.slots:
+            steps = min(slot.until_event(self.recipe.eval_every) for slot in self.slots.values())
+            steps = min(steps, _LONGEST_RUN)
+            self.bundle.run(steps)
+            self.steps += steps
+            for slot in self.slots.values():
+                slot.steps += steps
+            if any(desk.stop_requested() for _, desk in self.arrays):
+                return
+            for place in range(len(self.arrays)):
+                self._judge(place)
+            self._fill()
+            self._refill()
+
+    # What happens to rows.
+
+    def _fill(self) -> None:
+        for place, (array, desk) in enumerate(self.arrays):
+            while len([key for key in self.slots if key[0] == place]) < array.rows:
+                trial = desk.take()
+                if trial is None:
+                    break
+                try:
+                    self._put(place, self._free_row(place), self.recipe.make(trial))
+                except PodiumError as error:
+                    desk.hand_in(failed(trial, error, self.executor), None)
+
+    def _put(self, place: int, row: int, parts: Parts) -> None:
+        array, _ = self.arrays[place]
+        array.load(row, parts)
+        self.slots[place, row] = Slot(array, row, parts)
+        self.on_event({"event": "trial", "trial": parts.trial.number, "state": "begins", "row": row})
+
+    def _free_row(self, place: int) -> int:
+        return next(row for row in range(self.arrays[place][0].rows) if (place, row) not in self.slots)
+
+    def _refill(self) -> None:
+        """Rows whose samples are used up get the next ones."""
+        for place, (array, _) in enumerate(self.arrays):
+            slots = {row: slot for (at, row), slot in self.slots.items() if at == place}
+            due = {row: slot for row, slot in slots.items() if slot.steps >= slot.filled_to}
+            if not due:
+                continue
+            array.refill([due[row].steps if row in due else None for row in range(array.rows)])
+            for slot in due.values():
+                slot.filled_to = slot.steps + array.window
+
+    def _judge(self, place: int) -> None:
+        array, desk = self.arrays[place]
+        due = [
+            slot
+            for (at, _), slot in sorted(self.slots.items())
+            if at == place and slot.parts.is_due(slot.steps, self.recipe.eval_every)
+        ]
+        if not due:
+            return
+        found = array.evaluate([slot.row for slot in due], [slot.steps for slot in due])
+        becoming: list[tuple[Slot, Verdict]] = []
+        for slot, evaluation in zip(due, found, strict=True):
+            slot.history.append(evaluation)
+            if not math.isfinite(evaluation.loss):
+                self._end(place, slot, "diverged", f"its loss is {evaluation.loss} after {slot.steps} steps")
+                continue
+            verdict = desk.report(slot.trial, evaluation)
+            if slot.steps >= slot.parts.steps:
+                self._end(place, slot, "finished", "")
+            elif verdict.action == "stop":
+                self._end(place, slot, "stopped", verdict.why)
+            elif verdict.action == "become":
+                becoming.append((slot, verdict))
+        for slot, verdict in becoming:
+            self._become(place, slot, verdict)
+
+    def _end(self, place: int, slot: Slot, status: str, why: str) -> None:
+        _, desk = self.arrays[place]
+        seconds = time.perf_counter() - slot.began
+        state = slot.array.save(slot.row)
+        del self.slots[place, slot.row]
+        desk.hand_in(outcome_of(slot.parts, status, why, slot.steps, slot.history, self.executor, seconds), state)
+
+    def _become(self, place: int, slot: Slot, verdict: Verdict) -> None:
+        """The row takes over another's parameters and moments, and goes on with changed numbers."""
+        others = [s for (at, _), s in self.slots.items() if at == place and s.trial.number == verdict.source]
+        if not others:
+            raise ConfigError(
+                f"trial {slot.trial.number}: trial {verdict.source}, which it is to take over from, must be running"
+            )
+        slot.array.copy_row(others[0].row, slot.row)
+        changed = Trial(
+            number=slot.trial.number,
+            options={**slot.trial.options, **verdict.options},
+            seed=slot.trial.seed,
+            fold=slot.trial.fold,
+            point=slot.trial.point,
+        )
+        slot.parts = self.recipe.make(changed)
+        slot.array.change_numbers(slot.row, slot.parts, slot.steps)
+        slot.filled_to = slot.steps  # its samples go on where they were; its numbers are read anew
+
+
+def failed(trial: Trial, error: Exception, executor: str) -> Outcome:
+    """What a trial comes to that could not even begin, or raised."""
+    return Outcome(trial=trial, status="failed", why=f"{type(error).__name__}: {error}", executor=executor)

@@ -1,0 +1,347 @@
+"""Optimizers for many trials at once: one row per trial, each with its own numbers and its own count of steps.
+
+All trainable parameters of a row lie side by side in one flat row, so a step is a handful of operations on matrices
+[rows, parameters], and a trial's whole state is one row of each. The formulas are torch's own, in its order; only the
+numbers are columns instead of scalars. Bias corrections are computed in double precision, as Python computes them.
+
+An optimizer that has no such form here steps row by row (`OwnOptimizers`): torch's own object for each trial, on views
+of its row. Exact for any optimizer, those that look at whole tensors included, but as many calls as trials.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LRScheduler
+
+from podium.colocate.keys import MAY_BE_ABSENT, is_number
+from podium.colocate.recipe import Parts
+
+
+class Place(NamedTuple):
+    """Where a parameter lies in a row."""
+
+    name: str
+    start: int
+    stop: int
+    shape: torch.Size
+    group: int
+
+
+class Column(NamedTuple):
+    """One number of an optimizer: of which group, which option, which part of a tuple."""
+
+    group: int
+    option: str
+    part: int | None
+
+
+Numbers = Mapping[str, Tensor]
+"""A group's numbers for this step, each [rows, 1]; `betas` is `betas.0` and `betas.1`."""
+
+
+def columns_of(optimizer: Optimizer) -> list[Column]:
+    """Every number of the optimizer's groups, in a fixed order."""
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        for option in sorted(k for k, v in group.items() if k != "params" and is_number(v)):
+            value = group[option]
+            parts = range(len(value)) if isinstance(value, tuple | list) else [None]
+            found += [Column(number, option, part) for part in parts]
+    return found
+
+
+def values_of(optimizer: Optimizer, columns: Sequence[Column]) -> list[float]:
+    """What these numbers are now."""
+    groups = optimizer.param_groups
+    return [float(groups[c.group][c.option] if c.part is None else groups[c.group][c.option][c.part]) for c in columns]
+
+
+class Timetable:
+    """A trial's numbers, step by step: what its schedule does to them, found by running it ahead."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._optimizer, self.columns = parts.optimizer, columns_of(parts.optimizer)
+        self._schedule: LRScheduler | None = parts.schedule()
+        self.columns = columns_of(parts.optimizer)  # a schedule may add some of its own (initial_lr)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks at
+        self._rows = [values_of(self._optimizer, self.columns)]
+
+    @property
+    def is_constant(self) -> bool:
+        return self._schedule is None
+
+    def rows(self, start: int, count: int) -> Tensor:
+        """The numbers of `count` steps from `start` on, one row each; beyond the end they stay."""
+        if self._schedule is None:
+            return torch.tensor(self._rows, dtype=torch.float64)
+        while len(self._rows) < start + count:
+            self._schedule.step()
+            self._rows.append(values_of(self._optimizer, self.columns))
+        return torch.tensor(self._rows[start : start + count], dtype=torch.float64)
+
+
+class StackedOptimizer(ABC):
+    """Steps all rows of `flat` [rows, parameters] at once."""
+
+    capturable = True
+
+    def __init__(self, flat: Tensor, places: Sequence[Place], first: Parts, columns: Sequence[Column]) -> None:
+        self.flat, self._columns = flat, columns
+        self.count = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
+        """Steps that each row has done."""
+        self.groups = [dict(group) for group in first.optimizer.param_groups]
+        for group in self.groups:
+            for name in MAY_BE_ABSENT:
+                if name in first.varies and group.get(name) == 0:
+                    group[name] = 1.0  # other rows have some: only whether there is any is read from here
+        self._cuts = [_cut(places, number) for number in range(len(self.groups))]
+        self.state: dict[str, Tensor] = {name: torch.zeros_like(flat) for name in self.moments()}
+
+    @abstractmethod
+    def moments(self) -> Sequence[str]:
+        """What is kept for each parameter."""
+
+    @abstractmethod
+    def update(self, cut: slice, grad: Tensor, fixed: Mapping[str, Any], now: Numbers) -> None:
+        """Step one group; `cut` is where its parameters lie in a row."""
+
+    def step(self, grads: Tensor, numbers: Tensor) -> None:
+        """One step of every row, by the numbers [rows, columns] of this step."""
+        for number, (group, cut) in enumerate(zip(self.groups, self._cuts, strict=True)):
+            if cut.stop > cut.start:
+                self.update(cut, grads[:, cut], group, self._now(number, numbers))
+        self.count.add_(1)
+
+    def load(self, row: int, parts: Parts) -> None:
+        """A new trial begins in this row."""
+        self.count[row] = 0
+        for moment in self.state.values():
+            moment[row].zero_()
+
+    def tensors(self) -> list[Tensor]:
+        """All that a step changes besides the parameters; the first dimension is rows."""
+        return [self.count, *self.state.values()]
+
+    def _now(self, group: int, numbers: Tensor) -> Numbers:
+        found = {}
+        for i, column in enumerate(self._columns):
+            if column.group == group:
+                name = column.option if column.part is None else f"{column.option}.{column.part}"
+                found[name] = numbers[:, i, None]
+        return found
+
+    def _decayed(self, grad: Tensor, params: Tensor, fixed: Mapping[str, Any], now: Numbers) -> Tensor:
+        """The gradient with weight decay in it."""
+        return torch.addcmul(grad, params, self._as(now["weight_decay"])) if fixed["weight_decay"] != 0 else grad
+
+    def _as(self, number: Tensor) -> Tensor:
+        return number.to(self.flat.dtype)
+
+    @property
+    def _steps(self) -> Tensor:
+        """The number of this step, from 1, per row, [rows, 1] in double precision."""
+        return (self.count + 1).to(torch.float64)[:, None]
+
+
+@final
+class StackedSgd(StackedOptimizer):
+    """torch.optim.SGD: momentum, dampening, Nesterov, weight decay."""
+
+    def moments(self) -> Sequence[str]:
+        return ["momentum_buffer"] if any(group["momentum"] != 0 for group in self.groups) else []
+
+    def update(self, cut: slice, grad: Tensor, fixed: Mapping[str, Any], now: Numbers) -> None:
+        params = self.flat[:, cut]
+        if fixed["maximize"]:
+            grad = -grad
+        grad = self._decayed(grad, params, fixed, now)
+        if fixed["momentum"] != 0:
+            momentum = self._as(now["momentum"])
+            buffer = self.state["momentum_buffer"][:, cut]
+            # The first step takes the gradient as it is, undamped.
+            fresh = torch.where(self.count[:, None] == 0, 1.0, 1 - now["dampening"])
+            buffer.mul_(momentum).addcmul_(grad, self._as(fresh))
+            grad = torch.addcmul(grad, buffer, momentum) if fixed["nesterov"] else buffer
+        params.addcmul_(grad, self._as(-now["lr"]))
+
+
+@final
+class StackedAdam(StackedOptimizer):
+    """torch.optim.Adam and AdamW, with and without amsgrad."""
+
+    def moments(self) -> Sequence[str]:
+        largest = ["max_exp_avg_sq"] if any(group["amsgrad"] for group in self.groups) else []
+        return ["exp_avg", "exp_avg_sq", *largest]
+
+    def update(self, cut: slice, grad: Tensor, fixed: Mapping[str, Any], now: Numbers) -> None:
+        params, mean, square = self.flat[:, cut], self.state["exp_avg"][:, cut], self.state["exp_avg_sq"][:, cut]
+        first, second, steps = now["betas.0"], now["betas.1"], self._steps
+        if fixed["maximize"]:
+            grad = -grad
+        if fixed.get("decoupled_weight_decay") and fixed["weight_decay"] != 0:
+            params.mul_(self._as(1 - now["lr"] * now["weight_decay"]))
+        elif not fixed.get("decoupled_weight_decay"):
+            grad = self._decayed(grad, params, fixed, now)
+        mean.lerp_(grad, self._as(1 - first))
+        square.mul_(self._as(second)).addcmul_(grad, grad * self._as(1 - second))
+        if fixed["amsgrad"]:
+            largest = self.state["max_exp_avg_sq"][:, cut]
+            torch.maximum(largest, square, out=largest)
+            square = largest
+        denominator = (square.sqrt() / self._as((1 - second**steps).sqrt())).add_(self._as(now["eps"]))
+        params.addcmul_(mean / denominator, self._as(-now["lr"] / (1 - first**steps)))
+
+
+@final
+class StackedRmsProp(StackedOptimizer):
+    """torch.optim.RMSprop, centred or not, with momentum or without."""
+
+    def moments(self) -> Sequence[str]:
+        mean = ["grad_avg"] if any(group["centered"] for group in self.groups) else []
+        buffer = ["momentum_buffer"] if any(group["momentum"] != 0 for group in self.groups) else []
+        return ["square_avg", *mean, *buffer]
+
+    def update(self, cut: slice, grad: Tensor, fixed: Mapping[str, Any], now: Numbers) -> None:
+        params, square, alpha = self.flat[:, cut], self.state["square_avg"][:, cut], now["alpha"]
+        if fixed["maximize"]:
+            grad = -grad
+        grad = self._decayed(grad, params, fixed, now)
+        square.mul_(self._as(alpha)).addcmul_(grad, grad * self._as(1 - alpha))
+        spread = square
+        if fixed["centered"]:
+            mean = self.state["grad_avg"][:, cut]
+            mean.lerp_(grad, self._as(1 - alpha))
+            spread = torch.addcmul(square, mean, mean, value=-1)
+        grad = grad / spread.sqrt().add_(self._as(now["eps"]))
+        if fixed["momentum"] != 0:
+            buffer = self.state["momentum_buffer"][:, cut]
+            buffer.mul_(self._as(now["momentum"])).add_(grad)
+            grad = buffer
+        params.addcmul_(grad, self._as(-now["lr"]))
+
+
+@final
+class StackedAdagrad(StackedOptimizer):
+    """torch.optim.Adagrad."""
+
+    def moments(self) -> Sequence[str]:
+        return ["sum"]
+
+    def load(self, row: int, parts: Parts) -> None:
+        super().load(row, parts)
+        for cut, group in zip(self._cuts, parts.optimizer.param_groups, strict=True):
+            self.state["sum"][row, cut] = group["initial_accumulator_value"]
+
+    def update(self, cut: slice, grad: Tensor, fixed: Mapping[str, Any], now: Numbers) -> None:
+        params, total = self.flat[:, cut], self.state["sum"][:, cut]
+        if fixed["maximize"]:
+            grad = -grad
+        grad = self._decayed(grad, params, fixed, now)
+        rate = now["lr"] / (1 + (self._steps - 1) * now["lr_decay"])
+        total.addcmul_(grad, grad)
+        params.addcmul_(grad / total.sqrt().add_(self._as(now["eps"])), self._as(-rate))
+
+
+@final
+class OwnOptimizers:
+    """torch's own optimizer for each row, on views of it."""
+
+    capturable = False
+
+    def __init__(self, flat: Tensor, places: Sequence[Place]) -> None:
+        self.flat, self._places = flat, places
+        self.count = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
+        self._grads = torch.zeros_like(flat)
+        self._rows: list[tuple[Optimizer, LRScheduler | None] | None] = [None] * len(flat)
+
+    def step(self, grads: Tensor, numbers: Tensor) -> None:
+        """One step of every row that holds a trial; the numbers are the optimizers' own."""
+        self._grads.copy_(grads)
+        for held in self._rows:
+            if held is not None:
+                optimizer, schedule = held
+                optimizer.step()
+                if schedule is not None:
+                    schedule.step()
+        self.count.add_(1)
+
+    def load(self, row: int, parts: Parts) -> None:
+        """A new trial begins in this row: its optimizer now steps the row."""
+        optimizer, views = parts.optimizer, self._views(row)
+        named = {id(p): name for name, p in parts.model.named_parameters()}
+        state: dict[Tensor, Any] = {}
+        for group in optimizer.param_groups:
+            moved = [(p, views[named[id(p)]]) for p in group["params"] if named.get(id(p)) in views]
+            state.update({new: _moved(optimizer.state[old], self.flat) for old, new in moved if old in optimizer.state})
+            group["params"] = [new for _, new in moved]
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        self._rows[row] = (optimizer, parts.schedule())
+        self.count[row] = 0
+
+    def copy(self, source: int, target: int) -> None:
+        """The target's optimizer takes over the source's moments; its numbers stay."""
+        one, two = self._rows[source], self._rows[target]
+        assert one is not None and two is not None
+        for ours, theirs in zip(two[0].param_groups, one[0].param_groups, strict=True):
+            for p, q in zip(ours["params"], theirs["params"], strict=True):
+                two[0].state[p] = copy.deepcopy(one[0].state[q])
+
+    def change_numbers(self, row: int, parts: Parts) -> None:
+        """The row's optimizer goes on with these numbers; a schedule goes on from where it was."""
+        held = self._rows[row]
+        assert held is not None
+        before, schedule = held
+        for ours, theirs in zip(before.param_groups, parts.optimizer.param_groups, strict=True):
+            ours.update({k: v for k, v in theirs.items() if k != "params"})
+        again = None if parts.task.schedule is None else parts.task.schedule(before, parts.steps)
+        for _ in range(0 if again is None or schedule is None else schedule.last_epoch):
+            again.step()  # type: ignore[union-attr]  # checked in the range above
+        self._rows[row] = (before, again)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.count]
+
+    def _views(self, row: int) -> dict[str, nn.Parameter]:
+        views = {}
+        for place in self._places:
+            cut = slice(place.start, place.stop)
+            views[place.name] = nn.Parameter(self.flat[row, cut].view(place.shape))
+            views[place.name].grad = self._grads[row, cut].view(place.shape)
+        return views
+
+
+STACKED: dict[type[Optimizer], Callable[..., StackedOptimizer]] = {
+    SGD: StackedSgd,
+    Adam: StackedAdam,
+    AdamW: StackedAdam,
+    RMSprop: StackedRmsProp,
+    Adagrad: StackedAdagrad,
+}
+
+
+def stack_optimizer(
+    flat: Tensor, places: Sequence[Place], first: Parts, columns: Sequence[Column]
+) -> StackedOptimizer | OwnOptimizers:
+    """The stacked form of the optimizer of `first`; where there is none, torch's own for each row."""
+    make = STACKED.get(type(first.optimizer))
+    if make is None or any(group.get("differentiable") for group in first.optimizer.param_groups):
+        return OwnOptimizers(flat, places)
+    return make(flat, places, first, columns)
+
+
+def _cut(places: Sequence[Place], group: int) -> slice:
+    """Where a group's parameters lie; they lie side by side."""
+    mine = [place for place in places if place.group == group]
+    return slice(mine[0].start, mine[-1].stop) if mine else slice(0, 0)
+
+
+def _moved(state: Mapping[str, Any], flat: Tensor) -> dict[str, Any]:
+    return {k: v.to(flat.device) if isinstance(v, Tensor) and v.dim() else v for k, v in state.items()}

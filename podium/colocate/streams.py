@@ -1,0 +1,64 @@
+"""`streams`: one process, one CUDA graph with a branch for each model; the models may be of any mixture.
+
+Nothing is stacked, so nothing needs to be alike; what is saved is the host's work for every launch, and what is gained
+is that small kernels of different models run at the same time. On the CPU the models take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from podium.colocate.array import Array
+from podium.colocate.base import Desk, Executor, OnEvent, WithReturned
+from podium.colocate.fused import take_parts
+from podium.colocate.keys import callable_key
+from podium.colocate.recipe import Parts, Recipe, precision_of, with_threads
+from podium.colocate.resident import Resident
+from podium.colocate.sequential import Sequential
+from podium.colocate.slots import Slots
+from podium.errors import ConfigError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Streams(Executor):
+    """A branch of one graph for each model."""
+
+    width: int = 16
+    """How many models train at a time, of each structure."""
+    threads: int | None = None
+    """Threads of each operation on the CPU; torch's own number when not given. Small models are faster with one."""
+
+    name = "streams"
+    copies_rows = False
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ConfigError(f"streams: width must be at least 1, got {self.width}")
+
+    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
+        self.run_groups(recipe, [desk], on_event)
+
+    def run_groups(self, recipe: Recipe, desks: Sequence[Desk], on_event: OnEvent) -> None:
+        arrays: list[tuple[Array, Desk]] = []
+        first: dict[int, list[Parts]] = {}
+        residents: dict[Any, Resident] = {}
+        left: list[Desk] = []
+        with precision_of(recipe), with_threads(self.threads):
+            for desk in desks:
+                taken = take_parts(recipe, desk, self.width, self.name)
+                for parts in taken:
+                    key = callable_key(parts.task.data)
+                    if key not in residents:
+                        residents[key] = Resident(recipe.data_of(parts.task), recipe.torch_device, recipe.torch_dtype)
+                    if residents[key].train.why_not:
+                        left.append(WithReturned(desk, [p.trial for p in taken]))
+                        break
+                    first[len(arrays)] = [parts]
+                    arrays.append((Array(recipe, parts, residents[key], 1), desk))
+            if arrays:
+                Slots(recipe, arrays, self.name, on_event).run(first)
+        for desk in left:
+            Sequential(threads=self.threads).run(recipe, desk, on_event)

@@ -1,0 +1,101 @@
+"""A trial: one model of a sweep, what it is trained with, and what it came to.
+
+A trial is plain data, so that it can be written into a record, sent to another process and made again there. Whoever
+trains it, alone or in a row of a fused array, gets the same model: its seed fixes the initial parameters, the order of
+the samples and the dropout masks, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from podium.errors import ConfigError
+
+Status = Literal["finished", "stopped", "diverged", "failed"]
+"""`stopped`: by a stopping rule, early. `diverged`: its loss was no number. `failed`: it raised."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What one model of a sweep is trained with."""
+
+    number: int
+    """Counted from 0 in the order in which trials were asked for."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What sets this trial apart: the task's own options, an optimizer's (`lr`, `betas`), `dropout`, `label_smoothing`,
+    `batch_size`, `epochs`, `init_seed`, `order_seed`."""
+    seed: int = 0
+    fold: int | None = None
+    """Which of the sweep's folds is held out; None validates on the task's test data."""
+    point: int = 0
+    """Which point of the search this is: the same for all its folds and seeds."""
+
+    def __post_init__(self) -> None:
+        if self.number < 0 or self.point < 0 or (self.fold is not None and self.fold < 0):
+            raise ConfigError(f"trial: number, point and fold must be 0 or more, got {self}")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"trial {self.number}: seed must be between 0 and 2**63 - 1, got {self.seed}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class Evaluation(NamedTuple):
+    """How a trial did at one moment on its validation data."""
+
+    step: int
+    epoch: float
+    loss: float
+    metrics: Mapping[str, float]
+
+    def value_of(self, name: str) -> float:
+        """The metric of this name, or the loss."""
+        return self.loss if name == "loss" else self.metrics[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a trial came to."""
+
+    trial: Trial
+    status: Status
+    why: str = ""
+    """Of a trial that did not finish."""
+    steps: int = 0
+    samples: int = 0
+    evaluation: Evaluation | None = None
+    """The last one."""
+    history: Sequence[Evaluation] = ()
+    executor: str = ""
+    seconds: float = 0.0
+    """From its first step to its last, whatever ran beside it."""
+    model: str = ""
+    """Where its parameters and buffers are (safetensors), below the sweep's folder; empty when none were kept."""
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["trial"] = self.trial.to_dict()
+        values["evaluation"] = None if self.evaluation is None else self.evaluation._asdict()
+        values["history"] = [evaluation._asdict() for evaluation in self.history]
+        return values
+
+
+Action = Literal["go", "stop", "become"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is to happen to a trial after a report."""
+
+    action: Action = "go"
+    why: str = ""
+    source: int | None = None
+    """With `become`: the number of the trial whose state this one takes over."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """With `become`: options of this trial that change with it."""
+
+
+GO = Verdict()

@@ -1,0 +1,206 @@
+"""Small tasks for trying out executors: each a function of options, as a user's own would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+from podium import Task
+from podium.colocate.alone import Alone
+from podium.colocate.array import Array
+from podium.colocate.recipe import Recipe
+from podium.colocate.resident import Resident
+from podium.colocate.trial import GO, Evaluation, Outcome, Trial, Verdict
+from podium.data.base import ArrayDataset, Data
+from podium.task import accuracy
+
+FEATURES, CLASSES, SAMPLES = 12, 4, 120
+
+
+@cache
+def data() -> Data:
+    draw = torch.Generator().manual_seed(5)
+    x = torch.randn(SAMPLES + 40, FEATURES, generator=draw)
+    y = (x @ torch.randn(FEATURES, CLASSES, generator=draw)).argmax(1)
+    return Data(train=ArrayDataset(x[:SAMPLES], y[:SAMPLES]), test=ArrayDataset(x[SAMPLES:], y[SAMPLES:]))
+
+
+def task_of(
+    model: Callable[[], nn.Module], optimizer: Callable[..., Optimizer] = torch.optim.SGD, **options: Any
+) -> Task:
+    return Task(
+        name="toy",
+        model=model,
+        data=data,
+        loss=cross_entropy,
+        optimizer=partial(_optimizer, optimizer, options),
+        metrics={"accuracy": accuracy},
+        batch_size=16,
+        epochs=3,
+    )
+
+
+def _optimizer(make: Callable[..., Optimizer], options: dict[str, Any], model: nn.Module) -> Optimizer:
+    return make([p for p in model.parameters() if p.requires_grad], **{"lr": 0.1, **options})
+
+
+def net(*, width: int = 16, dropout: float = 0.0, norm: bool = True) -> nn.Sequential:
+    middle = [nn.BatchNorm1d(width)] if norm else []
+    return nn.Sequential(nn.Linear(FEATURES, width), *middle, nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, CLASSES))
+
+
+def toy(*, width: int = 16, dropout: float = 0.0, norm: bool = True, lr: float = 0.1) -> Task:
+    """BatchNorm, dropout, SGD; `momentum`, `weight_decay` and so on go to the optimizer."""
+    return task_of(partial(net, width=width, dropout=dropout, norm=norm), lr=lr)
+
+
+def one_cycle(optimizer: Optimizer, steps: int) -> OneCycleLR:
+    return OneCycleLR(optimizer, max_lr=0.3, total_steps=max(2, steps))
+
+
+class Tied(nn.Module):
+    """The second layer is the first one, transposed back: one parameter in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(FEATURES, FEATURES)
+        self.two = nn.Linear(FEATURES, FEATURES)
+        self.two.weight = self.one.weight
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.two(torch.tanh(self.one(x)))))
+        return out
+
+
+class Counting(nn.Module):
+    """Keeps a counter in Python, and lets it change what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(FEATURES, CLASSES), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.calls += 1
+        out: Tensor = self.layer(x) * (1 + 0.1 * self.calls)
+        return out
+
+
+class Noisy(nn.Module):
+    """Draws from torch's own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x + 0.1 * torch.randn_like(x))
+        return out
+
+
+class Looking(nn.Module):
+    """Looks at a value, which one call for many rows cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out * 2 if float(out.detach().mean()) > 0 else out
+
+
+class Recurrent(nn.Module):
+    """Features as a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.GRU(3, 8, batch_first=True), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.cells(x.view(len(x), -1, 3))
+        out: Tensor = self.head(states[:, -1])
+        return out
+
+
+class Partly(nn.Module):
+    """Some parameters are frozen, some are used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(FEATURES, 8).requires_grad_(False)
+        self.spare = nn.Linear(3, 3)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.relu(self.frozen(x)))
+        return out
+
+
+class Desk:
+    """Gives out a list of trials and keeps what comes back; `judge` may stop them."""
+
+    def __init__(self, trials: list[Trial], judge: Callable[[Trial, Evaluation], Verdict] | None = None) -> None:
+        self.waiting, self.judge = list(trials), judge
+        self.outcomes: dict[int, Outcome] = {}
+        self.states: dict[int, dict[str, Tensor]] = {}
+        self.reports: list[tuple[int, Evaluation]] = []
+
+    def take(self) -> Trial | None:
+        return self.waiting.pop(0) if self.waiting else None
+
+    def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
+        self.reports.append((trial.number, evaluation))
+        return GO if self.judge is None else self.judge(trial, evaluation)
+
+    def hand_in(self, outcome: Outcome, state: Any) -> None:
+        assert outcome.trial.number not in self.outcomes, "handed in twice"
+        self.outcomes[outcome.trial.number] = outcome
+        self.states[outcome.trial.number] = state
+
+    def stop_requested(self) -> bool:
+        return False
+
+
+def recipe_of(task: Any, **settings: Any) -> Recipe:
+    return Recipe(**{"task": task, "device": "cpu", "dtype": "float64", **settings})
+
+
+def resident_of(recipe: Recipe, trial: Trial) -> Resident:
+    return Resident(recipe.data_of(recipe.task_of(trial)), recipe.torch_device, recipe.torch_dtype)
+
+
+def array_of(recipe: Recipe, trials: list[Trial], resident: Resident | None = None, **settings: Any) -> Array:
+    """An array with these trials loaded, ready for its first step."""
+    parts = [recipe.make(trial) for trial in trials]
+    array = Array(recipe, parts[0], resident or resident_of(recipe, trials[0]), len(trials), **settings)
+    for row, one in enumerate(parts):
+        array.load(row, one)
+    array.refill([0] * len(trials))
+    return array
+
+
+def alone_after(recipe: Recipe, trial: Trial, steps: int) -> Alone:
+    alone = Alone(recipe, trial, resident_of(recipe, trial))
+    for _ in range(steps):
+        alone.step()
+    return alone
+
+
+def apart(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
+    """The largest difference between two states, relative to each tensor's largest element."""
+    assert one.keys() == two.keys()
+    worst = 0.0
+    for name in one:
+        size = max(float(one[name].double().abs().max()), 1e-12) if one[name].numel() else 1.0
+        difference = float((one[name].double() - two[name].double()).abs().max()) if one[name].numel() else 0.0
+        worst = max(worst, difference / size)
+    return worst

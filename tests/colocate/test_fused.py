@@ -1,0 +1,289 @@
+"""A trial in a fused array is the same trial as alone; its neighbours do not matter to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from podium import Task
+from podium.colocate.auto import Auto
+from podium.colocate.fused import Fused
+from podium.colocate.probe import TOLERANCE, probe
+from podium.colocate.sequential import Sequential
+from podium.colocate.streams import Streams
+from podium.colocate.trial import GO, Evaluation, Trial, Verdict
+from podium.errors import ConfigError
+from podium.tasks import TASKS
+from tests.colocate import nets
+from tests.colocate.nets import Desk, alone_after, apart, array_of, recipe_of
+from tests.tasks.test_tasks import make as make_task
+
+ROUNDING = 1e-12
+
+
+def trials_of(*options: dict[str, Any]) -> list[Trial]:
+    return [Trial(number=i, seed=i, options=one) for i, one in enumerate(options)]
+
+
+def assert_equals_alone(task: Any, trials: list[Trial], steps: int = 12, **settings: Any) -> None:
+    recipe = recipe_of(task)
+    array = array_of(recipe, trials, **settings)
+    for _ in range(steps):
+        array.step()
+    for row, trial in enumerate(trials):
+        alone = alone_after(recipe, trial, steps)
+        assert apart(alone.state(), array.save(row)) < ROUNDING, trial
+        mine, theirs = array.evaluate([row], [steps])[0], alone.evaluate()
+        assert mine.metrics == theirs.metrics
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-9)
+
+
+class TestOneRow:
+    """Whatever may differ between trials differs in the fused array too."""
+
+    def test_learning_rate_momentum_decay_dropout_smoothing_and_seed(self) -> None:
+        assert_equals_alone(
+            nets.toy,
+            trials_of(
+                {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "dropout": 0.0, "label_smoothing": 0.0},
+                {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "dropout": 0.5, "label_smoothing": 0.1},
+                {"lr": 0.2, "momentum": 0.5, "weight_decay": 1e-3, "dropout": 0.9, "label_smoothing": 0.3},
+            ),
+        )
+
+    @pytest.mark.parametrize(
+        ("optimizer", "options"),
+        [
+            (torch.optim.SGD, [{"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "nesterov": True}]),
+            (torch.optim.SGD, [{"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9, "dampening": 0.1}]),
+            (torch.optim.Adam, [{"betas": [0.9, 0.99]}, {"betas": [0.5, 0.9], "eps": 1e-3}]),
+            (torch.optim.Adam, [{"amsgrad": True, "weight_decay": 0.1}, {"amsgrad": True, "weight_decay": 0.0}]),
+            (torch.optim.AdamW, [{"weight_decay": 0.1}, {"weight_decay": 0.5}]),
+            (torch.optim.RMSprop, [{"alpha": 0.9, "momentum": 0.5}, {"alpha": 0.99, "momentum": 0.1}]),
+            (torch.optim.RMSprop, [{"centered": True}, {"centered": True, "lr": 0.001}]),
+            (torch.optim.Adagrad, [{"lr_decay": 0.1}, {"lr_decay": 0.0}]),
+            (torch.optim.NAdam, [{"lr": 0.01}, {"lr": 0.02}]),  # no stacked form: torch's own, row by row
+            (torch.optim.Adamax, [{"lr": 0.01}, {"lr": 0.02}]),
+        ],
+    )
+    def test_every_optimizer(self, optimizer: Any, options: list[dict[str, Any]]) -> None:
+        task = nets.task_of(partial(nets.net, norm=False), optimizer, lr=0.01)
+        assert_equals_alone(task, trials_of(*options))
+
+    def test_initial_accumulator_of_adagrad(self) -> None:
+        def make(*, start: float) -> Task:
+            return nets.task_of(nets.net, torch.optim.Adagrad, initial_accumulator_value=start)
+
+        assert_equals_alone(make, trials_of({"start": 0.1}, {"start": 1.0}))
+
+    def test_a_schedule_that_moves_rate_and_momentum(self) -> None:
+        task = dataclasses.replace(nets.task_of(nets.net, torch.optim.SGD, momentum=0.9), schedule=nets.one_cycle)
+        assert_equals_alone(task, trials_of({"epochs": 2}, {"epochs": 3}), steps=14)
+
+    def test_gradients_are_clipped_by_each_trials_own_norm(self) -> None:
+        assert_equals_alone(nets.toy, trials_of({"clip_norm": 0.01}, {"clip_norm": 1.0}, {"clip_norm": 100.0}))
+
+    def test_parameter_groups_of_different_rates(self) -> None:
+        def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD([{"params": model[3].parameters(), "lr": 0.01}, {"params": model[0].parameters()}],
+                                   lr=0.1, momentum=0.9)  # fmt: skip
+
+        task = dataclasses.replace(nets.task_of(partial(nets.net, norm=False)), optimizer=optimizer)
+        assert_equals_alone(task, trials_of({"weight_decay": 0.0}, {"weight_decay": 0.01}))
+
+    def test_frozen_and_unused_parameters_stay_as_they_are(self) -> None:
+        assert_equals_alone(nets.task_of(nets.Partly, weight_decay=0.1), trials_of({"lr": 0.1}, {"lr": 0.2}))
+
+    def test_recurrent_nets_go_through_the_gradient(self) -> None:
+        trials = trials_of({"lr": 0.1}, {"lr": 0.2})
+        recipe = recipe_of(nets.task_of(nets.Recurrent))
+        found = probe(recipe, trials, nets.resident_of(recipe, trials[0]))
+        assert found.fuses and found.mode == "gradient"
+        assert_equals_alone(nets.task_of(nets.Recurrent), trials, mode="gradient")
+
+    def test_without_the_fast_forms(self) -> None:
+        assert_equals_alone(nets.toy, trials_of({"lr": 0.1}, {"lr": 0.2}), fast=False)
+
+
+class TestSilentTraps:
+    """Four ways in which stacking models goes wrong without a word."""
+
+    def test_a_rate_of_dropout_is_the_trials_own(self) -> None:
+        recipe = recipe_of(nets.toy)
+        trials = trials_of({"dropout": 0.0}, {"dropout": 0.9})
+        array = array_of(recipe, trials)
+        array.step()
+        kept = [float(array.buffers["3.rate"][row]) for row in range(2)]
+        assert kept == pytest.approx([0.0, 0.9])
+        assert_equals_alone(nets.toy, trials)
+
+    def test_an_attribute_that_differs_makes_another_group(self) -> None:
+        from podium.colocate.array import structure_of
+
+        def make(*, slope: float) -> Task:
+            return nets.task_of(lambda: nn.Sequential(nn.Linear(12, 4), nn.LeakyReLU(slope)))
+
+        recipe = recipe_of(make)
+        one, two = (structure_of(recipe.make(t)) for t in trials_of({"slope": 0.1}, {"slope": 0.2}))
+        assert one.model != two.model
+        array = array_of(recipe, [Trial(number=0, options={"slope": 0.1})])
+        with pytest.raises(ConfigError, match="must be like the array it joins, differs in"):
+            array.load(0, recipe.make(Trial(number=1, options={"slope": 0.2})))
+
+    def test_tied_weights_stay_tied(self) -> None:
+        assert_equals_alone(nets.task_of(nets.Tied), trials_of({"lr": 0.1}, {"lr": 0.2}))
+        recipe = recipe_of(nets.task_of(nets.Tied))
+        array = array_of(recipe, trials_of({}, {}))
+        array.step()
+        saved = array.save(0)
+        assert torch.equal(saved["one.weight"], saved["two.weight"])
+        nets.Tied().double().load_state_dict(saved)  # an ordinary state dict
+
+    @pytest.mark.parametrize("model", [nets.Counting, nets.Noisy, nets.Looking])
+    def test_state_in_python_chance_and_branches_are_refused(self, model: type[nn.Module]) -> None:
+        trials = trials_of({"lr": 0.1}, {"lr": 0.2})
+        recipe = recipe_of(nets.task_of(model))
+        found = probe(recipe, trials, nets.resident_of(recipe, trials[0]))
+        assert not found.fuses and found.why
+
+    def test_running_statistics_move_in_rows_that_were_copied(self) -> None:
+        recipe = recipe_of(nets.toy)
+        array = array_of(recipe, trials_of({"lr": 0.1}, {"lr": 0.2}))
+        array.step()
+        array.copy_row(0, 1)
+        assert all(buffer.is_contiguous() for buffer in array.buffers.values())
+        before = array.buffers["1.running_mean"].clone()
+        array.step()
+        moved = (array.buffers["1.running_mean"] - before).abs().amax(dim=1)
+        assert (moved > 0).all()
+
+
+class TestNeighbours:
+    def test_a_poisoned_row_changes_no_bit_of_the_others(self) -> None:
+        recipe = recipe_of(nets.toy, dtype="float32")
+        trials = trials_of(*[{"lr": 0.1, "momentum": 0.9, "dropout": 0.2, "clip_norm": 1.0}] * 3)
+        clean, poisoned = array_of(recipe, trials), array_of(recipe, trials)
+        poisoned.flat[1, ::7] = float("nan")
+        poisoned.flat[1, 3] = float("inf")
+        for _ in range(10):
+            clean.step()
+            poisoned.step()
+        for row in (0, 2):
+            assert torch.equal(clean.flat[row], poisoned.flat[row])
+            assert torch.equal(clean.loss[row], poisoned.loss[row])
+            assert all(torch.equal(a[row], b[row]) for a, b in zip(clean.tensors(), poisoned.tensors(), strict=True))
+        assert poisoned.loss[1].isnan()
+
+    def test_nine_trials_through_four_slots_equal_nine_alone(self) -> None:
+        trials = [
+            Trial(number=i, seed=i, options={"lr": 0.02 * (i + 1), "dropout": 0.1 * (i % 4), "epochs": 1 + i % 3})
+            for i in range(9)
+        ]
+        recipe = recipe_of(nets.toy, eval_every=1)
+        fused, alone, branches = Desk(trials), Desk(trials), Desk(trials)
+        Fused(width=4).run(recipe, fused, lambda event: None)
+        Streams(width=4).run(recipe, branches, lambda event: None)
+        Sequential().run(recipe, alone, lambda event: None)
+        for desk in (fused, branches):
+            for trial in trials:
+                mine, theirs = desk.outcomes[trial.number], alone.outcomes[trial.number]
+                assert (mine.status, mine.steps) == ("finished", theirs.steps)
+                assert [e.metrics for e in mine.history] == [e.metrics for e in theirs.history]
+                assert apart(desk.states[trial.number], alone.states[trial.number]) < ROUNDING
+
+    def test_a_trial_that_is_stopped_makes_room_and_harms_nobody(self) -> None:
+        trials = trials_of(*[{"lr": 0.05 * (i + 1)} for i in range(6)])
+
+        def stop_odd(trial: Trial, evaluation: Evaluation) -> Verdict:
+            return Verdict(action="stop", why="odd") if trial.number % 2 else GO
+
+        recipe = recipe_of(nets.toy, eval_every=1)
+        fused, alone = Desk(trials, stop_odd), Desk(trials, stop_odd)
+        Fused(width=2).run(recipe, fused, lambda event: None)
+        Sequential().run(recipe, alone, lambda event: None)
+        for number, outcome in alone.outcomes.items():
+            assert fused.outcomes[number].status == outcome.status == ("stopped" if number % 2 else "finished")
+            assert fused.outcomes[number].steps == outcome.steps
+            assert apart(fused.states[number], alone.states[number]) < ROUNDING
+
+    def test_a_trial_that_diverges_ends_alone(self) -> None:
+        trials = trials_of({"lr": 0.1}, {"lr": 1e30}, {"lr": 0.2})
+        recipe = recipe_of(nets.toy, eval_every=1, dtype="float32")
+        desk = Desk(trials)
+        Fused(width=3).run(recipe, desk, lambda event: None)
+        assert [desk.outcomes[i].status for i in range(3)] == ["finished", "diverged", "finished"]
+
+    def test_a_row_takes_over_anothers_state_and_goes_on_with_its_own_numbers(self) -> None:
+        recipe = recipe_of(nets.task_of(partial(nets.net, norm=False), torch.optim.Adam))
+        trials = trials_of({"lr": 0.01}, {"lr": 0.02})
+        array = array_of(recipe, trials)
+        for _ in range(3):
+            array.step()
+        array.copy_row(0, 1)
+        array.change_numbers(1, recipe.make(Trial(number=1, seed=1, options={"lr": 0.05})), 3)
+        array.refill([3, 3])
+        array.step()
+        expected = alone_after(recipe, trials[0], 3)  # the source, stepped once more with the target's batch and rate
+        other = alone_after(recipe, trials[1], 3)
+        for group in expected.optimizer.param_groups:
+            group["lr"] = 0.05
+        expected.batch = other.batch  # type: ignore[method-assign]  # the target's next samples
+        expected.step()
+        assert apart(expected.state(), array.save(1)) < ROUNDING
+
+
+class TestFallBack:
+    @pytest.mark.parametrize("executor", [Fused(), Auto(seconds=0.01)], ids=["fused", "auto"])
+    def test_what_cannot_be_fused_is_trained_all_the_same_and_the_reason_said(self, executor: Any) -> None:
+        trials = trials_of({"lr": 0.1}, {"lr": 0.2}, {"lr": 0.3})
+        recipe, heard = recipe_of(nets.task_of(nets.Looking)), []
+        desk, alone = Desk(trials), Desk(trials)
+        executor.run(recipe, desk, heard.append)
+        Sequential().run(recipe, alone, lambda event: None)
+        assert {o.status for o in desk.outcomes.values()} == {"finished"}
+        assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(3))
+        refusal = next(event for event in heard if event["event"] == "probe")
+        assert not refusal["fuses"] and "vmap" in refusal["why"]
+
+    def test_auto_says_what_it_chose_and_from_what(self) -> None:
+        trials, heard = trials_of(*[{"lr": 0.01 * (i + 1)} for i in range(8)]), []
+        desk = Desk(trials)
+        Auto(seconds=0.01).run(recipe_of(nets.toy), desk, heard.append)
+        chosen = next(event for event in heard if event["event"] == "chose")
+        assert len(desk.outcomes) == 8
+        assert chosen["executor"].split(":")[0] in ("fused", "sequential", "processes")
+        assert {row["executor"].split(":")[0] for row in chosen["table"]} >= {"fused", "sequential"}
+        assert "µs per model-step" in chosen["why"] or "do not share" in chosen["why"]
+
+
+@pytest.mark.parametrize("name", sorted(set(TASKS) - {"wide-mlp"}))
+def test_every_built_in_task_fuses_to_rounding(name: str) -> None:
+    # wide-mlp has 25 million parameters: in float64, twice over, it would take the test machine's patience.
+    task = make_task(name)
+    trials = [Trial(number=i, seed=i, options={"lr": 0.01 * (i + 1)}) for i in range(2)]
+    recipe = recipe_of(task, dtype="float32")
+    found = probe(recipe, trials, nets.resident_of(recipe, trials[0]))
+    assert found.fuses, found.why
+    assert found.worst <= TOLERANCE
+
+
+def test_a_hundred_steps_in_single_precision_stay_within_what_another_kernel_would_do() -> None:
+    """The yardstick is the same trial alone with another summation: rows in batches of another order of threads."""
+    trials = trials_of(
+        {"lr": 0.05, "momentum": 0.9, "dropout": 0.2, "weight_decay": 1e-3, "epochs": 20},
+        {"lr": 0.1, "momentum": 0.5, "dropout": 0.4, "weight_decay": 0.0, "epochs": 20},
+    )
+    single = recipe_of(nets.toy, dtype="float32")
+    array = array_of(single, trials)
+    for _ in range(100):
+        array.step()
+    for row, trial in enumerate(trials):
+        alone = alone_after(single, trial, 100).state()
+        exact = alone_after(recipe_of(nets.toy), trial, 100).state()
+        rounding = apart(exact, alone)  # what single precision itself does to this trial
+        assert apart(exact, array.save(row)) < 5 * max(rounding, 1e-7)
