@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _HOME = {
     "train": "podium.cluster.launch",
     "compare": "podium.study.run",
+    "sweep": "podium.study.sweeps",
     "join": "podium.loop",
     "scale": "podium.cluster.scale",
     "Task": "podium.task",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from podium.strategies.base import Strategy as Strategy
     from podium.strategies.phases import Phases as Phases
     from podium.study.run import compare as compare
+    from podium.study.sweeps import sweep as sweep
     from podium.task import Task as Task
     from podium.triggers.base import Reading as Reading
     from podium.triggers.base import Trigger as Trigger

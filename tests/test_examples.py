@@ -125,3 +125,10 @@ def test_a_rule_of_ones_own_ends_a_phase(tmp_path: Path) -> None:
     before = [row for row in result.history if row["epoch"] <= switch["epoch"]]
     assert before[-1]["accuracy"] > 0.9 >= before[0]["accuracy"]
     assert result.audit == {"missing": 0, "repeated": 0}
+
+
+def test_the_sweep_ends_with_a_model_that_can_be_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    said = run_python(str(EXAMPLES / "my_sweep.py"), str(folder), cwd=tmp_path)
+    assert said.startswith("Best of 12 points") and "60 trials" in said
+    assert accuracy_in(said) > 0.85 and (folder / "report.html").is_file()

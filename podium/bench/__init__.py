@@ -11,6 +11,8 @@ BENCHES: dict[str, str] = {
     "collectives": "podium.bench.collectives:bench_collectives",
     "codecs": "podium.bench.codecs:bench_codecs",
     "switch": "podium.bench.switch:bench_switch",
+    "sweep": "podium.bench.sweep:bench_sweep",
+    "folds": "podium.bench.folds:bench_folds",
     "fuzz": "podium.bench.fuzz:bench_fuzz",
 }
 """Name to `module:function`; each takes peers, rounds and its own options, and returns one JSON document."""

@@ -19,6 +19,7 @@ from podium.cli.listing import list_names
 from podium.cli.report import report
 from podium.cli.run import run
 from podium.cli.scale import scale
+from podium.cli.sweep import sweep
 from podium.cli.train import train
 
 __all__ = ["main"]
@@ -38,5 +39,5 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for _verb in (train, compare, report, demo, run, scale, list_names, doctor, bench, certs):
+for _verb in (train, compare, sweep, report, demo, run, scale, list_names, doctor, bench, certs):
     main.add_command(_verb)

@@ -17,9 +17,12 @@ from podium.cli.output import Output
 @options("json")
 @click.pass_obj
 def list_names(out: Output) -> None:
-    """List tasks, strategies, triggers, codecs, collectives and launchers."""
+    """List tasks, strategies, triggers, codecs, collectives, launchers, and what a sweep takes."""
     from podium.codecs import CODECS, find_codec
     from podium.collectives import COLLECTIVES, find_collective
+    from podium.colocate import EXECUTORS
+    from podium.colocate.search import SOURCES, find_source
+    from podium.colocate.stopping import STOPPINGS, find_stopping
     from podium.config import LAUNCHERS
     from podium.strategies import STRATEGIES, find_strategy
     from podium.tasks import describe_tasks
@@ -31,9 +34,13 @@ def list_names(out: Output) -> None:
         "triggers": _described(TRIGGERS, _find_trigger),
         "codecs": _described(CODECS, find_codec),
         "collectives": _described(COLLECTIVES, find_collective),
+        "executors": _described(("auto", *(name for name in EXECUTORS if name != "auto")), _find_executor),
+        "stopping rules": _described(STOPPINGS, find_stopping),
+        "searches": _described(SOURCES, find_source),
     }
     settings = {name: _options(_find_trigger(name)) for name in TRIGGERS}
-    out.document({**found, "trigger_options": settings, "launchers": list(LAUNCHERS)})
+    document = {what.replace(" ", "_"): lines for what, lines in found.items()}
+    out.document({**document, "trigger_options": settings, "launchers": list(LAUNCHERS)})
     for what, lines in found.items():
         out.say(what.capitalize(), *_table(lines, settings if what == "triggers" else {}), "")
     out.say(f"Launchers: {', '.join(LAUNCHERS)}")
@@ -49,6 +56,13 @@ def _find_trigger(name: str) -> type[Any]:
     from podium.triggers import TRIGGERS
 
     return find_class("trigger", name, TRIGGERS)
+
+
+def _find_executor(name: str) -> type[Any]:
+    from podium.colocate import EXECUTORS
+    from podium.names import find_class
+
+    return find_class("executor", name, {"auto": "podium.colocate.auto:Auto", **EXECUTORS})
 
 
 def _options(cls: type[Any]) -> dict[str, Any]:

@@ -90,10 +90,14 @@ class Array:
         rows: int,
         *,
         mode: Mode = "forward",
-        fast: bool = True,
+        fast: bool | None = None,
         compiled: bool = False,
     ) -> None:
-        """`first` is any trial of the structure. `fast` swaps layers for forms made for many models at once."""
+        """`first` is any trial of the structure.
+
+        `fast` swaps layers for forms made for many models at once; None does so on a GPU, where they are faster. They
+        have no gradient under `vmap`, so the mode `gradient` does without.
+        """
         self.recipe, self.resident, self.rows, self.mode = recipe, resident, rows, mode
         self.device, self.task, self.batch_size = recipe.torch_device, first.task, first.batch_size
         if resident.train.why_not:
@@ -102,6 +106,7 @@ class Array:
         self.held: list[Parts | None] = [None] * rows
         self.base = copy.deepcopy(first.model).to(self.device).train()
         if rows > 1:
+            fast = (self.device.type == "cuda" if fast is None else fast) and mode == "forward"
             dense = skips_zero_gradients(first)
             self.base = prepared(self.base, fast=fast, drops=self.structure.dropped, dense=dense)
         self.judge = copy.deepcopy(self.base).eval()

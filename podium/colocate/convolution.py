@@ -1,8 +1,8 @@
 """Convolution under `vmap` with one filter per model: what `torch.vmap` turns into a slow grouped convolution.
 
-`conv2d` is for use inside `torch.vmap` over stacked parameters, with gradients taken outside of it. On a GPU all models
-are then convolved at once by Triton kernels (`podium.colocate.kernels`), with channels last in memory. What those do not
-serve (a CPU, float64, groups, dilation …) goes to `torch.nn.functional.conv2d` and with it to vmap's own rule.
+`conv2d` is for use inside `torch.vmap` over stacked parameters, with gradients taken outside of it. On a GPU all
+models are then convolved at once by Triton kernels (`podium.colocate.kernels`), with channels last in memory. What
+those do not serve (a CPU, float64, groups, dilation …) goes to `torch.nn.functional.conv2d` and so to vmap's own rule.
 
 The tensors keep their usual shapes [images, channels, height, width]; only their strides tell that channels come last,
 which element-wise operations and pooling preserve, so nothing is transposed between layers.
@@ -10,18 +10,21 @@ which element-wise operations and pooling preserve, so nothing is transposed bet
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 from torch.nn import functional
+from torch.nn import grad as grad_of
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _SCHEMA = "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding) -> Tensor"
-_LARGEST_FILTER = 15
+_LARGEST_FILTER = 12  # in one direction: kernels keep its taps, and three neighbours', as 15 bits
 _MOST_ELEMENTS = 2**31 - 1  # of one model's tensor: kernels count them in 32 bits
 
 
@@ -137,6 +140,13 @@ def stacked_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[
     return y.permute(0, 1, 4, 2, 3)
 
 
+def _kernels(x: Tensor) -> ModuleType | None:
+    """The Triton kernels, where they run: on a GPU with tensor cores for these types; elsewhere it goes row by row."""
+    if not x.is_cuda or torch.cuda.get_device_capability(x.device) < (8, 0):
+        return None
+    return importlib.import_module("podium.colocate.kernels")  # it needs Triton
+
+
 @custom_op("podium::stacked_conv2d", mutates_args=(), schema=_SCHEMA)
 def _stacked(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int]) -> Tensor:
     if _by_kernels(x):
@@ -170,7 +180,7 @@ def _input_grad(grad: Tensor, turned: Tensor, stride: list[int], padding: list[i
     for i, row in enumerate(dx):
         filters = turned[i].permute(3, 0, 1, 2)
         shape = (row.shape[0], row.shape[3], *size)
-        row.copy_(_last(torch.nn.grad.conv2d_input(shape, filters, _first(grad[i]), stride, padding)))
+        row.copy_(_last(grad_of.conv2d_input(shape, filters, _first(grad[i]), stride, padding)))
     return dx
 
 
@@ -200,7 +210,7 @@ def _weight_grad(
     dw = x.new_empty(grad.shape[0], *taps, x.shape[4], grad.shape[4], dtype=wide)
     for i, row in enumerate(dw):
         shape = (grad.shape[4], x.shape[4], *taps)
-        found = torch.nn.grad.conv2d_weight(_first(x[i % len(x)]), shape, _first(grad[i]), stride, padding)
+        found = grad_of.conv2d_weight(_first(x[i % len(x)]), shape, _first(grad[i]), stride, padding)
         row.copy_(found.permute(2, 3, 1, 0))
     return dw, db
 

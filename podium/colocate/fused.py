@@ -34,8 +34,8 @@ class Fused(Executor):
     """Whether the step goes through `torch.compile` first: faster steps after a wait of a minute or so."""
     captured: bool = True
     """Whether a step is captured in a CUDA graph (on a GPU)."""
-    fast: bool = True
-    """Whether layers are swapped for forms made for many models at once."""
+    fast: bool | None = None
+    """Whether layers are swapped for forms made for many models at once; on a GPU they are, when nobody says."""
     probed: bool = True
     """Whether each structure is first verified against the same trials alone."""
     threads: int | None = None

@@ -7,7 +7,7 @@ activations [models, images, height, width, channels], filters [models, out, R, 
 No program reads two models and none adds to what another wrote, so a model's bits depend neither on its neighbours
 nor on the order of arrival: the weight gradient is summed in a fixed number of pieces, and those in a second pass.
 
-This module needs Triton and is imported only where a CUDA tensor is to be convolved.
+This module needs Triton and is imported only when a CUDA tensor is to be convolved.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 else:
     constexpr, tensor = tl.constexpr, tl.tensor
 
-LARGEST_FILTER = 15
-"""The most taps a filter may have in one direction: a row's valid taps are kept as bits."""
-
+# Of the positions over which a filter's gradient is added up.
 SMALLEST_PIECE, MOST_PIECES = 1024, 16
 
 
@@ -90,6 +88,7 @@ def _convolve(
 
     PACK neighbouring places share one row: their patches overlap, so that the input is fetched fewer times. S counts
     the taps across that such a row meets, and the columns are the neighbours' channels, one neighbour after the other.
+    Which taps lie inside the picture is kept as bits, 15 in each direction.
     """
     blocks_o = tl.cdiv(PACK * OUT, BN)
     per_model = tl.cdiv(positions, BM) * blocks_o
@@ -275,30 +274,23 @@ def weight_grad(x: Tensor, grad: Tensor, stride: Sequence[int], padding: Sequenc
     _, _, height, width, channels = x.shape
     shared = x.shape[0] == 1 and models > 1
 
-    def product(tile: Tile) -> Tensor:
-        pack, across = tile.pack, taps[1] + tile.pack - 1
-        positions, inner = images * rows_h * rows_w // pack, taps[0] * across * channels
-        pieces, piece = _pieces(positions)
-        dw = torch.empty(models, pieces, inner, pack * out, dtype=torch.float32, device=x.device)
-        blocks = models * pieces * triton.cdiv(inner, tile.rows) * triton.cdiv(pack * out, tile.columns)
-        _weigh[(blocks,)](
-            x, grad, dw, 0 if shared else x.stride(0), grad.stride(0), positions, pieces, piece,
-            H=height, W=width, C=channels, OUT=pack * out, R=taps[0], S=across,
-            STRIDE_H=stride[0], STRIDE_W=stride[1] * pack, PAD_H=padding[0], PAD_W=padding[1],
-            ROWS_H=rows_h, ROWS_W=rows_w // pack, MASKED=any(padding), PRECISION=precision(x.dtype), FLIP=tile.flip,
-            BM=tile.rows, BN=tile.columns, BK=tile.inner, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-        return dw
-
-    key = ("weigh", models, images, x.dtype, height, width, channels, out, *taps, *stride, *padding, precision(x.dtype))
-    tile = _choose(key, weight_tiles(taps, channels, out, rows_w, stride[1], x.dtype), product)
-    dw = product(tile)
-    if tile.pack == 1:
-        return (dw[:, 0] if dw.shape[1] == 1 else dw.sum(1)).view(models, *taps, channels, out)
-    # The j-th neighbour's tap s lies at s + j: a step of the neighbour is a step of both.
-    dw = dw.view(models, -1, taps[0], taps[1] + tile.pack - 1, channels, tile.pack, out)
+    tile = weight_tile(taps, channels, out, rows_w, stride, x.dtype)
+    pack, across = tile.pack, taps[1] + tile.pack - 1
+    positions, inner = images * rows_h * rows_w // pack, taps[0] * across * channels
+    pieces, piece = _pieces(positions)
+    dw = torch.empty(models, pieces, inner, pack * out, dtype=torch.float32, device=x.device)
+    blocks = models * pieces * triton.cdiv(inner, tile.rows) * triton.cdiv(pack * out, tile.columns)
+    _weigh[(blocks,)](
+        x, grad, dw, 0 if shared else x.stride(0), grad.stride(0), positions, pieces, piece,
+        H=height, W=width, C=channels, OUT=pack * out, R=taps[0], S=across,
+        STRIDE_H=stride[0], STRIDE_W=stride[1] * pack, PAD_H=padding[0], PAD_W=padding[1],
+        ROWS_H=rows_h, ROWS_W=rows_w // pack, MASKED=any(padding), PRECISION=precision(x.dtype), FLIP=tile.flip,
+        BM=tile.rows, BN=tile.columns, BK=tile.inner, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    # A neighbour's tap s lies at s plus the neighbour's number: one step of the neighbour is one step of both.
+    dw = dw.view(models, pieces, taps[0], across, channels, pack, out)
     steps = dw.stride()
-    shape = (*dw.shape[:3], taps[1], *dw.shape[4:])
+    shape = (models, pieces, *taps, channels, pack, out)
     return dw.as_strided(shape, (*steps[:5], steps[3] + steps[5], steps[6])).sum((1, 5))
 
 
@@ -349,7 +341,7 @@ def _pieces(positions: int) -> tuple[int, int]:
     """Into how many pieces the positions are cut, and how long one is: by their number alone, so that a model's bits
     do not depend on how many models there are."""
     piece = max(SMALLEST_PIECE, triton.cdiv(positions, MOST_PIECES))
-    piece = triton.cdiv(piece, 128) * 128
+    piece = triton.cdiv(piece, 128) * 128  # a multiple of every tile's inner length, so that pieces do not overlap
     return triton.cdiv(positions, piece), piece
 
 
@@ -359,23 +351,20 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, part: _Pa
     w_step = part.w_step or (taps_w, 1)
     shared = x.shape[0] == 1 and models > 1
 
-    def launch(tile: Tile) -> None:
-        pack = tile.pack
-        positions = images * part.rows[0] * part.rows[1] // pack
-        blocks = models * triton.cdiv(positions, tile.rows) * triton.cdiv(pack * out, tile.columns)
-        _convolve[(blocks,)](
-            x, weight, y if bias is None else bias, y, 0 if shared else x.stride(0), y.stride(0), positions,
-            H=height, W=width, C=channels, OUT=out, R=part.taps[0], S=part.taps[1] + pack - 1,
-            STRIDE_H=part.stride[0], STRIDE_W=part.stride[1] * pack, PAD_H=part.padding[0], PAD_W=part.padding[1],
-            ROWS_H=part.rows[0], ROWS_W=part.rows[1] // pack,
-            W_TAPS=taps_h * taps_w, W_START=part.w_start, W_STEP_R=w_step[0], W_STEP_S=w_step[1],
-            Y_H=y.shape[2], Y_W=y.shape[3], Y_START=part.y_start, Y_STEP_H=part.y_step[0], Y_STEP_W=part.y_step[1],
-            BIAS=bias is not None, PACK=pack, MASKED=_reaches_out(part, height, width), PRECISION=precision(x.dtype),
-            BM=tile.rows, BN=tile.columns, BK=tile.inner, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-
-    key = ("convolve", models, images, x.dtype, height, width, channels, out, *part, bias is None, precision(x.dtype))
-    launch(_choose(key, forward_tiles(part, channels, out, x.dtype), launch))
+    tile = forward_tile(part, channels, out, x.dtype)
+    pack = tile.pack
+    positions = images * part.rows[0] * part.rows[1] // pack
+    blocks = models * triton.cdiv(positions, tile.rows) * triton.cdiv(pack * out, tile.columns)
+    _convolve[(blocks,)](
+        x, weight, y if bias is None else bias, y, 0 if shared else x.stride(0), y.stride(0), positions,
+        H=height, W=width, C=channels, OUT=out, R=part.taps[0], S=part.taps[1] + pack - 1,
+        STRIDE_H=part.stride[0], STRIDE_W=part.stride[1] * pack, PAD_H=part.padding[0], PAD_W=part.padding[1],
+        ROWS_H=part.rows[0], ROWS_W=part.rows[1] // pack,
+        W_TAPS=taps_h * taps_w, W_START=part.w_start, W_STEP_R=w_step[0], W_STEP_S=w_step[1],
+        Y_H=y.shape[2], Y_W=y.shape[3], Y_START=part.y_start, Y_STEP_H=part.y_step[0], Y_STEP_W=part.y_step[1],
+        BIAS=bias is not None, PACK=pack, MASKED=_reaches_out(part, height, width), PRECISION=precision(x.dtype),
+        BM=tile.rows, BN=tile.columns, BK=tile.inner, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def _reaches_out(part: _Part, height: int, width: int) -> bool:
@@ -384,63 +373,51 @@ def _reaches_out(part: _Part, height: int, width: int) -> bool:
     return any(p > 0 or (rows - 1) * s - p + taps > n for n, taps, s, p, rows in sides)
 
 
-def forward_tiles(part: _Part, channels: int, out: int, dtype: torch.dtype) -> list[Tile]:
-    """The ways to cut a convolution that are worth trying, the usual best first."""
-    columns = min(128, max(16, triton.next_power_of_2(out)))
-    taps = part.taps[0] * part.taps[1]
+def forward_tile(part: _Part, channels: int, out: int, dtype: torch.dtype) -> Tile:
+    """How to cut a convolution: the best, or nearly, at the shapes of a small CNN and of ResNet-20 on an H200.
+
+    Chosen by the shape alone, not timed at run time, so that two runs give the same bits (`docs/log.md` has the times).
+    """
+    if precision(dtype) == "ieee":  # multiplied one by one: small blocks, or registers run out
+        return Tile(32, 32, 16, 4, 2)
+    short = dtype != torch.float32
     if channels < 16:
-        inner = min(64, max(16, triton.next_power_of_2(taps * channels)))
-        return [Tile(128, columns, inner, 4, 2)]
-    if dtype == torch.float32:
-        return [Tile(64, columns, 64, 4, 2)]
-    return [Tile(128, columns, 64, 4, 3)]
+        inner = min(64, max(16, triton.next_power_of_2(part.taps[0] * part.taps[1] * channels)))
+        return Tile(128, _columns(out, 128), inner, 4, 2)
+    if part.stride != (1, 1) or part.y_step != (1, 1):
+        return Tile(128 if short else 64, _columns(out, 128), 32, 4, 3)
+    pack = _pack(part.rows[1], out, 128 if short or channels >= 64 else 64, most=2 if short else 4)
+    columns = _columns(pack * out, 128)
+    if not short:
+        return Tile(128, columns, 32, 4, 3, pack)
+    if columns == 128:
+        return Tile(128, columns, 64, 8, 3, pack)
+    return Tile(128, columns, 64, 4, 3 if channels >= 64 else 2, pack)
 
 
-def weight_tiles(
-    taps: Sequence[int], channels: int, out: int, rows: int, stride: int, dtype: torch.dtype
-) -> list[Tile]:
+def weight_tile(
+    taps: Sequence[int], channels: int, out: int, across: int, stride: Sequence[int], dtype: torch.dtype
+) -> Tile:
     """The same for a filter's gradient; `rows` are taps and channels there, `inner` the positions added up."""
-    columns = min(64, max(16, triton.next_power_of_2(out)))
+    if precision(dtype) == "ieee":
+        return Tile(32, 32, 16, 4, 2)
     inner = taps[0] * taps[1] * channels
     if inner <= 32:
-        rows = max(16, triton.next_power_of_2(inner))
-        return [Tile(rows, columns, 128, 4, 2)]
-    if dtype == torch.float32:  # tensor cores read float32 along the positions, which lie apart
-        return [Tile(128, columns, 32, 2, 3, flip=True)]
-    return [Tile(128, columns, 64, 4, 3)]
+        return Tile(max(16, triton.next_power_of_2(inner)), _columns(out, 64), 128, 4, 2)
+    pack = _pack(across, out, 64, most=2) if stride[1] == 1 else 1
+    columns = _columns(pack * out, 64)
+    if dtype == torch.float32:
+        # Hopper's own instruction reads float32 along the positions only, which here lie apart, so that each number
+        # would be copied by itself. Two warps are too few for it, and the older instruction minds one side alone.
+        return Tile(128, columns, 16, 2, 4, pack, flip=True)
+    return Tile(64, columns, 64, 4, 3, pack)
 
 
-_chosen: dict[tuple[object, ...], Tile] = {}
+def _columns(wanted: int, most: int) -> int:
+    return int(min(most, max(16, triton.next_power_of_2(wanted))))
 
 
-def _choose(key: tuple[object, ...], tiles: Sequence[Tile], launch: Callable[[Tile], object]) -> Tile:
-    """The fastest tile for this shape, timed at its first use; while a CUDA graph is captured, the first one."""
-    known = _chosen.get(key)
-    if known is not None:
-        return known
-    if len(tiles) == 1 or torch.cuda.is_current_stream_capturing():
-        return tiles[0]
-    times = {tile: _time_ms(lambda tile=tile: launch(tile)) for tile in tiles}  # type: ignore[misc]  # a default of tile's type
-    return _chosen.setdefault(key, min(times, key=times.__getitem__))
-
-
-def _time_ms(launch: Callable[[], object], repeats: int = 4) -> float:
-    """Time on the device alone: from a CUDA graph, since launching from Python takes longer than a small kernel."""
-    try:
-        launch()
-    except triton.runtime.errors.OutOfResources:
-        return float("inf")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(repeats):
-            launch()
-        graph.capture_end()
-    graph.replay()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / repeats
+def _pack(across: int, out: int, columns: int, most: int) -> int:
+    """How many neighbours share a row: as many as divide the width and fit into the columns."""
+    fitting = (n for n in (4, 2) if n <= most and across % n == 0 and n * out <= columns)
+    return next(fitting, 1)

@@ -1,7 +1,7 @@
 """Stand-ins for the layers that `torch.vmap` makes slow: same names, same parameters, another way to compute.
 
 `stack_form` looks at one module and nothing below it; whoever swaps walks the tree. A module of a derived class is left
-alone, since nobody knows what the class changed.
+alone, since nobody knows what the class changed, and so is one with hooks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ def stack_form(module: nn.Module) -> nn.Module | None:
     The stand-in holds the original's own parameters and buffers under the same names.
     """
     kind = type(module)
+    if _watched(module):
+        return None
     if kind is nn.Linear:
         assert isinstance(module, nn.Linear)
         return Linear(module)
@@ -35,6 +37,17 @@ def stack_form(module: nn.Module) -> nn.Module | None:
     return None
 
 
+def _watched(module: nn.Module) -> bool:
+    """Whether hooks hang on it, which a stand-in would lose; old-style weight norms are such hooks too."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+def _share(original: nn.Module, stand_in: nn.Module) -> None:
+    for name, parameter in original._parameters.items():
+        stand_in.register_parameter(name, parameter)
+
+
 class Linear(nn.Module):
     """Stands in for a `Linear`: the product is taken the other way round, y' = W x'.
 
@@ -47,9 +60,8 @@ class Linear(nn.Module):
 
     def __init__(self, original: nn.Linear) -> None:
         super().__init__()
-        self.register_parameter("weight", original.weight)
-        self.register_parameter("bias", original.bias)
-        self.described = original.extra_repr()
+        _share(original, self)
+        self.described = str(original.extra_repr())
         self.train(original.training)
 
     def extra_repr(self) -> str:
@@ -120,9 +132,8 @@ class Conv(nn.Module):
 
     def __init__(self, original: nn.Conv1d | nn.Conv2d) -> None:
         super().__init__()
-        self.register_parameter("weight", original.weight)
-        self.register_parameter("bias", original.bias)
-        self.described = original.extra_repr()
+        _share(original, self)
+        self.described = str(original.extra_repr())  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.flat = isinstance(original, nn.Conv1d)
         self.stride, self.dilation = tuple(original.stride), tuple(original.dilation)
         self.padding = original.padding if isinstance(original.padding, str) else tuple(original.padding)

@@ -19,6 +19,8 @@ class BatchNorm(nn.Module):
     The running statistics are updated in place, so under vmap they must be stacked like the parameters.
     """
 
+    weight: Tensor | None
+    bias: Tensor | None
     running_mean: Tensor | None
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
@@ -30,10 +32,10 @@ class BatchNorm(nn.Module):
                 "BatchNorm: momentum must be a number to train many models at once, got None (a cumulative average)"
             )
         self.num_features, self.eps, self.momentum = original.num_features, original.eps, original.momentum
-        self.register_parameter("weight", original.weight)
-        self.register_parameter("bias", original.bias)
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(name, getattr(original, name))
+        for name, parameter in original._parameters.items():
+            self.register_parameter(name, parameter)
+        for name, buffer in original._buffers.items():
+            self.register_buffer(name, buffer)
         self.train(original.training)
 
     def extra_repr(self) -> str:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from podium.cli import main
 
-VERBS = ("train", "compare", "report", "demo", "run", "scale", "list", "doctor", "bench", "certs")
+VERBS = ("train", "compare", "sweep", "report", "demo", "run", "scale", "list", "doctor", "bench", "certs")
 HEAVY = ("torch", "numpy", "sklearn", "scipy", "rich", "jinja2")
 
 

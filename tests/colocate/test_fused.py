@@ -106,8 +106,9 @@ class TestOneRow:
         assert found.fuses and found.mode == "gradient"
         assert_equals_alone(nets.task_of(nets.Recurrent), trials, mode="gradient")
 
-    def test_without_the_fast_forms(self) -> None:
-        assert_equals_alone(nets.toy, trials_of({"lr": 0.1}, {"lr": 0.2}), fast=False)
+    def test_with_the_layers_that_a_gpu_would_get(self) -> None:
+        assert_equals_alone(nets.toy, trials_of({"lr": 0.1}, {"lr": 0.2}), fast=True)
+        assert_equals_alone("digits-cnn", trials_of({"lr": 0.1}, {"lr": 0.2}), steps=3, fast=True)
 
 
 class TestSilentTraps:

@@ -1,0 +1,245 @@
+"""`podium sweep`: many trials of one task on one device, and which did best."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from podium.cli.interrupt import stop_on_interrupt
+from podium.cli.options import options
+from podium.cli.output import Output, wrapped
+from podium.config import parse_value
+from podium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from podium.colocate.swept import Sweep
+
+ASKED = "stopping, what is finished is kept… (Ctrl-C again stops at once)"
+LINE_EVERY_S = 10.0
+"""Away from a terminal, progress is told no more often than this."""
+
+
+@click.command(short_help="Train many trials of a task on one device; say which is best.")
+@click.argument("task", required=False, default="digits-mlp")
+@click.option("--grid", multiple=True, metavar="NAME=A,B,…", help="Values of an option; all combinations are trained.")
+@click.option("--space", multiple=True, metavar="NAME=A..B[:log]", help="A range, for --random and --optuna.")
+@click.option("--random", type=click.IntRange(min=1), metavar="N", help="Draw N points at random.")
+@click.option("--optuna", type=click.IntRange(min=1), metavar="N", help="Let Optuna suggest N points.")
+@click.option("--trials", metavar="FILE", help="Points from a file: JSON, CSV or TOML.")
+@click.option("--search", metavar="NAME[:K=V,…]", help="Another source of points, or one with options.")
+@click.option("--folds", metavar="[KIND:]K", help="Cross-validate: 5, stratified:5, shuffle:10 … [test data]")
+@click.option("--seeds", type=click.IntRange(min=1), default=1, metavar="N", help="Trainings of each point. [1]")
+@click.option("--random-seed", type=int, default=0, metavar="N", help="Fixes folds and draws. [0]")
+@click.option("--executor", default="auto", metavar="NAME[:K=V,…]", help="How trials share the device. [auto]")
+@click.option("--stop", "stopping", metavar="RULE[:K=V,…]", help="When trials are stopped early: asha, median, pbt …")
+@click.option("--metric", metavar="NAME", help="What points are judged by. [accuracy, or the task's first]")
+@click.option("--maximize/--minimize", default=None, help="Which way is better. [by the metric's name]")
+@click.option("--precision", default="fp32", metavar="NAME", help="fp32, tf32 or bf16. [fp32]")
+@click.option("--eval-every", type=int, default=1, metavar="EPOCHS", help="0: at the end only, which is faster. [1]")
+@click.option("--keep", default="best", metavar="WHICH", help="Models that are left: best, all or none. [best]")
+@click.option("--device", default="auto", metavar="NAME", help="cpu, cuda or auto. [auto]")
+@options("epochs")
+@click.option("--batch-size", type=int, metavar="N", help="Samples per step of each trial.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="task.NAME=VALUE", help="An option of all trials: task.hidden=64."
+)
+@options("data_dir", "out", "dry_run", "quiet", "json")
+@click.pass_obj
+def sweep(out: Output, /, task: str, overrides: tuple[str, ...], dry_run: bool, quiet: bool, **given: Any) -> int:
+    """Train TASK once for each point, fold and seed, all on one device; print a table and write a report.
+
+    A name is an option of the task, of its optimizer, or dropout, label_smoothing, batch_size, epochs. Ctrl-C once
+    keeps what is finished; the same command with the same --out goes on from there. `podium list` has the names of
+    executors, stopping rules and searches.
+
+    \b
+    podium sweep digits-mlp --grid lr=0.3,0.1 --grid 'hidden=32|64' --folds 5
+    podium sweep digits-mlp --space lr=1e-3..1:log --random 40 --stop asha
+    podium sweep digits-mlp --space lr=1e-3..1:log --optuna 30 --seeds 3
+    podium sweep digits-mlp --trials points.csv --executor fused:width=32
+    """
+    asked = {**given, "task": task, "options": task_options(overrides)}
+    asked["seed"] = asked.pop("random_seed")
+    if dry_run:
+        plan = plan_of(**asked)
+        out.document(plan)
+        out.say(*(f"{name}: {value}" for name, value in plan.items() if value not in (None, {}, [])))
+        return 0
+    with stop_on_interrupt(ASKED) as stop, shown(quiet=quiet or out.json) as on_event:
+        from podium.study.sweeps import sweep as run_sweep
+
+        found = run_sweep(**asked, on_event=on_event, stop=stop)
+    out.document(found.to_dict())
+    out.say(*describe(found))
+    return exit_code(found)
+
+
+def task_options(overrides: Sequence[str]) -> dict[str, Any]:
+    """`--set task.NAME=VALUE`, read as other verbs read it."""
+    found = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        head, _, name = key.strip().partition(".")
+        if not equals or head != "task" or not name:
+            raise ConfigError(f"sweep: --set takes task.NAME=VALUE, got {text!r}; all else has an option of its own")
+        found[name.replace("-", "_")] = parse_value(value.strip())
+    return found
+
+
+def plan_of(**asked: Any) -> dict[str, Any]:
+    """What would be trained."""
+    from podium.colocate.plan import plan
+
+    return plan(**{name: value for name, value in asked.items() if name != "out"}).to_dict()
+
+
+def describe(found: Sweep) -> list[Any]:
+    """The table, the answer with what may not be concluded, how it was trained, and where the rest lies."""
+    from podium.study.sweeps.table import MOST, format_table
+
+    lines: list[Any] = []
+    if found.points:
+        lines += ["", format_table(found)]
+        if len(found.points) > MOST:
+            lines.append(f"… {len(found.points) - MOST} more in {found.table}")
+    lines += ["", wrapped(found.answer), ""]
+    lines += [wrapped(text) for text in told(found)]
+    best = found.best_trial
+    if best is not None and best.model:
+        lines.append(f"model    {found.folder}/{best.model} (trial {best.trial.number})")
+    if found.status == "stopped":
+        lines.append(f"stopped early; the same command with --out {found.folder} goes on")
+    return [*lines, f"table    {found.table}", f"report   {found.report}"]
+
+
+def told(found: Sweep) -> Iterator[str]:
+    """How trials were trained: what was chosen, what could not be, how fast it went, what it cost."""
+    from podium.ui import format_seconds
+
+    for choice in dict.fromkeys(map(chosen, found.choices)):
+        yield f"chosen   {choice}"
+    for why in dict.fromkeys(probe["why"] for probe in found.probes if not probe["fuses"]):
+        yield f"not fused: {why}"
+    if found.trials_per_s is not None:
+        trained = sum(session["trained"] for session in found.sessions)
+        speed = f"{found.trials_per_s:,.3g} trials/s, {found.samples_per_s or 0:,.0f} samples/s"
+        yield f"time     {format_seconds(found.seconds)} for {trained} trials: {speed}"
+    if found.reading is not None and found.sessions[-1]["device"] != "cpu":
+        yield from _energy(found.reading)
+
+
+def chosen(choice: Mapping[str, Any]) -> str:
+    """What was chosen, and why."""
+    why = str(choice["why"]).removeprefix(f"{choice['executor']}: ")
+    return f"{choice['executor']}: {why}"
+
+
+def _energy(reading: Mapping[str, Any]) -> Iterator[str]:
+    if reading["energy_j"] is None:
+        yield f"energy   absent: {reading['absent'].get('energy_j') or 'not measured'}"
+    else:
+        short = " (a window of less than a minute: a hint, not a result)" if reading["energy_is_short"] else ""
+        yield f"energy   {reading['energy_j']:,.0f} J of the whole board{short}"
+
+
+def exit_code(found: Sweep) -> int:
+    """130 when it was stopped, 1 when a trial failed."""
+    return 130 if found.status == "stopped" else 1 if found.failed else 0
+
+
+@contextmanager
+def shown(*, quiet: bool) -> Iterator[Any]:
+    """Takes a sweep's events: a bar on a terminal, a line now and then elsewhere, nothing when asked."""
+    from podium.ui import is_live
+
+    if quiet:
+        yield lambda event: None
+    elif is_live(sys.stderr):
+        with _bar() as hear:
+            yield hear
+    else:
+        yield _Lines()
+
+
+class _Lines:
+    """A line when a sweep begins, at most one every ten seconds, and one for whatever was chosen or failed."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.monotonic()
+        self._first, self._done, self._evaluations = 0, 0, 0
+        self._total: int | None = None
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        text, kind = line_of(event), event.get("event")
+        if kind in ("sweep", "outcome"):
+            self._done, self._total = event["done"], event["total"]
+            self._first = self._done if kind == "sweep" else self._first
+        self._evaluations += kind == "report"
+        if text is None and kind in ("outcome", "report"):
+            text = self._paced(is_last=kind == "outcome" and self._done == self._total)
+        if text is not None:
+            print(text, file=sys.stderr, flush=True)
+
+    def _paced(self, *, is_last: bool) -> str | None:
+        from podium.ui import format_seconds
+
+        now, done, total = time.monotonic(), self._done, self._total
+        if now - self._last < LINE_EVERY_S and not is_last:
+            return None
+        self._last = now
+        trained = done - self._first
+        # Trials that train side by side end together: the first few say nothing of the rest.
+        left = (total - done) * (now - self._began) / trained if total and trained and 10 * trained >= total else 0
+        ends = f", about {format_seconds(left)} left" if left else ""
+        return f"{_count(done, total)}, {self._evaluations:,} evaluations{ends}"
+
+
+def line_of(event: Mapping[str, Any]) -> str | None:
+    """The line for an event that is worth one whatever the pace; None for the rest."""
+    kind = event.get("event")
+    if kind == "sweep":
+        again = f", {event['done']} of them done before" if event["done"] else ""
+        return f"sweep {event['folder']}: {event['total'] or 'some'} trials{again}"
+    if kind == "chose":
+        return f"chose {chosen(event)}"
+    if kind == "probe" and not event["fuses"]:
+        return f"cannot be fused: {event['why']}"
+    if kind == "labourer lost":
+        return f"process {event['labourer']} lost: {event['why']}"
+    if kind == "outcome" and event["status"] == "failed":
+        return f"trial {event['trial']['number']} failed: {event['why']}"
+    return None
+
+
+def _count(done: int, total: int | None) -> str:
+    return f"{done} trials over" if total is None else f"{done:>{len(str(total))}}/{total} trials over"
+
+
+@contextmanager
+def _bar() -> Iterator[Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from podium.ui import console
+
+    facts = TextColumn("{task.fields[evaluations]:,} evaluations", markup=False)
+    columns = (TextColumn("trials"), BarColumn(bar_width=20), MofNCompleteColumn(), facts)
+    with Progress(*columns, TimeRemainingColumn(compact=True), console=console(sys.stderr), transient=True) as bars:
+        bar, evaluations = bars.add_task("trials", total=None, evaluations=0), 0
+
+        def hear(event: Mapping[str, Any]) -> None:
+            nonlocal evaluations
+            text = line_of(event)
+            if text is not None:
+                bars.console.print(text)
+            if event.get("event") in ("sweep", "outcome"):
+                bars.update(bar, completed=event["done"], total=event["total"])
+            elif event.get("event") == "report":
+                evaluations += 1
+                bars.update(bar, evaluations=evaluations)
+
+        yield hear

@@ -1,0 +1,422 @@
+"""A sweep from what was asked for to its report, on models of a few hundred parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import threading
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from sklearn.model_selection import KFold
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from podium.colocate.plan import is_minimised, plan
+from podium.colocate.recipe import Recipe
+from podium.colocate.swept import Point, Score, Sweep, find_rivals, read_sweep
+from podium.data.base import ArrayDataset, Data
+from podium.errors import ConfigError, RecordError, UnknownName
+from podium.measure.records import read_records, to_json
+from podium.study.sweeps import sweep as run_sweep
+from podium.study.sweeps import write_all
+from podium.study.sweeps.figures import Map, OneOption, Parallel, score_figure, timeline_figure
+from podium.task import Task, accuracy
+
+
+@cache
+def blobs() -> Data:
+    """Three clouds in four dimensions that overlap a little."""
+    rng = np.random.default_rng(0)
+    middles = rng.normal(size=(3, 4)) * 1.5
+    parts = []
+    for count in (120, 60):
+        kinds = np.arange(count) % 3
+        points = torch.tensor(middles[kinds] + rng.normal(size=(count, 4)), dtype=torch.float32)
+        parts.append(ArrayDataset(points, torch.tensor(kinds)))
+    return Data(*parts)
+
+
+def clouds(*, hidden: int = 8, lr: float = 0.1, batch_size: int = 20, epochs: int = 2, moody: bool = False) -> Task:
+    if hidden < 0:
+        raise ValueError(f"no layer has {hidden} units")
+    layers = [nn.Linear(4, hidden), Moody() if moody else nn.ReLU(), nn.Linear(hidden, 3)]
+    return Task(
+        name="clouds",
+        model=lambda: nn.Sequential(*[_again(layer) for layer in layers]),
+        data=blobs,
+        loss=cross_entropy,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr),
+        metrics={"accuracy": accuracy},
+        batch_size=batch_size,
+        epochs=epochs,
+    )
+
+
+def _again(layer: nn.Module) -> nn.Module:
+    return nn.Linear(layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else layer
+
+
+class Moody(nn.Module):
+    """Branches on a value, which many models at once cannot."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() if x.mean() > -1e9 else x
+
+
+def sweep(folder: Path, **asked: Any) -> Sweep:
+    given = {"executor": "fused", "out": folder, "device": "cpu", **asked}
+    return run_sweep(given.pop("task", clouds), **given)
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return list(read_records(folder / f"{name}.jsonl"))
+
+
+class TestAWholeSweep:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def found(cls, tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+        folder = tmp_path_factory.mktemp("sweep") / "whole"
+        return sweep(folder, grid={"lr": [0.3, 0.1, 0.001], "hidden": [4, 8]}, folds=3, seeds=2, executor="auto")
+
+    def test_every_point_has_a_trial_for_each_fold_and_seed(self, found: Sweep) -> None:
+        trials = [(o.trial.point, o.trial.fold, o.trial.seed) for o in found.outcomes]
+        assert len(trials) == len(set(trials)) == 6 * 3 * 2
+        assert found.status == "finished"
+
+    def test_means_are_over_folds_and_seeds_and_the_best_comes_first(self, found: Sweep) -> None:
+        for point in found.points:
+            values = [o.evaluation.metrics["accuracy"] for o in found.outcomes if o.trial.point == point.number]  # type: ignore[union-attr]
+            assert (point.n, point.mean) == (6, pytest.approx(np.mean(values)))
+            assert point.sd == pytest.approx(np.std(values, ddof=1))
+            low, high = stats.t.interval(0.95, 5, loc=np.mean(values), scale=stats.sem(values))
+            assert (point.low, point.high) == (pytest.approx(low), pytest.approx(high))
+        means = [point.mean for point in found.points]
+        assert means == sorted(means, reverse=True)  # type: ignore[type-var]
+
+    def test_the_best_state_gives_the_score_that_is_told_of_it(self, found: Sweep) -> None:
+        best = found.best_trial
+        assert best is not None and best.evaluation is not None and found.best is not None
+        assert best.trial.point == found.best.number
+        recipe = plan(clouds, grid={"lr": [0.1]}, folds=3, device="cpu").recipe
+        parts = recipe.make(best.trial)
+        parts.model.load_state_dict(found.best_state())
+        inputs, targets = blobs().train.gather(parts.valid)
+        assert accuracy(parts.model.eval()(inputs), targets) == pytest.approx(best.evaluation.metrics["accuracy"])
+
+    def test_only_the_best_model_is_left(self, found: Sweep) -> None:
+        assert found.best_trial is not None
+        left = [str(path.relative_to(found.folder)) for path in (Path(found.folder) / "models").iterdir()]
+        assert left == [found.best_trial.model]
+
+    def test_choices_say_why(self, found: Sweep) -> None:
+        assert [choice["group"] for choice in found.choices] == [0, 1]
+        assert all(choice["why"] and choice["table"] for choice in found.choices)
+
+    def test_what_was_measured_is_there_and_what_was_not_says_why(self, found: Sweep) -> None:
+        assert found.seconds > 0 and found.trials_per_s == pytest.approx(36 / found.seconds)
+        assert found.samples_per_s == pytest.approx(sum(o.samples for o in found.outcomes) / found.seconds)
+        assert found.reading is not None and found.reading["energy_j"] is None and found.reading["absent"]["energy_j"]
+
+    def test_it_reads_the_same_from_its_folder(self, found: Sweep) -> None:
+        again = read_sweep(found.folder)
+        assert dataclasses.replace(again, report=found.report, table=found.table) == found
+
+    def test_the_report_holds_the_answer_and_the_figures_and_fetches_nothing(self, found: Sweep) -> None:
+        page = Path(found.report).read_text()
+        assert found.answer.partition(":")[0] in page and page.count("<svg") == 3
+        assert "http://" not in page.replace("http://www.w3.org", "") and "<script" not in page
+        for name in ("scores", "curves", "slots"):
+            ElementTree.parse(Path(found.folder) / "figures" / f"{name}.svg")
+
+    def test_the_table_has_a_line_for_each_point(self, found: Sweep) -> None:
+        rows = Path(found.table).read_text().splitlines()
+        assert rows[0].startswith("place,point,lr,hidden,accuracy_mean") and len(rows) == 7
+
+    def test_slots_say_which_trial_sat_where(self, found: Sweep) -> None:
+        rows = lines(Path(found.folder), "slots")
+        assert {row["group"] for row in rows} == {0, 1}
+        assert sorted(row["trial"] for row in rows) == list(range(36))
+        assert all(0 <= row["began_s"] <= row["ended_s"] <= found.seconds for row in rows)
+
+    def test_as_a_document_it_is_strict_json(self, found: Sweep) -> None:
+        document = json.loads(to_json(found.to_dict()), parse_constant=pytest.fail)
+        assert document["best"]["number"] == found.points[0].number and len(document["outcomes"]) == 36
+
+
+def test_one_after_another_comes_to_the_same(tmp_path: Path) -> None:
+    asked = {"grid": ["lr=0.3,0.03"], "folds": 2}
+    fused, alone = (sweep(tmp_path / name, executor=name, **asked) for name in ("fused", "sequential"))
+    for one, other in zip(fused.points, alone.points, strict=True):
+        assert one.options == other.options and one.mean == pytest.approx(other.mean, abs=0.02)
+
+
+def test_a_sweep_that_was_stopped_goes_on_and_trains_each_trial_once(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def after_five(event: dict[str, Any]) -> None:
+        if event["event"] == "outcome" and event["done"] == 5:
+            stop.set()
+
+    asked: dict[str, Any] = {"grid": {"lr": [0.3, 0.1, 0.03]}, "folds": 4, "executor": "sequential"}
+    first = sweep(tmp_path / "a", on_event=after_five, stop=stop, **asked)
+    assert (first.status, len(first.outcomes)) == ("stopped", 5)
+    second = sweep(tmp_path / "a", **asked)
+    assert [session["trained"] for session in second.sessions] == [5, 7]
+    whole = sweep(tmp_path / "b", **asked)
+    assert sorted(o.trial.number for o in second.outcomes) == list(range(12))
+    assert [(p.number, p.mean) for p in second.points] == [(p.number, p.mean) for p in whole.points]
+    third = sweep(tmp_path / "a", **asked)
+    assert third.sessions[-1]["trained"] == 0 and third.points == second.points
+    assert third.samples_per_s is not None
+
+
+def test_another_sweep_in_the_same_folder_is_refused_with_what_differs(tmp_path: Path) -> None:
+    sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]})
+    with pytest.raises(ConfigError, match=r"with search \{'space': \['lr=0.3\|0.1'\]\}; wanted .*lr=0.3\|0.2"):
+        sweep(tmp_path / "a", grid={"lr": [0.3, 0.2]})
+    with pytest.raises(ConfigError, match=r"with options \{\}; wanted \{'epochs': 3\}"):
+        sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, epochs=3)
+    assert sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, executor="sequential").status == "finished"
+
+
+class TestSources:
+    def test_draws_come_from_ranges_and_repeat(self, tmp_path: Path) -> None:
+        asked = {"space": {"lr": "1e-3..1:log"}, "random": 4, "eval_every": 0}
+        one, two = (sweep(tmp_path / name, **asked) for name in "ab")
+        assert len(one.points) == 4 and [p.options for p in one.points] == [p.options for p in two.points]
+        assert all(1e-3 <= p.options["lr"] <= 1 for p in one.points)
+
+    def test_a_list_is_trained_as_written(self, tmp_path: Path) -> None:
+        found = sweep(tmp_path / "a", trials=[{"lr": 0.1}, {"lr": 0.2, "hidden": 5}])
+        assert sorted(map(str, (p.options for p in found.points))) == ["{'lr': 0.1}", "{'lr': 0.2, 'hidden': 5}"]
+
+    def test_optuna_may_bring_new_structures_as_it_goes_on(self, tmp_path: Path) -> None:
+        pytest.importorskip("optuna")
+        space = {"lr": "1e-2..1:log", "hidden": [2, 3, 4, 5]}
+        found = sweep(tmp_path / "a", space=space, search="optuna:points=12,parallel=2,sampler=random", epochs=1)
+        assert len(found.points) == 12 and found.status == "finished"
+        assert len({row["group"] for row in lines(tmp_path / "a", "slots")}) > 1
+
+    def test_one_value_of_an_option_that_is_a_list_is_a_list_of_one(self, tmp_path: Path) -> None:
+        made = plan("digits-mlp", grid=["hidden=32|64,16"], device="cpu")
+        assert made.config["search"]["space"] == ['hidden=[32]|"64,16"']
+
+    def test_nothing_to_search_is_one_point(self, tmp_path: Path) -> None:
+        found = sweep(tmp_path / "a", folds=KFold(3))
+        assert len(found.points) == 1 and found.answer.startswith("One point: the task as it is")
+
+
+class TestStopping:
+    def test_bad_trials_are_stopped_and_the_best_is_not(self, tmp_path: Path) -> None:
+        rates = [0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7]
+        found = sweep(tmp_path / "a", grid={"lr": rates}, stopping="asha:grace=1,factor=3", epochs=4)
+        counts = Counter(outcome.status for outcome in found.outcomes)
+        assert counts["stopped"] >= 4 and found.best is not None and found.best.options["lr"] >= 0.03
+        assert "stopped early; no mean includes them" in found.answer
+
+    def test_a_population_trains_through_fused_rows_and_can_be_gone_on_with(self, tmp_path: Path) -> None:
+        asked = {"grid": {"lr": [0.3, 0.1, 1e-4, 1e-5]}, "stopping": "pbt", "epochs": 4}
+        found = sweep(tmp_path / "a", executor="auto", **asked)
+        assert found.choices[0]["executor"] == "fused" and len(found.outcomes) == 4
+        became = [row for row in lines(tmp_path / "a", "reports") if row["verdict"] == "become"]
+        assert became
+        assert sorted(p.options["lr"] for p in found.points) == [1e-5, 1e-4, 0.1, 0.3]  # as asked for
+        assert sweep(tmp_path / "a", executor="auto", **asked).sessions[-1]["trained"] == 0
+
+    def test_a_population_needs_rows_and_one_structure(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="executor must be auto or fused, got sequential"):
+            sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, stopping="pbt", executor="sequential")
+        with pytest.raises(ConfigError, match="all must have one structure, got 2"):
+            sweep(tmp_path / "b", grid={"hidden": [3, 4]}, stopping="pbt")
+
+
+class TestTrouble:
+    def test_a_trial_that_cannot_be_made_fails_beside_good_ones(self, tmp_path: Path) -> None:
+        found = sweep(tmp_path / "a", grid={"hidden": [8, -1]}, seeds=2)
+        assert Counter(o.status for o in found.outcomes) == {"finished": 2, "failed": 2}
+        assert found.points[1].statuses == {"failed": 2} and found.points[1].mean is None
+        assert "no layer has -1 units" in Path(found.report).read_text()
+
+    def test_what_cannot_be_fused_is_trained_all_the_same_and_says_why(self, tmp_path: Path) -> None:
+        found = sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, options={"moody": True})
+        assert [o.status for o in found.outcomes] == ["finished"] * 2
+        (probe,) = found.probes
+        assert not probe["fuses"] and probe["why"] and f"Not fused:</span> {probe['why'][:20]}" in _unescaped(found)
+
+    def test_a_population_that_cannot_be_fused_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="these trials cannot be fused"):
+            sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, options={"moody": True}, stopping="pbt")
+
+    def test_without_matplotlib_the_report_says_which_extra_has_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]})
+        page = Path(found.report).read_bytes()
+        assert Path(write_all(found.folder).report).read_bytes() == page  # the same folder gives the same bytes
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        assert "pip install 'podium[study]'" in _unescaped(write_all(found))
+
+    def test_when_every_point_is_wrong_that_is_said_before_anything_is_written(self, tmp_path: Path) -> None:
+        with pytest.raises(UnknownName, match=r"'lrr'\. Did you mean 'lr'"):
+            sweep(tmp_path / "a", grid={"lrr": [0.3]})
+        with pytest.raises(ConfigError, match="epochs must be a whole number"):
+            sweep(tmp_path / "a", grid={"epochs": [0, -1]})
+        assert not (tmp_path / "a").exists()
+
+    @pytest.mark.parametrize(
+        ("asked", "message"),
+        [
+            ({"executor": "fuzed"}, "unknown executor 'fuzed'. Did you mean 'fused'"),
+            ({"executor": "fused:widht=3"}, "option of executor fused 'widht'. Did you mean 'width'"),
+            ({"metric": "acuracy"}, "unknown metric 'acuracy'. Did you mean 'accuracy'"),
+            ({"keep": "bst"}, "way to keep models 'bst'. Did you mean 'best'"),
+            ({"stopping": "ahsa"}, "Did you mean 'asha'"),
+            ({"random": 3, "optuna": 3}, "points must come from one place, got random and optuna"),
+            ({"epochs": 3, "grid": {"epochs": [1, 2]}}, "epochs must hold for all trials or be searched, got both"),
+            ({"grid": {"lr": [0.1]}, "space": {"lr": [0.2]}}, "lr must be given once"),
+            ({"trials": [{"lr": 0.1}], "grid": {"lr": [0.1]}}, "take no grid, got lr"),
+            ({"space": {"lr": "0.1..1"}}, "got a range for lr"),
+            ({"folds": "stratifid:3"}, "Did you mean 'stratified'"),
+        ],
+    )
+    def test_refusals_name_what_must_hold(self, asked: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError) as refused:
+            plan(clouds, device="cpu", **asked)
+        assert message in str(refused.value)
+
+
+def _unescaped(found: Sweep) -> str:
+    import html
+
+    return html.unescape(Path(found.report).read_text())
+
+
+@pytest.mark.parametrize(("keep", "models"), [("all", 4), ("none", 0)])
+def test_models_are_kept_as_asked(tmp_path: Path, keep: Any, models: int) -> None:
+    found = sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, folds=2, keep=keep)
+    assert len(list((tmp_path / "a").glob("models/*"))) == models
+    if keep == "none":
+        with pytest.raises(RecordError, match="models were not kept"):
+            found.best_state()
+
+
+def points(*values: list[float]) -> list[Point]:
+    made = []
+    for number, some in enumerate(values):
+        scores = tuple(Score(0, fold, 0, value) for fold, value in enumerate(some))
+        made.append(Point(number=number, options={}, n=len(some), mean=math.fsum(some) / len(some), scores=scores))
+    return made
+
+
+class TestTellingPointsApart:
+    CONFIG: dict[str, Any] = {"maximize": True, "folds": None}  # noqa: RUF012  # read only
+    BEST, NEXT = [0.9, 0.92, 0.95, 0.91], [0.88, 0.91, 0.92, 0.9]
+
+    def test_seeds_are_compared_by_a_paired_t_test(self) -> None:
+        (rival,) = find_rivals(points(self.BEST, self.NEXT), self.CONFIG)
+        assert rival.p == pytest.approx(stats.ttest_rel(self.BEST, self.NEXT).pvalue)
+        assert rival.gap == pytest.approx(np.mean(self.BEST) - np.mean(self.NEXT))
+
+    def test_folds_overlap_so_it_takes_more_to_tell_them_apart(self) -> None:
+        folds = {**self.CONFIG, "folds": {"overlap": 1 / 3, "count": 4}}
+        (rival,) = find_rivals(points(self.BEST, self.NEXT), folds)
+        gaps = np.array(self.BEST) - np.array(self.NEXT)
+        t = gaps.mean() / np.sqrt(gaps.var(ddof=1) * (1 / 4 + 1 / 3))
+        assert rival.p == pytest.approx(2 * stats.t.sf(t, 3))
+
+    def test_more_rivals_make_it_harder(self) -> None:
+        one = find_rivals(points(self.BEST, self.NEXT), self.CONFIG)
+        two = find_rivals(points(self.BEST, self.NEXT, [0.1, 0.2, 0.1, 0.3]), self.CONFIG)
+        assert two[0].p == pytest.approx(2 * one[0].p)  # type: ignore[operator]
+
+    def test_equal_scores_are_no_difference_and_one_pair_is_no_test(self) -> None:
+        (same,) = find_rivals(points(self.BEST, self.BEST), self.CONFIG)
+        (single,) = find_rivals(points([0.9], [0.1]), self.CONFIG)
+        assert same.p == 1.0 and single.p is None and not single.is_distinct
+
+    def test_the_answer_says_so(self, tmp_path: Path) -> None:
+        level = sweep(tmp_path / "a", grid={"lr": [0.1, 0.1001]}, folds=3)
+        assert "the best two cannot be told apart by these folds" in level.answer
+        clear = sweep(tmp_path / "b", grid={"lr": [0.3, 1e-7]}, folds=6, epochs=6)
+        assert "better than the next, lr=1e-07" in clear.answer
+        single = sweep(tmp_path / "c", grid={"lr": [0.3, 0.1]})
+        assert "One trial of each has no interval" in single.answer and "test data, which are" in single.answer
+
+
+@pytest.mark.parametrize(
+    ("metric", "less"), [("loss", True), ("mae", True), ("val_error", True), ("accuracy", False), ("r2", False)]
+)
+def test_losses_and_errors_are_minimised(metric: str, less: bool) -> None:
+    assert is_minimised(metric) is less
+
+
+def test_a_minimised_metric_has_its_smallest_first(tmp_path: Path) -> None:
+    found = sweep(tmp_path / "a", grid={"lr": [1e-4, 0.3]}, metric="loss")
+    assert not found.maximize and found.points[0].options == {"lr": 0.3}
+
+
+def test_a_recipe_has_the_folds_of_its_plan() -> None:
+    made = plan(clouds, folds="shuffle:4", device="cpu")
+    assert isinstance(made.recipe, Recipe) and made.recipe.folds is not None and len(made.recipe.folds) == 4
+    assert made.source.total == 4 and made.config["folds"]["overlap"] == pytest.approx(24 / 96)
+
+
+class TestFigures:
+    def swept(self, *options: dict[str, Any]) -> Sweep:
+        """Points in the order of their means, as a sweep has them."""
+        some = [
+            Point(number=n, options=one, n=1, mean=1 - n / 10, scores=(Score(n, None, 0, 1 - n / 10),))
+            for n, one in enumerate(options)
+        ]
+        facts: dict[str, Any] = {"answer": "", "rivals": (), "outcomes": (), "seconds": 0.0, "reading": None}
+        rates: dict[str, Any] = {"trials_per_s": None, "samples_per_s": None, "folder": "", "status": "finished"}
+        return Sweep(task="t", metric="accuracy", maximize=True, points=tuple(some), **facts, **rates)
+
+    def test_one_option_is_a_line_over_its_values(self) -> None:
+        figure = score_figure(self.swept({"lr": 0.1}, {"lr": 0.001}, {"lr": 1.0}))
+        assert isinstance(figure, OneOption) and figure.log
+        assert [(mark.x, mark.mean) for mark in figure.marks] == [(0.001, 0.9), (0.1, 1.0), (1.0, 0.8)]
+
+    def test_two_options_that_were_combined_are_a_map_in_order(self) -> None:
+        grid = [{"lr": lr, "hidden": [units]} for lr in (0.3, 0.1) for units in (64, 8, 16)]
+        figure = score_figure(
+            self.swept(
+                *grid,
+            )
+        )
+        assert isinstance(figure, Map)
+        assert (figure.columns, figure.rows) == (("0.1", "0.3"), ("8", "16", "64"))
+        assert figure.cells[2] == (pytest.approx(0.7), 1.0)
+
+    def test_more_options_are_lines_through_an_axis_for_each(self) -> None:
+        figure = score_figure(
+            self.swept({"a": 1, "b": "x", "c": 1}, {"a": 2, "b": "y", "c": 1}, {"a": 3, "b": "x", "c": 2})
+        )
+        assert isinstance(figure, Parallel)
+        assert [axis.option for axis in figure.axes] == ["a", "b", "c", "accuracy"]
+        assert [line[0] for line in figure.lines] == [0.0, 0.5, 1.0]
+        assert figure.lines[0][-1] == 1.0 and figure.lines[2][-1] == 0.0
+
+    def test_nothing_varied_is_no_figure(self) -> None:
+        assert score_figure(self.swept({"a": 1})) is None
+
+    def test_trials_without_rows_get_as_many_lanes_as_overlapped(self, tmp_path: Path) -> None:
+        times = [(0, 0.0, 2.0), (1, 0.5, 1.0), (2, 1.0, 3.0), (3, 2.5, 4.0)]
+        rows = [
+            {"trial": t, "group": 0, "row": None, "began_s": a, "ended_s": b, "status": "finished"} for t, a, b in times
+        ]
+        (tmp_path / "slots.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        figure = timeline_figure(tmp_path)
+        assert figure is not None and figure.lanes == ("row 0", "row 1")
+        assert {stay.trial: stay.lane for stay in figure.stays} == {0: 0, 1: 1, 2: 1, 3: 0}
