@@ -1,6 +1,7 @@
 """Many models on one device: trials, executors, slots.
 
-The public doors are `podium.sweep` (Python) and `podium sweep` (command line); both are `podium.colocate.sweep.sweep`.
+The public doors are `podium.sweep` (Python) and `podium sweep` (command line): `podium.colocate.sweep.sweep` trains,
+`podium.study.sweeps` reports.
 """
 
 from __future__ import annotations
@@ -12,5 +13,6 @@ EXECUTORS: dict[str, str] = {
     "processes": "podium.colocate.processes:Processes",
     "mps": "podium.colocate.mps:Mps",
     "ray": "podium.colocate.ray:RayActors",
+    "auto": "podium.colocate.auto:Auto",
 }
-"""Each executor's name to `module:class`; `auto` measures and chooses among the first three."""
+"""Each executor's name to `module:class`; `auto` measures the others and chooses."""

@@ -36,15 +36,13 @@ from podium.colocate.losses import lifted
 from podium.colocate.modules import stack_form
 from podium.colocate.recipe import Parts, Recipe, computing
 from podium.colocate.resident import Resident
-from podium.colocate.stacked_optim import OwnOptimizers, Place, Timetable, stack_optimizer
+from podium.colocate.stacked_optim import ALIGN, OwnOptimizers, Place, Stretch, Timetable, stack_optimizer, stretches_of
 from podium.colocate.trial import Evaluation
 from podium.errors import ConfigError, TrainingError
 
 Mode = Literal["forward", "gradient"]
 """What `vmap` goes over: the forward pass, with an ordinary backward; or the gradient too (recurrent nets need it)."""
 
-_ALIGN = 32
-"""Parameters begin at multiples of this many elements: matrix kernels want aligned addresses."""
 _WINDOW_BYTES = 32 << 20
 _LONGEST_WINDOW = 512
 
@@ -188,18 +186,24 @@ class Array:
         return found, losses
 
     def _update(self, grads: Sequence[Tensor], losses: Tensor) -> None:
-        rows = self.rows
-        cut = [g.reshape(rows, -1) for g in grads]
-        pieces = [t for pair in zip(cut, self._gaps, strict=True) for t in pair if t is not None]
-        flat = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
+        cut = [g.reshape(self.rows, -1) for g in grads]
+        pieces = [self._joined(cut[stretch.first : stretch.last], stretch) for stretch in self.stretches]
         if self.structure.clipped:
-            norm = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
-            flat = flat * (self.clip / (norm + 1e-6)).clamp(max=1.0)
+            norms = [torch.linalg.vector_norm(piece, dim=1, keepdim=True) for piece in pieces]
+            norm = torch.linalg.vector_norm(torch.cat(norms, dim=1), dim=1, keepdim=True)
+            share = (self.clip / (norm + 1e-6)).clamp(max=1.0)
+            pieces = [piece * share for piece in pieces]
         tick = self.tick % self.window_of_numbers
         numbers = self.numbers.gather(1, tick[:, None, None].expand(-1, 1, self.numbers.shape[2]))[:, 0]
-        self.optimizer.step(flat, numbers)
+        self.optimizer.step(pieces, numbers)
         self.tick.add_(1)
         self.loss.copy_(losses)
+
+    def _joined(self, grads: Sequence[Tensor], stretch: Stretch) -> Tensor:
+        """Gradients of small parameters, side by side as they lie in a row."""
+        gaps = self._gaps[stretch.first : stretch.last]
+        pieces = [t for pair in zip(grads, gaps, strict=True) for t in pair if t is not None]
+        return torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
 
     # Rows.
 
@@ -281,17 +285,25 @@ class Array:
         """All that a step changes; the first dimension is rows."""
         return [self.flat, self.tick, *self.buffers.values(), *self.optimizer.tensors()]
 
-    def evaluate(self, rows: Sequence[int], steps: Sequence[int], most: int | None = None) -> list[Evaluation]:
-        """How these rows do on their validation data, or on the first `most` samples of it, after so many steps."""
+    def evaluate(
+        self, rows: Sequence[int], steps: Sequence[int], most: int | None = None
+    ) -> list[Evaluation | Exception]:
+        """How these rows do on their validation data, or on the first `most` samples of it, after so many steps.
+
+        Where a trial's own loss or metric raises, what it raised.
+        """
         parts = [self._parts(row) for row in rows]
         wanted = [(shelf, index[:most]) for shelf, index in (validation(self.resident, one) for one in parts)]
         shelf, longest = wanted[0][0], max(len(index) for _, index in wanted)
         padded = np.stack([np.resize(index, longest) for _, index in wanted])
         places = torch.from_numpy(padded).to(self.device)
         outputs, targets = self._predict(rows, places)
-        found = []
+        found: list[Evaluation | Exception] = []
         for i, (one, (_, index)) in enumerate(zip(parts, wanted, strict=True)):
-            found.append(one.evaluate(steps[i], outputs[i, : len(index)], targets[i, : len(index)]))
+            try:
+                found.append(one.evaluate(steps[i], outputs[i, : len(index)], targets[i, : len(index)]))
+            except Exception as error:  # the user's own code
+                found.append(error)
         assert all(other is shelf for other, _ in wanted)
         return found
 
@@ -344,11 +356,12 @@ class Array:
         dtype = next(iter(params.values())).dtype
         for name in trained:
             size = params[name].numel()
-            gap = -size % _ALIGN
+            gap = -size % ALIGN
             self.places.append(Place(name, at, at + size, params[name].shape, group_of[name]))
             self._gaps.append(torch.zeros(rows, gap, dtype=dtype, device=self.device) if gap else None)
             at += size + gap
         self.flat = torch.zeros(rows, at, dtype=dtype, device=self.device)
+        self.stretches = stretches_of(self.places)
         self.leaves = [self.flat[:, p.start : p.stop].view(rows, *p.shape) for p in self.places]
         self.frozen = {name: _stacked(p.detach(), rows) for name, p in params.items() if name not in used}
         # Rows that are written to in place must be contiguous, or running statistics are silently not updated.
@@ -362,7 +375,7 @@ class Array:
         timetable_of = copy.copy(first)
         timetable_of.optimizer = copy.deepcopy(first.optimizer)  # a schedule writes into it
         columns = Timetable(timetable_of).columns
-        self.optimizer = stack_optimizer(self.flat, self.places, first, columns)
+        self.optimizer = stack_optimizer(self.flat, self.places, self.stretches, first, columns)
         self.window_of_numbers = 1
         self._columns = len(columns)
 

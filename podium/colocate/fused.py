@@ -15,9 +15,9 @@ from podium.colocate.probe import Verified, probe
 from podium.colocate.recipe import Parts, Recipe, precision_of, with_threads
 from podium.colocate.resident import Resident
 from podium.colocate.sequential import Sequential
-from podium.colocate.slots import Slots, failed
+from podium.colocate.slots import failed, train_in_slots
 from podium.colocate.widths import widest
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError
 
 WIDTH = {"cuda": 256, "cpu": 64}
 """Rows of an array, at most, when nobody says."""
@@ -70,7 +70,7 @@ class Fused(Executor):
                 first[len(arrays)] = taken[: array.rows]
                 arrays.append((array, WithReturned(desk, [parts.trial for parts in taken[array.rows :]])))
             if arrays:
-                Slots(recipe, arrays, self.name, on_event, captured=self.captured).run(first)
+                left += train_in_slots(recipe, arrays, first, self.name, on_event, captured=self.captured)
         for desk in left:
             Sequential(threads=self.threads).run(recipe, desk, on_event)
 
@@ -97,6 +97,6 @@ def take_parts(recipe: Recipe, desk: Desk, most: int, executor: str) -> list[Par
     while len(taken) < most and (trial := desk.take()) is not None:
         try:
             taken.append(recipe.make(trial))
-        except PodiumError as error:
+        except Exception as error:  # this trial's, not the sweep's
             desk.hand_in(failed(trial, error, executor), None)
     return taken

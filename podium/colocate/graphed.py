@@ -58,7 +58,10 @@ class GraphedAlone:
 
     def evaluate(self) -> Evaluation:
         """How it does now on its validation data."""
-        return self.array.evaluate([0], [self.steps_done])[0]
+        found = self.array.evaluate([0], [self.steps_done])[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def state(self) -> dict[str, Tensor]:
         """Its `state_dict`, on the CPU."""

@@ -7,9 +7,12 @@ can be lifted into tensors (the optimizer's numbers, dropout rates, label smooth
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import types
 import weakref
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,10 +64,59 @@ def is_number(value: Any) -> bool:
 
 
 def callable_key(function: Any) -> Any:
-    """What tells one function from another: partials by what they hold, everything else by itself."""
+    """What tells one function from another: its code and what it holds.
+
+    A function that another one defines is made anew at each call, so its identity would tell apart what is the same;
+    and its name would not tell apart what differs (a slope that a lambda took from around it). What is held and is not
+    plain counts by its identity.
+    """
     if isinstance(function, functools.partial):
-        return (callable_key(function.func), repr(function.args), repr(sorted(function.keywords.items())))
-    return function
+        kept = tuple(sorted((name, _held(value)) for name, value in function.keywords.items()))
+        return ("partial", callable_key(function.func), tuple(_held(value) for value in function.args), kept)
+    if isinstance(function, types.MethodType):
+        return ("method", callable_key(function.__func__), _held(function.__self__))
+    if isinstance(function, types.FunctionType):
+        cells = tuple(_held(cell.cell_contents) for cell in function.__closure__ or ())
+        named = tuple(sorted((name, _held(value)) for name, value in (function.__kwdefaults__ or {}).items()))
+        return (
+            "function",
+            function.__code__,
+            tuple(_held(value) for value in function.__defaults__ or ()),
+            named,
+            cells,
+        )
+    return _held(function)
+
+
+def _held(value: Any) -> Any:
+    """A value that a function holds: plain ones by value, functions by theirs, everything else by identity."""
+    if isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device | Path) or value is None:
+        return (type(value).__name__, repr(value))
+    if isinstance(value, tuple | list):
+        return (type(value).__name__, *(_held(v) for v in value))
+    if isinstance(value, dict):
+        return ("dict", *sorted((repr(k), _held(v)) for k, v in value.items()))
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        return callable_key(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and value.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # every dataclass has it
+        return (type(value), *((f.name, _held(getattr(value, f.name))) for f in dataclasses.fields(value)))
+    return _Same(value)
+
+
+class _Same:
+    """Equal to nothing but the same object, which it keeps: an address alone might be given to another."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __lt__(self, other: Any) -> bool:
+        return id(self.value) < id(other.value)
 
 
 def differences(first: Any, second: Any) -> str:
@@ -109,13 +161,29 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return ("Tensor", tuple(value.shape), str(value.dtype), str(value.detach().flatten().tolist()[:4096]))
     if isinstance(value, weakref.ref):
         return ("ref", _plain(value(), depth))
-    if isinstance(value, functools.partial):
-        return ("partial", _plain(value.func, depth), _plain(value.args, depth), _plain(value.keywords, depth))
-    if callable(value) and hasattr(value, "__qualname__"):
-        return ("function", value.__module__, value.__qualname__)
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        return ("function", _Opaque(callable_key(value)))
+    if isinstance(value, types.BuiltinFunctionType):
+        return ("built in", str(value.__module__), value.__qualname__)
     if hasattr(value, "__dict__") and depth < _DEEPEST:
         return ("object", type(value).__qualname__, _plain(vars(value), depth + 1))
     return ("object", type(value).__qualname__, repr(value))
+
+
+class _Opaque:
+    """A key among plain ones: compared whole, and sorted as if all were alike."""
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Opaque) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __lt__(self, other: Any) -> bool:
+        return False
 
 
 _DEEPEST = 8

@@ -212,6 +212,8 @@ def _as_it_was() -> Iterator[None]:
     on_sigterm, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("ray")
     level = logger.level
     os.environ.update(_SETTINGS)
+    # Ray takes its number of CPUs for this, and would start one process after the other.
+    os.environ["RAY_worker_maximum_startup_concurrency"] = str(len(os.sched_getaffinity(0)))
     logger.setLevel(logging.ERROR)
     try:
         yield

@@ -11,7 +11,7 @@ from podium.colocate.keys import callable_key
 from podium.colocate.recipe import Recipe, precision_of, with_threads
 from podium.colocate.resident import Resident
 from podium.colocate.slots import failed
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError
 
 
 @final
@@ -44,7 +44,7 @@ class Sequential(Executor):
                         residents[key] = Resident(recipe.data_of(parts.task), recipe.torch_device, recipe.torch_dtype)
                     alone = make_alone(self.mode, recipe, parts, residents[key], graphs)
                     outcome = train_alone(alone, desk.report, self.name, desk.stop_requested)
-                except (PodiumError, RuntimeError) as error:
+                except Exception as error:  # whatever the user's own code raises is this trial's, not the sweep's
                     desk.hand_in(failed(trial, error, self.name), None)
                     continue
                 if outcome is not None:

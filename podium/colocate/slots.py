@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 from podium.colocate.alone import outcome_of
 from podium.colocate.array import Array
-from podium.colocate.base import Desk
+from podium.colocate.base import Desk, OnEvent, WithReturned
 from podium.colocate.bundle import Bundle
 from podium.colocate.recipe import Parts, Recipe
 from podium.colocate.trial import Evaluation, Outcome, Trial, Verdict
@@ -55,7 +54,7 @@ class Slots:
         recipe: Recipe,
         arrays: list[tuple[Array, Desk]],
         executor: str,
-        on_event: Callable[[dict[str, Any]], None],
+        on_event: OnEvent,
         *,
         captured: bool | None = None,
     ) -> None:
@@ -71,7 +70,7 @@ class Slots:
         """Train until no trial is left; `first`: trials that were taken already, by the array's place."""
         for place, waiting in (first or {}).items():
             for parts in waiting:
-                self._put(place, self._free_row(place), parts)
+                self._begin(place, parts.trial, lambda parts=parts: parts)  # type: ignore[misc]  # bound now, not later
         self._fill()
         self._refill()
         while self.slots:
@@ -96,10 +95,13 @@ class Slots:
                 trial = desk.take()
                 if trial is None:
                     break
-                try:
-                    self._put(place, self._free_row(place), self.recipe.make(trial))
-                except PodiumError as error:
-                    desk.hand_in(failed(trial, error, self.executor), None)
+                self._begin(place, trial, lambda trial=trial: self.recipe.make(trial))  # type: ignore[misc]  # as above
+
+    def _begin(self, place: int, trial: Trial, make: Callable[[], Parts]) -> None:
+        try:
+            self._put(place, self._free_row(place), make())
+        except Exception as error:  # this trial's, not the sweep's
+            self.arrays[place][1].hand_in(failed(trial, error, self.executor), None)
 
     def _put(self, place: int, row: int, parts: Parts) -> None:
         array, _ = self.arrays[place]
@@ -133,6 +135,9 @@ class Slots:
         found = array.evaluate([slot.row for slot in due], [slot.steps for slot in due])
         becoming: list[tuple[Slot, Verdict]] = []
         for slot, evaluation in zip(due, found, strict=True):
+            if isinstance(evaluation, Exception):  # a metric that raises ends its own trial
+                self._end(place, slot, "failed", f"{type(evaluation).__name__}: {evaluation}")
+                continue
             slot.history.append(evaluation)
             if not math.isfinite(evaluation.loss):
                 self._end(place, slot, "diverged", f"its loss is {evaluation.loss} after {slot.steps} steps")
@@ -146,6 +151,10 @@ class Slots:
                 becoming.append((slot, verdict))
         for slot, verdict in becoming:
             self._become(place, slot, verdict)
+
+    def unfinished(self, place: int) -> list[Trial]:
+        """The trials that sit in rows of this array."""
+        return [slot.trial for (at, _), slot in sorted(self.slots.items()) if at == place]
 
     def _end(self, place: int, slot: Slot, status: str, why: str) -> None:
         _, desk = self.arrays[place]
@@ -172,6 +181,27 @@ class Slots:
         slot.parts = self.recipe.make(changed)
         slot.array.change_numbers(slot.row, slot.parts, slot.steps)
         slot.filled_to = slot.steps  # its samples go on where they were; its numbers are read anew
+
+
+def train_in_slots(
+    recipe: Recipe,
+    arrays: list[tuple[Array, Desk]],
+    first: dict[int, list[Parts]],
+    executor: str,
+    on_event: OnEvent,
+    *,
+    captured: bool | None = None,
+) -> list[Desk]:
+    """Train in these arrays. Where a step raises, what is not finished is left for another way, from its beginning."""
+    slots = Slots(recipe, arrays, executor, on_event, captured=captured)
+    try:
+        slots.run(first)
+    except PodiumError:
+        raise
+    except Exception as error:  # the user's own code at a later step, or memory that did not suffice
+        on_event({"event": "fell back", "why": f"{type(error).__name__}: {error}"[:500]})
+        return [WithReturned(desk, slots.unfinished(place)) for place, (_, desk) in enumerate(arrays)]
+    return []
 
 
 def failed(trial: Trial, error: Exception, executor: str) -> Outcome:

@@ -34,6 +34,38 @@ class Place(NamedTuple):
     group: int
 
 
+class Stretch(NamedTuple):
+    """Parameters of one group that are stepped at once: a large one by itself, small ones side by side."""
+
+    first: int  # of the places
+    last: int  # one behind
+    start: int
+    stop: int
+    group: int
+
+
+LARGE = 1 << 16
+"""Elements from which on a parameter is stepped by itself: joining its gradient to others would cost a copy of it."""
+
+
+def stretches_of(places: Sequence[Place]) -> list[Stretch]:
+    """How a row is cut for stepping."""
+    found: list[Stretch] = []
+    for i, place in enumerate(places):
+        stop = places[i + 1].start if i + 1 < len(places) else place.stop + (-(place.stop - place.start)) % ALIGN
+        large = place.stop - place.start >= LARGE
+        before = found[-1] if found else None
+        if before is None or large or before.group != place.group or before.stop - before.start >= LARGE:
+            found.append(Stretch(i, i + 1, place.start, stop, place.group))
+        else:
+            found[-1] = before._replace(last=i + 1, stop=stop)
+    return found
+
+
+ALIGN = 32
+"""Parameters begin at multiples of this many elements: matrix kernels want aligned addresses."""
+
+
 class Column(NamedTuple):
     """One number of an optimizer: of which group, which option, which part of a tuple."""
 
@@ -92,8 +124,8 @@ class StackedOptimizer(ABC):
 
     capturable = True
 
-    def __init__(self, flat: Tensor, places: Sequence[Place], first: Parts, columns: Sequence[Column]) -> None:
-        self.flat, self._columns = flat, columns
+    def __init__(self, flat: Tensor, stretches: Sequence[Stretch], first: Parts, columns: Sequence[Column]) -> None:
+        self.flat, self.stretches, self._columns = flat, stretches, columns
         self.count = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
         """Steps that each row has done."""
         self.groups = [dict(group) for group in first.optimizer.param_groups]
@@ -101,7 +133,6 @@ class StackedOptimizer(ABC):
             for name in MAY_BE_ABSENT:
                 if name in first.varies and group.get(name) == 0:
                     group[name] = 1.0  # other rows have some: only whether there is any is read from here
-        self._cuts = [_cut(places, number) for number in range(len(self.groups))]
         self.state: dict[str, Tensor] = {name: torch.zeros_like(flat) for name in self.moments()}
 
     @abstractmethod
@@ -110,13 +141,13 @@ class StackedOptimizer(ABC):
 
     @abstractmethod
     def update(self, cut: slice, grad: Tensor, fixed: Mapping[str, Any], now: Numbers) -> None:
-        """Step one group; `cut` is where its parameters lie in a row."""
+        """Step one stretch of a group; `cut` is where it lies in a row."""
 
-    def step(self, grads: Tensor, numbers: Tensor) -> None:
-        """One step of every row, by the numbers [rows, columns] of this step."""
-        for number, (group, cut) in enumerate(zip(self.groups, self._cuts, strict=True)):
-            if cut.stop > cut.start:
-                self.update(cut, grads[:, cut], group, self._now(number, numbers))
+    def step(self, grads: Sequence[Tensor], numbers: Tensor) -> None:
+        """One step of every row, by the gradients of each stretch and the numbers [rows, columns] of this step."""
+        for stretch, grad in zip(self.stretches, grads, strict=True):
+            cut = slice(stretch.start, stretch.start + grad.shape[1])
+            self.update(cut, grad, self.groups[stretch.group], self._now(stretch.group, numbers))
         self.count.add_(1)
 
     def load(self, row: int, parts: Parts) -> None:
@@ -236,8 +267,9 @@ class StackedAdagrad(StackedOptimizer):
 
     def load(self, row: int, parts: Parts) -> None:
         super().load(row, parts)
-        for cut, group in zip(self._cuts, parts.optimizer.param_groups, strict=True):
-            self.state["sum"][row, cut] = group["initial_accumulator_value"]
+        for stretch in self.stretches:
+            start = parts.optimizer.param_groups[stretch.group]["initial_accumulator_value"]
+            self.state["sum"][row, stretch.start : stretch.stop] = start
 
     def update(self, cut: slice, grad: Tensor, fixed: Mapping[str, Any], now: Numbers) -> None:
         params, total = self.flat[:, cut], self.state["sum"][:, cut]
@@ -255,15 +287,16 @@ class OwnOptimizers:
 
     capturable = False
 
-    def __init__(self, flat: Tensor, places: Sequence[Place]) -> None:
-        self.flat, self._places = flat, places
+    def __init__(self, flat: Tensor, places: Sequence[Place], stretches: Sequence[Stretch]) -> None:
+        self.flat, self._places, self.stretches = flat, places, stretches
         self.count = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
         self._grads = torch.zeros_like(flat)
         self._rows: list[tuple[Optimizer, LRScheduler | None] | None] = [None] * len(flat)
 
-    def step(self, grads: Tensor, numbers: Tensor) -> None:
+    def step(self, grads: Sequence[Tensor], numbers: Tensor) -> None:
         """One step of every row that holds a trial; the numbers are the optimizers' own."""
-        self._grads.copy_(grads)
+        for stretch, grad in zip(self.stretches, grads, strict=True):
+            self._grads[:, stretch.start : stretch.start + grad.shape[1]].copy_(grad)
         for held in self._rows:
             if held is not None:
                 optimizer, schedule = held
@@ -328,19 +361,13 @@ STACKED: dict[type[Optimizer], Callable[..., StackedOptimizer]] = {
 
 
 def stack_optimizer(
-    flat: Tensor, places: Sequence[Place], first: Parts, columns: Sequence[Column]
+    flat: Tensor, places: Sequence[Place], stretches: Sequence[Stretch], first: Parts, columns: Sequence[Column]
 ) -> StackedOptimizer | OwnOptimizers:
     """The stacked form of the optimizer of `first`; where there is none, torch's own for each row."""
     make = STACKED.get(type(first.optimizer))
     if make is None or any(group.get("differentiable") for group in first.optimizer.param_groups):
-        return OwnOptimizers(flat, places)
-    return make(flat, places, first, columns)
-
-
-def _cut(places: Sequence[Place], group: int) -> slice:
-    """Where a group's parameters lie; they lie side by side."""
-    mine = [place for place in places if place.group == group]
-    return slice(mine[0].start, mine[-1].stop) if mine else slice(0, 0)
+        return OwnOptimizers(flat, places, stretches)
+    return make(flat, stretches, first, columns)
 
 
 def _moved(state: Mapping[str, Any], flat: Tensor) -> dict[str, Any]:

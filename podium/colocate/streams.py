@@ -17,7 +17,7 @@ from podium.colocate.keys import callable_key
 from podium.colocate.recipe import Parts, Recipe, precision_of, with_threads
 from podium.colocate.resident import Resident
 from podium.colocate.sequential import Sequential
-from podium.colocate.slots import Slots
+from podium.colocate.slots import train_in_slots
 from podium.errors import ConfigError
 
 
@@ -59,6 +59,6 @@ class Streams(Executor):
                     first[len(arrays)] = [parts]
                     arrays.append((Array(recipe, parts, residents[key], 1), desk))
             if arrays:
-                Slots(recipe, arrays, self.name, on_event).run(first)
+                left += train_in_slots(recipe, arrays, first, self.name, on_event)
         for desk in left:
             Sequential(threads=self.threads).run(recipe, desk, on_event)

@@ -136,6 +136,30 @@ class TestSilentTraps:
         with pytest.raises(ConfigError, match="must be like the array it joins, differs in"):
             array.load(0, recipe.make(Trial(number=1, options={"slope": 0.2})))
 
+    def test_functions_are_told_apart_by_what_they_hold_and_not_by_their_names(self) -> None:
+        from podium.colocate.array import structure_of
+
+        class Bent(nn.Module):
+            def __init__(self, slope: float) -> None:
+                super().__init__()
+                self.layer, self.bend = nn.Linear(nets.FEATURES, nets.CLASSES), lambda x: x * slope
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor = self.bend(self.layer(x))
+                return out
+
+        def make(*, slope: float, lr: float = 0.1) -> Task:
+            def data() -> Any:
+                return nets.data()
+
+            return dataclasses.replace(nets.task_of(lambda: Bent(slope), lr=lr), data=data)
+
+        recipe = recipe_of(make)
+        options = ({"slope": 1.0}, {"slope": 2.0}, {"slope": 1.0, "lr": 0.2})
+        one, other, same = (structure_of(recipe.make(trial)) for trial in trials_of(*options))
+        assert one != other and one.data == other.data
+        assert one.model == same.model and one.data == same.data
+
     def test_tied_weights_stay_tied(self) -> None:
         assert_equals_alone(nets.task_of(nets.Tied), trials_of({"lr": 0.1}, {"lr": 0.2}))
         recipe = recipe_of(nets.task_of(nets.Tied))
@@ -250,6 +274,39 @@ class TestFallBack:
         assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(3))
         refusal = next(event for event in heard if event["event"] == "probe")
         assert not refusal["fuses"] and "vmap" in refusal["why"]
+
+    def test_code_that_raises_at_a_later_step_fails_its_own_trials_and_no_others(self) -> None:
+        class Fragile(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer, self.calls = nn.Linear(nets.FEATURES, nets.CLASSES), 0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.calls += self.training
+                if self.calls > 9:
+                    raise ValueError("worn out")
+                out: torch.Tensor = self.layer(x)
+                return out
+
+        trials = trials_of({"epochs": 1}, {"epochs": 2}, {"epochs": 1})  # 7 and 14 steps
+        desk, heard = Desk(trials), []
+        Fused().run(recipe_of(nets.task_of(Fragile)), desk, heard.append)
+        assert [desk.outcomes[i].status for i in range(3)] == ["finished", "failed", "finished"]
+        assert desk.outcomes[1].why == "ValueError: worn out"
+        assert any(event["event"] == "fell back" and "worn out" in event["why"] for event in heard)
+
+    @pytest.mark.parametrize("executor", [Fused(), Sequential()], ids=["fused", "sequential"])
+    def test_a_metric_that_raises_fails_its_own_trial_only(self, executor: Any) -> None:
+        def fussy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+            if float(outputs.abs().max()) > 1e3:
+                raise ValueError("too large")
+            return 1.0
+
+        task = dataclasses.replace(nets.task_of(partial(nets.net, norm=False)), metrics={"fussy": fussy})
+        desk = Desk(trials_of({"lr": 0.1}, {"lr": 40.0}, {"lr": 0.2}))
+        executor.run(recipe_of(task), desk, lambda event: None)
+        assert [desk.outcomes[i].status for i in range(3)] == ["finished", "failed", "finished"]
+        assert desk.outcomes[1].why == "ValueError: too large"
 
     def test_auto_says_what_it_chose_and_from_what(self) -> None:
         trials, heard = trials_of(*[{"lr": 0.01 * (i + 1)} for i in range(8)]), []
