@@ -231,7 +231,7 @@ def convert(value: Any, hint: Any, who: str) -> Any:
             raise UnknownName(f"value of {who}:", value, args)
         raise ConfigError(f"{who} must be one of {list(args)}, got {value!r}")
     if origin in (tuple, list, Sequence):
-        items = value.split(",") if isinstance(value, str) else value
+        items = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int | float) else value
         if not isinstance(items, Sequence):
             raise ConfigError(f"{who} must be a list, got {value!r}")
         return tuple(convert(item, args[0], who) for item in items)

@@ -55,7 +55,7 @@ class TestConvert:
             (3, str, "it must be text, got 3"),
             (None, int | str, "it must not be none"),
             ("x", int | None, "it must be a whole number, got 'x'"),
-            (3, tuple[float, ...], "it must be a list, got 3"),
+            ({"a": 3}, tuple[float, ...], "it must be a list, got"),
             ("1,x", tuple[float, ...], "it must be a number, got 'x'"),
             (3, Literal[1, 2], r"it must be one of \[1, 2\], got 3"),
             ("bf61", Literal["off", "bf16"], "Did you mean 'bf16'"),

@@ -14,6 +14,7 @@ cell the one is that `auto` would have chosen.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import os
@@ -159,9 +160,7 @@ class _Bench:
         self.most_processes = most_processes or (16 if on_gpu else len(os.sched_getaffinity(0)))
         if on_gpu:
             self.board = open_board(0)
-            if self.board is not None and energy_s:
-                torch.zeros(1, device="cuda")  # idle means: with a context, as every arm has one
-                self.idle = measure_idle(self.board, 5.0)
+            self.idle = None if self.board is None else _idle(self.board, 5.0 if energy_s else 0.5)
         self._apart: dict[tuple[str, str, str, int], Row] = {}
 
     def device_facts(self) -> dict[str, Any]:
@@ -416,6 +415,13 @@ class _Watch:
         elif now - self._mark[0] >= max(self.energy_s, 1.0):
             self.reading, self.read_steps = self._window.end(), sum(steps) - self._window_from
             self._stop = True
+
+
+def _idle(board: Board, seconds: float) -> Idle:
+    """Memory as it was before this process had a context; power with one, since every arm has one."""
+    before = measure_idle(board, 0.2)
+    torch.zeros(1, device="cuda")
+    return dataclasses.replace(measure_idle(board, seconds), memory_bytes=before.memory_bytes)
 
 
 def trials_of(count: int) -> list[Trial]:

@@ -6,8 +6,9 @@ and the time to train the whole group is predicted:
     start + trials × steps × seconds per model-step
 
 `start` is what has to happen before the first step (a capture, a compilation, starting processes) as far as it is still
-to come. Nothing that was timed counts as training: rows are loaded anew afterwards. A candidate that raises, for lack
-of memory or because its step cannot be captured, is left out and the reason kept.
+to come. The most promising candidates come first, and timing ends when it has cost a quarter of what is left to gain
+from. Nothing that was timed counts as training: rows are loaded anew afterwards. A candidate that raises, for lack of
+memory or because its step cannot be captured, is left out and the reason kept.
 
 Compiling takes from half a minute to several, so it is tried only where the group would train for long enough to get
 that back. Processes are timed by what one trial costs on one thread, and are considered on the CPU only: on a GPU one
@@ -19,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -48,6 +49,8 @@ COMPILED_GAIN = 1.6
 """How much faster compiled steps are expected to be, before it is tried."""
 PROCESS_START_S = 5.0
 WORTH_FUSING = 1.1
+SHARE_OF_TOTAL = 0.25
+"""Timing ends when it has taken this share of what the best candidate so far would take for all trials."""
 _WIDTHS = (4, 8, 16, 32, 64, 128, 256)
 
 
@@ -126,22 +129,42 @@ class Auto(Executor):
         return _decide(timed, found, len(taken))
 
     def _time_all(self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified) -> list[Candidate]:
-        timing = _Timing(recipe, taken, resident, found, self.seconds)
-        on_cpu = recipe.torch_device.type == "cpu"
-        threads = (1, None) if on_cpu and torch.get_num_threads() > 1 else (None,)
-        timed = [timing.sequential(count) for count in threads]
+        timing, began = _Timing(recipe, taken, resident, found, self.seconds), time.perf_counter()
+        on_cpu, timed = recipe.torch_device.type == "cpu", []
+        for candidate in self._candidates(recipe, timing, taken, resident, found):
+            timed.append(candidate())
+            left = min(c.total_s for c in timed)
+            if len(timed) > 1 and time.perf_counter() - began > SHARE_OF_TOTAL * left:
+                break  # what is left takes no longer than looking for something faster would
         if on_cpu:
-            timed.append(timing.processes())
-        else:
-            timed += [timing.streams(width) for width in (8, 16, 32) if width <= 2 * len(taken)]
+            timed.append(timing.processes(timed[0]))
+        fused = [c for c in timed if c.executor.name == "fused" and not c.why_not]
+        if fused and self._may_compile(recipe, timed, found):
+            timed.append(timing.fused(min(fused, key=lambda c: c.total_s).width, None, compiled=True))
+        return timed
+
+    def _candidates(
+        self, recipe: Recipe, timing: _Timing, taken: Sequence[Parts], resident: Resident, found: Verified
+    ) -> Iterator[Callable[[], Candidate]]:
+        """One after another first, then whatever is most likely to be faster."""
+        on_cpu = recipe.torch_device.type == "cpu"
+        several = on_cpu and torch.get_num_threads() > 1
+        one = 1 if several else None
+        yield lambda: timing.sequential(one)
+        widths: list[int] = []
         if found.fuses and len(taken) > 1:
             most = widest(recipe, taken[0], resident, len(taken), found.mode)
-            widths = sorted({w for w in _WIDTHS if w < most} | {most})[-4:]
-            timed += [timing.fused(width, count) for width in widths for count in threads]
-            if self._may_compile(recipe, timed, found):
-                best = min((c for c in timed if c.executor.name == "fused"), key=lambda c: c.total_s)
-                timed.append(timing.fused(best.width, None, compiled=True))
-        return timed
+            widths = sorted({w for w in _WIDTHS if w < most} | {most})[:-5:-1]
+            yield lambda: timing.fused(widths[0], one)
+        if several:
+            yield lambda: timing.sequential(None)
+            for width in widths[:1]:
+                yield lambda width=width: timing.fused(width, None)  # type: ignore[misc]  # bound now
+        for width in widths[1:]:
+            yield lambda width=width: timing.fused(width, one)  # type: ignore[misc]  # bound now
+        for width in (16, 32, 8) if not on_cpu else ():
+            if width <= 2 * len(taken):
+                yield lambda width=width: timing.streams(width)  # type: ignore[misc]  # bound now
 
     def _may_compile(self, recipe: Recipe, timed: Sequence[Candidate], found: Verified) -> bool:
         if self.compiled is not None:
@@ -171,9 +194,9 @@ class _Timing:
 
         return self._timed(Sequential(mode="graph" if on_gpu else "eager", threads=threads), 1, begin, threads)
 
-    def processes(self) -> Candidate:
-        """Each has one thread; as many run as there are cores."""
-        cores, one = len(os.sched_getaffinity(0)), self.sequential(1)
+    def processes(self, one: Candidate) -> Candidate:
+        """From one trial on one thread: each process has one, and as many run as there are cores."""
+        cores = len(os.sched_getaffinity(0))
         width = min(cores, len(self.taken))
         if cores < 2 or not isinstance(self.recipe.task, str):
             reason = "one core" if cores < 2 else "the task has no name by which another process could make it"

@@ -189,7 +189,7 @@ class _Foreman:
         if verdict.action == "become":
             raise ConfigError(
                 f"executor {self.crew.executor}: population based training copies rows between trials: "
-                "executor must be fused, streams or sequential"
+                "executor must be fused"
             )
         self.labourers.send(seat.number, to_json({"verdict": vars(verdict)}))
 

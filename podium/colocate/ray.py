@@ -211,9 +211,9 @@ def _as_it_was() -> Iterator[None]:
     settings = {name: value for name, value in os.environ.items() if name.startswith(_RAYS_OWN)}
     on_sigterm, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("ray")
     level = logger.level
-    os.environ.update(_SETTINGS)
-    # Ray takes its number of CPUs for this, and would start one process after the other.
-    os.environ["RAY_worker_maximum_startup_concurrency"] = str(len(os.sched_getaffinity(0)))
+    # Ray would take its number of CPUs for this, and start one process after the other.
+    at_once = {"RAY_worker_maximum_startup_concurrency": str(len(os.sched_getaffinity(0)))}
+    os.environ.update(_SETTINGS | at_once)
     logger.setLevel(logging.ERROR)
     try:
         yield
