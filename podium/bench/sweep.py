@@ -14,7 +14,6 @@ cell the one is that `auto` would have chosen.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import os
@@ -421,7 +420,7 @@ def _idle(board: Board, seconds: float) -> Idle:
     """Memory as it was before this process had a context; power with one, since every arm has one."""
     before = measure_idle(board, 0.2)
     torch.zeros(1, device="cuda")
-    return dataclasses.replace(measure_idle(board, seconds), memory_bytes=before.memory_bytes)
+    return measure_idle(board, seconds)._replace(memory_bytes=before.memory_bytes)
 
 
 def trials_of(count: int) -> list[Trial]:
