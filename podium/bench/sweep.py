@@ -385,6 +385,9 @@ class _Watch:
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         return GO
 
+    def begin_again(self, trial: Trial) -> None:
+        pass
+
     def hand_in(self, outcome: Outcome, state: State | None) -> None:
         if outcome.status != "finished":
             self.troubles.append(outcome.why)

@@ -15,10 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from podium.building import derived_seed
 from podium.colocate.recipe import Parts, Recipe, computing
 from podium.colocate.resident import Resident, Shelf
 from podium.colocate.trial import Evaluation, Outcome, Trial, Verdict
+from podium.errors import ConfigError
 from podium.nests import join_rows, map_tensors
+
+
+class PopulationError(ConfigError):
+    """A trial was to take over another's state where it is trained alone."""
 
 
 class Alone:
@@ -69,22 +75,41 @@ class Alone:
         cut = slice(place * parts.batch_size, (place + 1) * parts.batch_size)
         return shelf.batch(self._order[cut], self._keys[cut])
 
-    def evaluate(self) -> Evaluation:
-        """How it does now on its validation data."""
+    def evaluate(self, most: int | None = None) -> Evaluation:
+        """How it does now on its validation data, or on the first `most` samples of it."""
         shelf, index = validation(self.resident, self.parts)
+        index = index[:most]
         with computing(self.recipe, self.parts.task):
             outputs, targets = predict(self.model, shelf, index, self.parts.task.eval_batch_size)
         return self.parts.evaluate(self.steps_done, outputs, targets)
 
     def state(self) -> dict[str, Tensor]:
         """Its `state_dict`, on the CPU."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+        held = self.model.state_dict()
+        return {name: tensor.detach().cpu().clone() for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
 
 def train_alone(
     alone: Alone, report: Callable[[Trial, Evaluation], Verdict], executor: str, stop: Callable[[], bool]
 ) -> Outcome | None:
-    """Train to the end, or until a verdict says otherwise; None when `stop` cut it short."""
+    """Train to the end, or until a verdict says otherwise; None when `stop` cut it short.
+
+    What the model draws from torch's generators it draws from the trial's seed; they are as before afterwards.
+    """
+    device = alone.recipe.torch_device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed_of_training(alone.trial))
+        return _train(alone, report, executor, stop)
+
+
+def seed_of_training(trial: Trial) -> int:
+    """What the generators are seeded with before a trial's first step."""
+    return derived_seed(trial.seed, 0xA10E)
+
+
+def _train(
+    alone: Alone, report: Callable[[Trial, Evaluation], Verdict], executor: str, stop: Callable[[], bool]
+) -> Outcome | None:
     began, history = time.perf_counter(), []
     status, why = "finished", ""
     while True:
@@ -99,6 +124,11 @@ def train_alone(
             if verdict.action == "stop":
                 status, why = "stopped", verdict.why
                 break
+            if verdict.action == "become":
+                raise PopulationError(
+                    f"trial {alone.trial.number}: population based training copies rows between trials: executor must "
+                    f"be fused, got {executor}"
+                )
         if stop():
             return None
         alone.step()
@@ -153,6 +183,6 @@ def at_least_single(outputs: Any) -> Any:
 
 def plain_state(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of `values` that the model's own `state_dict` has, tied names included."""
-    keep = model.state_dict(keep_vars=True)
+    keep = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     first = {id(tensor): name for name, tensor in reversed(list(keep.items()))}
     return {name: values[name] if name in values else values[first[id(tensor)]] for name, tensor in keep.items()}

@@ -45,6 +45,7 @@ Mode = Literal["forward", "gradient"]
 
 _WINDOW_BYTES = 32 << 20
 _LONGEST_WINDOW = 512
+_SHORTEST_WINDOW = 4
 
 
 class Structure(NamedTuple):
@@ -59,6 +60,7 @@ class Structure(NamedTuple):
     scheduled: bool
     dropped: bool
     """Whether any dropout may happen at all."""
+    autocast: str
 
 
 def structure_of(parts: Parts) -> Structure:
@@ -74,6 +76,7 @@ def structure_of(parts: Parts) -> Structure:
         clipped=task.clip_norm is not None,
         scheduled=task.schedule is not None,
         dropped="dropout" in parts.varies or _drops(parts.model),
+        autocast=task.autocast,
     )
 
 
@@ -90,16 +93,22 @@ class Array:
         mode: Mode = "forward",
         fast: bool | None = None,
         compiled: bool = False,
+        tells: bool = False,
     ) -> None:
         """`first` is any trial of the structure.
 
         `fast` swaps layers for forms made for many models at once; None does so on a GPU, where they are faster. They
-        have no gradient under `vmap`, so the mode `gradient` does without.
+        have no gradient under `vmap`, so the mode `gradient` does without. `tells`: torch warns of operations that it
+        does row by row.
         """
         self.recipe, self.resident, self.rows, self.mode = recipe, resident, rows, mode
         self.device, self.task, self.batch_size = recipe.torch_device, first.task, first.batch_size
         if resident.train.why_not:
             raise ConfigError(f"fused: the data must lie on {self.device}, but {resident.train.why_not}")
+        if first.valid is None and resident.test.why_not:
+            raise ConfigError(f"fused: the test data must lie on {self.device}, but {resident.test.why_not}")
+        switch: Any = torch._C._functorch  # there is no public one
+        switch._set_vmap_fallback_warning_enabled(tells)
         self.structure = structure_of(first)
         self.held: list[Parts | None] = [None] * rows
         self.base = copy.deepcopy(first.model).to(self.device).train()
@@ -270,10 +279,15 @@ class Array:
         values = {name: tensor.detach().cpu().clone() for name, tensor in values.items()}
         return plain_state(parts.model, values)
 
+    def release(self, row: int) -> None:
+        """The row's trial is over; the row goes on computing, and nobody looks."""
+        self.held[row] = None
+        self.optimizer.release(row)
+
     def copy_row(self, source: int, target: int) -> None:
         """Parameters, buffers and moments of one row to another; its numbers, seed and samples stay its own."""
         kept = {name: self.buffers[name][target].clone() for name in self._own_buffers}
-        for tensor in self.tensors():
+        for tensor in [*self.tensors(), *self.frozen.values()]:
             if tensor is not self.tick:
                 tensor[target].copy_(tensor[source])
         for name, value in kept.items():
@@ -350,7 +364,7 @@ class Array:
         self._check(params)
         names = {id(p): name for name, p in first.model.named_parameters()}
         group_of = {names[id(p)]: i for i, g in enumerate(first.optimizer.param_groups) for p in g["params"]}
-        used = self._used(first, [name for name in params if name in group_of])
+        used = self._used(first, [name for name, p in params.items() if name in group_of and p.requires_grad])
         trained = sorted((name for name in params if name in used), key=lambda name: group_of[name])
         self.places, self._gaps, at = [], [], 0
         dtype = next(iter(params.values())).dtype
@@ -375,13 +389,13 @@ class Array:
         timetable_of = copy.copy(first)
         timetable_of.optimizer = copy.deepcopy(first.optimizer)  # a schedule writes into it
         columns = Timetable(timetable_of).columns
-        self.optimizer = stack_optimizer(self.flat, self.places, self.stretches, first, columns)
+        self.optimizer = stack_optimizer(self.flat, self.places, self.stretches, timetable_of, columns)
         self.window_of_numbers = 1
         self._columns = len(columns)
 
     def _window_of(self, first: Parts) -> int:
         per_step = self.rows * self.batch_size * 8
-        window = max(1, min(_LONGEST_WINDOW, _WINDOW_BYTES // per_step, first.steps))
+        window = max(_SHORTEST_WINDOW, min(_LONGEST_WINDOW, _WINDOW_BYTES // per_step, first.steps))
         self.window_of_numbers = window if self.structure.scheduled else 1
         shape = (self.rows, self.window_of_numbers, self._columns)
         self.numbers = torch.zeros(shape, dtype=torch.float64, device=self.device)
@@ -426,15 +440,23 @@ def prepared(model: nn.Module, *, fast: bool, drops: bool, dense: bool = False) 
                 module._modules[name] = copy.copy(child)
                 module._modules[name].sparse = False  # type: ignore[union-attr]  # an nn.Embedding, as above
             elif fast and (swapped := stack_form(child)) is not None:
-                module._modules[name] = swapped.train(child.training)
+                module._modules[name] = _like(swapped, child)
     if fast and (whole := stack_form(model)) is not None:
-        return whole.train(model.training)
+        return _like(whole, model)
     return model
+
+
+def _like(stand_in: nn.Module, original: nn.Module) -> nn.Module:
+    """With the original's attributes too: a model may ask its layer how wide it is."""
+    for name, value in vars(original).items():
+        if not name.startswith("_") and not hasattr(stand_in, name):
+            setattr(stand_in, name, value)
+    return stand_in.train(original.training)
 
 
 def skips_zero_gradients(parts: Parts) -> bool:
     """Whether a row without a gradient stays as it is under this optimizer, so that sparse and dense are the same."""
-    plain = all(g.get("momentum", 0) == 0 and g["weight_decay"] == 0 for g in parts.optimizer.param_groups)
+    plain = all(g.get("momentum", 0) == 0 and g.get("weight_decay", 0) == 0 for g in parts.optimizer.param_groups)
     return type(parts.optimizer) in (SGD, Adagrad) and plain
 
 

@@ -39,7 +39,7 @@ from podium.colocate.resident import Resident
 from podium.colocate.sequential import Sequential
 from podium.colocate.streams import Streams
 from podium.colocate.widths import widest
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError
 
 MEASURE_S = 0.15
 """How long each candidate is timed, after its warm-up."""
@@ -122,7 +122,7 @@ class Auto(Executor):
     def choose(self, recipe: Recipe, taken: Sequence[Parts], on_event: OnEvent = lambda event: None) -> Choice:
         """Time the candidates for these trials (all of one structure)."""
         with precision_of(recipe):
-            resident = Resident(recipe.data_of(taken[0].task), recipe.torch_device, recipe.torch_dtype)
+            resident = recipe.resident_of(taken[0].task)
             found = probe(recipe, [parts.trial for parts in taken], resident)
             on_event({"event": "probe", **dataclasses.asdict(found), "trials": len(taken)})
             timed = self._time_all(recipe, taken, resident, found)
@@ -162,7 +162,7 @@ class Auto(Executor):
                 yield lambda width=width: timing.fused(width, None)  # type: ignore[misc]  # bound now
         for width in widths[1:]:
             yield lambda width=width: timing.fused(width, one)  # type: ignore[misc]  # bound now
-        for width in (16, 32, 8) if not on_cpu else ():
+        for width in (16, 32, 8) if timing.captures and not on_cpu else ():
             if width <= 2 * len(taken):
                 yield lambda width=width: timing.streams(width)  # type: ignore[misc]  # bound now
 
@@ -183,9 +183,11 @@ class _Timing:
     ) -> None:
         self.recipe, self.taken, self.resident, self.found, self.seconds = recipe, taken, resident, found, seconds
         self.steps = sum(parts.steps for parts in taken)
+        self.captures = found.fuses or probe(recipe, [parts.trial for parts in taken], resident, rows=1).fuses
+        """Whether a step is the same step when it is captured: what fuses, can be."""
 
     def sequential(self, threads: int | None) -> Candidate:
-        on_gpu = self.recipe.torch_device.type == "cuda"
+        on_gpu = self.recipe.torch_device.type == "cuda" and self.captures
 
         def begin() -> Callable[[], None]:
             again = self.recipe.make(self.taken[0].trial)
@@ -245,7 +247,7 @@ class _Timing:
                 self._wait()
                 start_s = time.perf_counter() - began
                 step_us = self._step_seconds(step) / width * 1e6
-        except (PodiumError, RuntimeError, torch.OutOfMemoryError) as error:
+        except Exception as error:  # the user's own code, or memory: this way is not open
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
             return Candidate(executor, width, float("inf"), 0.0, float("inf"), why)
         finally:
@@ -281,7 +283,8 @@ def _decide(timed: list[Candidate], found: Verified, trials: int) -> Choice:
     possible = [c for c in timed if not c.why_not]
     if not possible:
         reasons = "; ".join(f"{describe(c.executor)}: {c.why_not}" for c in timed)
-        raise ConfigError(f"auto: no executor could take a step: {reasons}")
+        # Trials that cannot take a step are handed in as failed, each with its reason, by whoever trains them.
+        return Choice(Sequential(), f"no executor could take a step: {reasons}", timed)
     one = min((c for c in timed if c.executor.name == "sequential"), key=lambda c: c.total_s)
     best = min(possible, key=lambda c: c.total_s)
     gain = one.total_s / best.total_s if not one.why_not else float("inf")

@@ -35,6 +35,9 @@ class Desk(Protocol):
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         """Tell how a trial does; at its last step the verdict means nothing."""
 
+    def begin_again(self, trial: Trial) -> None:
+        """What was reported of this trial does not count: it is trained again, in another way, from its beginning."""
+
     def hand_in(self, outcome: Outcome, state: State | None) -> None:
         """A trial is over; `state` is None where it has none to keep."""
 
@@ -70,6 +73,9 @@ class WithReturned:
 
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         return self._desk.report(trial, evaluation)
+
+    def begin_again(self, trial: Trial) -> None:
+        self._desk.begin_again(trial)
 
     def hand_in(self, outcome: Outcome, state: State | None) -> None:
         self._desk.hand_in(outcome, state)

@@ -10,11 +10,13 @@ A sweep's folder:
 A line outlives this process once the call that wrote it returns (and the machine, a little later); a model is written
 before the line that names it. A sweep that was killed is taken up again in the same folder with the same source: trials
 with a result are not trained again, their source and the stopping rule hear of them as if they had just ended; all
-others begin anew. A half-written last line is cut off.
+others begin anew, and so do those that failed: what went wrong may be past. Of two results of a trial the later one
+counts. A half-written last line is cut off.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections import deque
@@ -91,6 +93,15 @@ class TrialDesk:
             self._reports.write(row)
         self._on_event({"kind": "report", **row})
         return verdict
+
+    def begin_again(self, trial: Trial) -> None:
+        """What was reported of this trial does not count: it is trained again, from its beginning."""
+        page = self.ledger.begin(trial)
+        page.entries.clear()
+        page.evaluations.clear()
+        if self._reports is not None:
+            self._reports.write({"trial": trial.number, "begins": "again"})
+        self._on_event({"kind": "again", "trial": trial.number})
 
     def hand_in(self, outcome: Outcome, state: State | None) -> None:
         """A trial is over: keep its model, write its result, tell the source."""
@@ -222,7 +233,7 @@ class TrialDesk:
         """Learn what an earlier sweep has done."""
         asked = [] if self.folder is None else _read(self.folder / "trials.jsonl")
         self._asked = {row["number"]: row for row in asked} | {o.trial.number: _plain(o.trial) for o in done}
-        self._done = {outcome.trial.number: outcome for outcome in done}
+        self._done = {outcome.trial.number: outcome for outcome in done if outcome.status != "failed"}
         points = {row["point"]: row["options"] for row in self._asked.values()}
         self.source.recall([points[point] for point in sorted(points)])
         for outcome in self._done.values():
@@ -276,6 +287,9 @@ class _GroupDesk:
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         return self._desk.report(trial, evaluation)
 
+    def begin_again(self, trial: Trial) -> None:
+        self._desk.begin_again(trial)
+
     def hand_in(self, outcome: Outcome, state: State | None) -> None:
         self._desk.hand_in(outcome, state)
 
@@ -288,7 +302,7 @@ def read_outcomes(folder: str | Path) -> list[Outcome]:
 
     `model` is empty where the file is gone, as it is of all but the best where only the best is kept.
     """
-    outcomes = []
+    outcomes: dict[int, Outcome] = {}
     for number, row in enumerate(_read(Path(folder) / "results.jsonl"), 1):
         try:
             outcome = _outcome(row)
@@ -296,8 +310,9 @@ def read_outcomes(folder: str | Path) -> list[Outcome]:
             raise RecordError(f"{folder}/results.jsonl:{number}: not a result: {error!r}") from error
         if outcome.model and not (Path(folder) / outcome.model).is_file():
             outcome = dataclasses.replace(outcome, model="")
-        outcomes.append(outcome)
-    return outcomes
+        outcomes.pop(outcome.trial.number, None)  # it failed in an earlier session, and was trained again
+        outcomes[outcome.trial.number] = outcome
+    return list(outcomes.values())
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -344,7 +359,9 @@ class _Lines:
             raise RecordError(f"{self.path} cannot be written: {error}") from error
 
     def close(self) -> None:
-        self._file.close()
+        # Every line was flushed when it was written, or that raised: the disk is full, and still is.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def _mend_last_line(self) -> None:
         """Cut off a line that is torn, and end one that lacks its end only."""

@@ -34,10 +34,15 @@ class CountedDropout(nn.Module):
     def __init__(self, rate: float, key: int, spatial: int = 0) -> None:
         """`spatial`: how many dimensions behind the channel are dropped together; 0 drops single elements."""
         super().__init__()
-        self.spatial = spatial
+        self.spatial, self.inplace = spatial, False
         self.register_buffer("rate", torch.tensor(float(rate)), persistent=False)
         self.register_buffer("key", torch.tensor(key, dtype=torch.int64), persistent=False)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    @property
+    def p(self) -> float:
+        """The rate as a number, for models that ask their layer for it; rows of a fused array have many."""
+        return float(self.rate)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:

@@ -61,7 +61,7 @@ class Fused(Executor):
                 taken = take_parts(recipe, desk, self.width or WIDTH[recipe.torch_device.type], self.name)
                 if not taken:
                     continue
-                resident = Resident(recipe.data_of(taken[0].task), recipe.torch_device, recipe.torch_dtype)
+                resident = recipe.resident_of(taken[0].task)
                 found = self._verify(recipe, taken, resident, on_event)
                 if not found.fuses:
                     left.append(WithReturned(desk, [parts.trial for parts in taken]))

@@ -60,7 +60,9 @@ class BestModel:
     def end(self) -> None:
         """Nothing more will come: only the best point keeps a model."""
         some = [point for point in self._points.values() if point.values]
-        best = self._champion or max(some, key=lambda p: (self._sign * p.mean, -p.number), default=None)
+        best = self._champion or max(
+            some, key=lambda p: (len(p.values), self._sign * p.mean, -p.number), default=None
+        )  # as `swept.find_points` ranks them
         for point in some:
             if point is not best:
                 self._delete(point.best)

@@ -1,34 +1,45 @@
 """What must be alike for trials to share a fused array.
 
 Rows share one module's Python: its code, its attributes and its branches run once for all of them. So all that is not a
-tensor must be equal, or one trial's model would silently train as another's (a dropout rate is the famous case). What
-can be lifted into tensors (the optimizer's numbers, dropout rates, label smoothing) may differ.
+row's own tensor must be equal, or one trial's model would silently train as another's (a dropout rate is the famous
+case). What can be lifted into tensors (the optimizer's numbers, dropout rates, label smoothing) may differ.
+
+Keys err on one side only: what cannot be compared by value counts by its identity, which may put two equal trials into
+two arrays, but never two different ones into one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import hashlib
+import sys
 import types
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.optim import Optimizer
-
-_OF_TORCH = set(vars(nn.Module())) | {"_is_full_backward_hook"}
-"""Attributes that every module has."""
-
 
 MAY_BE_ABSENT = ("momentum", "weight_decay")
 """Numbers that cost something only where they are not 0."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_TORCH = set(vars(nn.Module())) | {"_is_full_backward_hook"}
+"""Attributes that every module has."""
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic, Path, slice, range)
+_DEEPEST = 12
+"""How far attributes of attributes are followed; beyond, things count by their identity."""
 
 
-def module_key(model: nn.Module) -> Any:
-    """The model's structure: classes, names, shapes, and every attribute that is not a tensor."""
+def module_key(model: nn.Module, *, values: bool = False) -> Any:
+    """The model's structure: classes, names, shapes, hooks, and every attribute that is not a parameter or buffer.
+
+    With `values`, what parameters and buffers hold, too.
+    """
     shared: dict[int, str] = {}
     found: list[Any] = []
     for place, module in model.named_modules(remove_duplicate=False):
@@ -36,8 +47,13 @@ def module_key(model: nn.Module) -> Any:
         if known != place:
             found.append((place, "same as", known))
             continue
-        found.append((place, type(module), _attributes(module), _tensors(module, place, shared)))
+        found.append((place, *_module(module), _tensors(module, place, shared, values)))
     return tuple(found)
+
+
+def attributes_key(model: nn.Module) -> Any:
+    """The part of a model's key that only Python can change."""
+    return tuple((place, *_module(module)) for place, module in model.named_modules())
 
 
 def optimizer_key(optimizer: Optimizer, names: dict[int, str], varies: Collection[str] = ()) -> Any:
@@ -47,19 +63,20 @@ def optimizer_key(optimizer: Optimizer, names: dict[int, str], varies: Collectio
     """
     groups = []
     for group in optimizer.param_groups:
-        fixed = {k: _plain(v) for k, v in group.items() if k != "params" and not is_number(v)}
+        fixed = {k: value_key(v) for k, v in group.items() if k != "params" and not is_number(v)}
         numbers = sorted(k for k, v in group.items() if k != "params" and is_number(v))
         zero = tuple(k for k in MAY_BE_ABSENT if group.get(k) == 0 and k not in varies)
-        groups.append(
-            (tuple(names[id(p)] for p in group["params"]), tuple(sorted(fixed.items())), tuple(numbers), zero)
-        )
-    return (type(optimizer), tuple(groups))
+        held = tuple(names[id(p)] for p in group["params"])
+        groups.append((held, tuple(sorted(fixed.items(), key=lambda item: item[0])), tuple(numbers), zero))
+    return (class_key(type(optimizer)), tuple(groups))
 
 
 def is_number(value: Any) -> bool:
     """Whether an optimizer's option is a number or a tuple of them, which rows may differ in."""
     if isinstance(value, tuple | list):
         return bool(value) and all(is_number(v) for v in value)
+    if isinstance(value, Tensor):
+        return value.dim() == 0
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -67,40 +84,102 @@ def callable_key(function: Any) -> Any:
     """What tells one function from another: its code and what it holds.
 
     A function that another one defines is made anew at each call, so its identity would tell apart what is the same;
-    and its name would not tell apart what differs (a slope that a lambda took from around it). What is held and is not
-    plain counts by its identity.
+    and its name would not tell apart what differs (a slope that a lambda took from around it).
     """
-    if isinstance(function, functools.partial):
-        kept = tuple(sorted((name, _held(value)) for name, value in function.keywords.items()))
-        return ("partial", callable_key(function.func), tuple(_held(value) for value in function.args), kept)
-    if isinstance(function, types.MethodType):
-        return ("method", callable_key(function.__func__), _held(function.__self__))
-    if isinstance(function, types.FunctionType):
-        cells = tuple(_held(cell.cell_contents) for cell in function.__closure__ or ())
-        named = tuple(sorted((name, _held(value)) for name, value in (function.__kwdefaults__ or {}).items()))
-        return (
-            "function",
-            function.__code__,
-            tuple(_held(value) for value in function.__defaults__ or ()),
-            named,
-            cells,
-        )
-    return _held(function)
+    return value_key(function)
 
 
-def _held(value: Any) -> Any:
-    """A value that a function holds: plain ones by value, functions by theirs, everything else by identity."""
-    if isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device | Path) or value is None:
+def class_key(cls: type) -> Any:
+    """A class by itself, where it can be imported; one made inside a function by its code and what it is made of."""
+    return _class(cls, ())
+
+
+def value_key(value: Any) -> Any:
+    """Something that can be compared and hashed, and differs wherever two values may behave differently."""
+    return _value(value, ())
+
+
+def _value(value: Any, way: tuple[int, ...]) -> Any:
+    """`way` holds what encloses this value: what is met again on it is not followed again."""
+    if value is None or isinstance(value, _PLAIN):
         return (type(value).__name__, repr(value))
+    if id(value) in way:
+        return ("again", len(way) - way.index(id(value)))
+    if len(way) >= _DEEPEST:
+        return _Same(value)
+    on = (*way, id(value))
+    if isinstance(value, nn.Parameter):  # a module's own, listed a second time: its value is a row's
+        return ("Parameter", tuple(value.shape), str(value.dtype))
+    if isinstance(value, Tensor | np.ndarray):
+        return _array(value)
     if isinstance(value, tuple | list):
-        return (type(value).__name__, *(_held(v) for v in value))
+        return (type(value).__name__, *(_value(v, on) for v in value))
     if isinstance(value, dict):
-        return ("dict", *sorted((repr(k), _held(v)) for k, v in value.items()))
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-        return callable_key(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and value.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # every dataclass has it
-        return (type(value), *((f.name, _held(getattr(value, f.name))) for f in dataclasses.fields(value)))
+        return ("dict", *((repr(k), _value(v, on)) for k, v in value.items()))
+    if isinstance(value, set | frozenset):
+        return ("set", *sorted(repr(v) for v in value)) if all(isinstance(v, _PLAIN) for v in value) else _Same(value)
+    if isinstance(value, type):
+        return _class(value, way)
+    if isinstance(value, weakref.ref):
+        return ("ref", _value(value(), on))
+    if isinstance(value, functools.partial):
+        return ("partial", _value(value.func, on), _value(value.args, on), _value(value.keywords, on))
+    if isinstance(value, types.MethodType):
+        return ("method", _value(value.__func__, on), _value(value.__self__, on))
+    if isinstance(value, types.FunctionType):
+        return _function(value, on)
+    if isinstance(value, types.BuiltinFunctionType):
+        return ("built in", str(value.__module__), value.__qualname__)
+    if isinstance(value, nn.Module):
+        return ("module", module_key(value, values=True)) if len(way) < 4 else _Same(value)
+    if _holds_only_attributes(value):
+        return ("object", _class(type(value), way), _value(vars(value), on))
     return _Same(value)
+
+
+def _function(function: types.FunctionType, on: tuple[int, ...]) -> Any:
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(_cell(cell.cell_contents, on))
+        except ValueError:  # nothing is in it yet
+            cells.append("empty")
+    defaults = _value(function.__defaults__ or (), on), _value(function.__kwdefaults__ or {}, on)
+    return ("function", function.__code__, *defaults, tuple(cells))
+
+
+def _cell(value: Any, on: tuple[int, ...]) -> Any:
+    key = _value(value, on)
+    return _Shared(value, key) if isinstance(value, dict | list | set) else key
+
+
+def _class(cls: type, way: tuple[int, ...]) -> Any:
+    if id(cls) in way or getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls:
+        return ("class", cls.__module__, cls.__qualname__)
+    on = (*way, id(cls))
+    made_of = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__", "__doc__", "__module__")}
+    bases = tuple(_class(base, on) for base in cls.__bases__)
+    return ("local class", cls.__module__, cls.__qualname__, bases, _value(made_of, on))
+
+
+def _array(value: Tensor | np.ndarray) -> Any:
+    array = value.detach().cpu() if isinstance(value, Tensor) else value
+    if isinstance(array, Tensor):
+        kind, shape = str(array.dtype), tuple(array.shape)
+        array = (
+            array.contiguous().view(torch.uint8).numpy() if array.numel() and array.dim() else array.flatten().numpy()
+        )
+    else:
+        kind, shape = str(array.dtype), array.shape
+        if array.dtype.hasobject:
+            return _Same(value)
+    return (type(value).__name__, kind, shape, hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest())
+
+
+def _holds_only_attributes(value: Any) -> bool:
+    """Whether an object's behaviour is its class and its attributes: nothing is kept where Python cannot see it."""
+    plain = type(value).__flags__ & (1 << 9)  # made by a class statement
+    return bool(plain) and hasattr(value, "__dict__") and not any("__slots__" in vars(c) for c in type(value).__mro__)
 
 
 class _Same:
@@ -115,19 +194,41 @@ class _Same:
     def __hash__(self) -> int:
         return id(self.value)
 
-    def __lt__(self, other: Any) -> bool:
-        return id(self.value) < id(other.value)
+    def __repr__(self) -> str:
+        return f"this {type(self.value).__name__}"
 
 
-def differences(first: Any, second: Any) -> str:
-    """Where two module keys part, for a message."""
-    for one, two in zip(first, second, strict=False):
-        if one != two:
-            return f"{one[0] or 'the model'}: {one[1:3]} against {two[1:3]}"[:300]
-    return "different numbers of modules"
+class _Shared:
+    """A container that a function holds: the same as itself, whatever has come into it since, or as one like it."""
+
+    def __init__(self, value: Any, key: Any) -> None:
+        self.value, self.key = value, key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shared) and (self.value is other.value or self.key == other.key)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
 
 
-def _tensors(module: nn.Module, place: str, shared: dict[int, str]) -> Any:
+def _module(module: nn.Module) -> tuple[Any, Any, Any]:
+    """Its class, its attributes, its hooks."""
+    way = (id(module),)
+    held = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
+    if isinstance(module, nn.RNNBase):  # its parameters once more, in lists that torch keeps up to date by itself
+        held = {k: v for k, v in held.items() if k not in ("_flat_weights", "_flat_weight_refs")}
+    attributes = tuple((name, _value(held[name], way)) for name in sorted(held))
+    hooks = tuple(
+        (kind, tuple(_value(h, way) for h in _hooks(module, kind))) for kind in _HOOKS if _hooks(module, kind)
+    )
+    return class_key(type_before_parametrizations(module)), attributes, hooks
+
+
+def _hooks(module: nn.Module, kind: str) -> Iterable[Any]:
+    return list(getattr(module, kind, {}).values())
+
+
+def _tensors(module: nn.Module, place: str, shared: dict[int, str], values: bool) -> Any:
     found: list[Any] = []
     for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
         for name, tensor in held.items():
@@ -136,55 +237,6 @@ def _tensors(module: nn.Module, place: str, shared: dict[int, str]) -> Any:
                 continue
             first = shared.setdefault(id(tensor), f"{place}.{name}")
             tied = first if first != f"{place}.{name}" else None
-            found.append((kind, name, (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tied)))
+            what = _array(tensor) if values else (tuple(tensor.shape), tensor.dtype)
+            found.append((kind, name, what, tensor.requires_grad, tied))
     return tuple(found)
-
-
-def _attributes(module: nn.Module) -> Any:
-    held = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
-    return tuple(sorted((name, _plain(value)) for name, value in held.items()))
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    """Something that can be compared and hashed, and differs wherever two values may behave differently."""
-    if isinstance(value, bool | int | float | str | bytes | type | torch.dtype | torch.device) or value is None:
-        return (type(value).__name__, str(value))
-    if isinstance(value, tuple | list):
-        return (type(value).__name__, *(_plain(v, depth) for v in value))
-    if isinstance(value, dict):
-        return ("dict", *sorted((str(k), _plain(v, depth)) for k, v in value.items()))
-    if isinstance(value, set | frozenset):
-        return ("set", *sorted(str(v) for v in value))
-    if isinstance(value, nn.Parameter):  # a module's own, listed a second time (recurrent layers): its value is a row's
-        return ("Parameter", tuple(value.shape), str(value.dtype))
-    if isinstance(value, Tensor):
-        return ("Tensor", tuple(value.shape), str(value.dtype), str(value.detach().flatten().tolist()[:4096]))
-    if isinstance(value, weakref.ref):
-        return ("ref", _plain(value(), depth))
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-        return ("function", _Opaque(callable_key(value)))
-    if isinstance(value, types.BuiltinFunctionType):
-        return ("built in", str(value.__module__), value.__qualname__)
-    if hasattr(value, "__dict__") and depth < _DEEPEST:
-        return ("object", type(value).__qualname__, _plain(vars(value), depth + 1))
-    return ("object", type(value).__qualname__, repr(value))
-
-
-class _Opaque:
-    """A key among plain ones: compared whole, and sorted as if all were alike."""
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Opaque) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __lt__(self, other: Any) -> bool:
-        return False
-
-
-_DEEPEST = 8
-"""How far attributes of attributes are followed."""

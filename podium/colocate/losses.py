@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from podium.colocate.keys import callable_key
+from podium.colocate.keys import callable_key, module_key
 from podium.errors import ConfigError
+
+_IGNORED = -100
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -46,7 +48,7 @@ def lifted(loss: Loss, *, varies: bool = False) -> Lifted:
         if amount or varies:
             return Lifted("smoothed cross entropy", _smoothed_cross_entropy, amount)
         return Lifted("cross entropy", _plain_cross_entropy, 0.0)
-    key = _module_key(loss) if isinstance(loss, nn.Module) else callable_key(loss)
+    key = module_key(loss, values=True) if isinstance(loss, nn.Module) else callable_key(loss)
     return Lifted(key, lambda outputs, targets, _: loss(outputs, targets), 0.0)
 
 
@@ -64,24 +66,21 @@ def _cross_entropy(loss: Loss) -> dict[str, Any] | None:
     return None
 
 
-def _module_key(loss: nn.Module) -> Any:
-    tensors = {name: (tuple(t.shape), t.flatten().tolist()) for name, t in loss.state_dict().items()}
-    return (type(loss), repr(loss), str(tensors), str(_numbers(loss)))
-
-
-def _numbers(module: nn.Module) -> dict[str, Any]:
-    return {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | bool) and k != "training"}
-
-
 def _plain_cross_entropy(outputs: Tensor, targets: Tensor, amount: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets)
 
 
 def _smoothed_cross_entropy(outputs: Tensor, targets: Tensor, amount: Tensor) -> Tensor:
-    """(1 - a) times the loss of the target plus a times the mean over classes; classes along dimension 1."""
+    """(1 - a) times the loss of the target plus a times the mean over classes; classes along dimension 1.
+
+    Targets of -100 do not count, as torch has it.
+    """
     surprise = -F.log_softmax(outputs, dim=1)
+    amount = amount.to(surprise.dtype)
     if targets.is_floating_point():
         share = targets * (1 - amount) + amount / outputs.shape[1]
         return (surprise * share).sum(dim=1).mean()
-    hit = surprise.gather(1, targets.unsqueeze(1)).squeeze(1)
-    return torch.lerp(hit, surprise.mean(dim=1), amount.to(hit.dtype)).mean()
+    counts = targets != _IGNORED
+    hit = surprise.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    spread = torch.where(amount > 0, amount * surprise.mean(dim=1), 0.0)  # 0 times infinity is not wanted
+    return torch.where(counts, (1 - amount) * hit + spread, 0.0).sum() / counts.sum()

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +21,7 @@ import torch
 from podium.colocate import EXECUTORS
 from podium.colocate.base import Executor
 from podium.colocate.desk import Keep
+from podium.colocate.origin import TaskLike, describe_data, describe_source, function_of
 from podium.colocate.recipe import Folds, Recipe
 from podium.colocate.search import make_source
 from podium.colocate.search.base import Source
@@ -32,11 +33,10 @@ from podium.colocate.stopping.base import Stopping
 from podium.colocate.trial import Trial
 from podium.config import build, parse_strategy
 from podium.data.base import ArrayDataset, Dataset
-from podium.errors import ConfigError, DataError, PodiumError, UnknownName
-from podium.names import find_class, load_named
+from podium.errors import ConfigError, DataError, PodiumError, TrainingError, UnknownName
+from podium.names import find_class
 from podium.task import Task
 
-TaskLike = str | Task | Callable[..., Task]
 SpaceLike = Space | Mapping[str, Any] | Sequence[str] | None
 FoldsLike = int | str | Sequence[tuple[Any, Any]] | Any | None
 
@@ -97,6 +97,7 @@ def plan(
         "stopping": _told(stopping or "none"), "precision": recipe.precision,
         "eval_every": recipe.eval_every, "steps": recipe.steps,
         "executor": _told(executor), "device": recipe.device, "keep": keep,
+        "source": describe_source(task), "data": _data(recipe, first),
     }  # fmt: skip
     return Plan(
         recipe=recipe if made is None else dataclasses.replace(recipe, folds=made.folds),
@@ -189,7 +190,7 @@ def _list_options(task: TaskLike) -> set[str]:
     if isinstance(task, Task) or (isinstance(task, str) and ":" not in task and task not in TASKS):
         return set()  # an unknown name is refused where the task is made
     try:
-        hints = typing.get_type_hints(load_named(TASKS.get(task, task)) if isinstance(task, str) else task)
+        hints = typing.get_type_hints(function_of(task))
     except (NameError, TypeError):
         return set()
     return {name for name, hint in hints.items() if typing.get_origin(hint) in (list, tuple, Sequence)}
@@ -228,7 +229,8 @@ def _first_that_can_be(recipe: Recipe, asked: _Asked) -> Trial:
     """
     if isinstance(asked.search, Source):
         return Trial(number=0)
-    source, error = asked.source(), None
+    source = asked.source()
+    error: PodiumError | None = None
     while (trial := source.ask()) is not None:
         try:
             recipe.make(trial)
@@ -237,6 +239,10 @@ def _first_that_can_be(recipe: Recipe, asked: _Asked) -> Trial:
             raise
         except PodiumError as found:
             error = error or found
+        except Exception as found:  # the user's own code may raise anything
+            made = TrainingError(f"trial {trial.number}: {type(found).__name__}: {found}")
+            made.__cause__ = found
+            error = error or made
     raise error or ConfigError("sweep: there must be at least one trial, got none")
 
 
@@ -246,6 +252,14 @@ def _aim(recipe: Recipe, first: Trial, metric: str | None, maximize: bool | None
         raise UnknownName("metric", metric, ["loss", *known])
     chosen = metric or ("accuracy" if "accuracy" in known else [*known, "loss"][0])
     return chosen, not is_minimised(chosen) if maximize is None else maximize
+
+
+def _data(recipe: Recipe, first: Trial) -> dict[str, Any] | None:
+    """What is trained on, to be known again; None where it cannot be read, as trials will say."""
+    try:
+        return describe_data(recipe.data_of(recipe.task_of(first)))
+    except Exception:  # the user's own code may raise anything
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

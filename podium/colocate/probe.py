@@ -2,10 +2,13 @@
 
 The structures that cannot be fused fail in many ways, loudly (a branch on a tensor's value) and silently (a counter in
 Python, randomness from a generator, a buffer that is not written to). A list of them would never be whole, so nothing
-is listed: parameters and buffers after a few steps are held against those of each trial trained by itself, and
-anything further apart than rounding refuses. The second row begins one step after the first, as rows do that take the
-place of others: a counter in Python then tells the wrong step. Batches are small, since only the structure is in
-question.
+is listed: parameters, buffers and an evaluation after a few steps are held against those of each trial trained by
+itself, and anything further apart than rounding refuses. The second row begins one step after the first, as rows do
+that take the place of others. A forward pass that changes anything but tensors refuses, too: whatever it does at a
+later step, it would do once for all rows. Batches are small, since only the structure is in question; where a model
+does not take them, its own are used.
+
+One-row arrays (`streams`, captured steps of single trials) are put to the same test, two trials one after the other.
 
 What `torch.vmap` has no rule for it does row by row; that is correct and slow, and is reported.
 """
@@ -13,33 +16,38 @@ What `torch.vmap` has no rule for it does row by row; that is correct and slow, 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from podium.colocate.alone import Alone
 from podium.colocate.array import Array, Mode
+from podium.colocate.keys import attributes_key
 from podium.colocate.recipe import Recipe, precision_of
 from podium.colocate.resident import Resident
-from podium.colocate.trial import Trial
-from podium.errors import PodiumError
+from podium.colocate.trial import Evaluation, Trial
 
 TOLERANCE = 1e-9
 """Largest difference, relative to the largest element of the tensor, in float64."""
+SINGLE = 1e-3
+"""The same where a model cannot be computed in float64 (it converts its input itself)."""
 NOISE = 1e-13
 """Gradients below this share of the largest are rounding: what an optimizer makes of them is chance."""
+NOISY_STATISTICS = 1e-3
+"""What such parameters may move running statistics by: an optimizer makes whole steps of rounding."""
 TIMES_ITS_OWN = 4.0
 """How many times further from float64 than the same trial alone a fused one may be in the sweep's own precision …"""
 OF_A_STEP = {"fp32": 0.02, "tf32": 0.15, "bf16": 0.5}
 """… besides this share of what one step moves. A wrong kernel is off by all of it; short numbers, deep down, by some,
 and a library may choose to compute a layer of a single model in longer ones."""
 STEPS = 2
-"""Of the second row; the first takes one more."""
+"""Of the second trial; the first takes one more."""
 _BATCH = 8
 
 
@@ -52,41 +60,53 @@ class Verified:
     why: str = ""
     """Why not."""
     worst: float = 0.0
-    """The largest relative difference in float64."""
+    """The largest relative difference."""
     looped: Sequence[str] = ()
     """Operations that go row by row."""
 
 
-def probe(recipe: Recipe, trials: Sequence[Trial], resident: Resident) -> Verified:
-    """Train two of these trials (all of one structure) fused and alone, and compare."""
-    if resident.train.why_not:
-        return Verified(fuses=False, why=f"the data do not lie on the device: {resident.train.why_not}")
-    pair = _pair(trials)
-    exact = dataclasses.replace(recipe, dtype="float64", precision="fp32", steps=None)
-    small = Resident(exact.data_of(exact.task_of(pair[0])), exact.torch_device, torch.float64)
-    said: list[str] = []
-    modes: tuple[Mode, ...] = ("forward", "gradient")
-    for mode in modes:
-        try:
-            found = _compare(exact, pair, small, mode)
-        except _NotFusable as error:
-            said.append(f"{mode}: {error}")
-            continue
-        if found.fuses and recipe.dtype != "float64":
-            return _in_own_precision(recipe, exact, pair, resident, small, found)
-        return found
-    return Verified(fuses=False, why="; ".join(said))
+class _Result(NamedTuple):
+    """What a trial came to in a probe."""
+
+    state: dict[str, Tensor]
+    evaluation: Evaluation | Exception
+    silent: frozenset[str] = frozenset()  # parameters whose gradients were never more than rounding
+    buffers: frozenset[str] = frozenset()
 
 
 class _NotFusable(Exception):
     pass
 
 
-def _pair(trials: Sequence[Trial]) -> list[Trial]:
+def probe(recipe: Recipe, trials: Sequence[Trial], resident: Resident, *, rows: int = 2) -> Verified:
+    """Train two of these trials (all of one structure) in an array of `rows` (1 or 2) and alone, and compare."""
+    if resident.train.why_not:
+        return Verified(fuses=False, why=f"the data do not lie on the device: {resident.train.why_not}")
+    said: list[str] = []
+    modes: tuple[Mode, ...] = ("forward", "gradient") if rows > 1 else ("forward",)
+    for small in (True, False):
+        pair = _pair(trials, small=small)
+        try:
+            yardstick = _Yardstick(recipe, pair, resident)
+        except Exception as error:  # the user's own code: perhaps it minds the size of the batch
+            said.append(f"alone, {'small batches' if small else 'its own batches'}: {_first_line(error)}")
+            continue
+        for mode in modes:
+            try:
+                found = _compare(yardstick, mode, rows)
+                if found.fuses and rows > 1 and recipe.dtype != "float64" and yardstick.is_exact:
+                    found = _in_own_precision(recipe, yardstick, resident, found)
+                return found
+            except _NotFusable as error:
+                said.append(f"{mode}: {error}")
+    return Verified(fuses=False, why="; ".join(dict.fromkeys(said)))
+
+
+def _pair(trials: Sequence[Trial], *, small: bool) -> list[Trial]:
     """Two trials that differ: the first and the last, or the first under another seed."""
-    first = _small(trials[0])
-    other = _small(trials[-1]) if len(trials) > 1 else dataclasses.replace(first, seed=first.seed + 1)
-    return [first, other]
+    first = trials[0]
+    other = trials[-1] if len(trials) > 1 else dataclasses.replace(first, seed=first.seed ^ 1)
+    return [_small(first), _small(other)] if small else [first, other]
 
 
 def _small(trial: Trial) -> Trial:
@@ -94,60 +114,86 @@ def _small(trial: Trial) -> Trial:
     return dataclasses.replace(trial, options={**trial.options, "batch_size": min(size, _BATCH)})
 
 
-def _compare(recipe: Recipe, pair: Sequence[Trial], resident: Resident, mode: Mode) -> Verified:
-    with precision_of(recipe):
-        fused, looped = _fused_states(recipe, pair, resident, mode, STEPS)
-        worst, where = 0.0, ""
-        for row, (trial, mine) in enumerate(zip(pair, fused, strict=True)):
-            alone = Alone(recipe, trial, resident)
-            silent = _trained_with_noise(alone, STEPS + 1 - row)
-            for name, theirs in alone.state().items():
-                apart = _apart(mine[name], theirs)
-                if name not in silent and not apart <= max(worst, 0.0):
-                    worst, where = apart, name
-    if not worst <= TOLERANCE:
+class _Yardstick:
+    """Both trials alone: in float64, or in float32 where a model insists."""
+
+    def __init__(self, recipe: Recipe, pair: Sequence[Trial], resident: Resident) -> None:
+        self.pair, self.given, self.is_exact = pair, resident, True
+        try:
+            self._train(recipe, "float64")
+        except (RuntimeError, TypeError):
+            self.is_exact = False
+            self._train(recipe, "float32")
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE if self.is_exact else SINGLE
+
+    def _train(self, recipe: Recipe, dtype: Any) -> None:
+        self.recipe = dataclasses.replace(recipe, dtype=dtype, precision="fp32", steps=None)
+        self.resident = self.given.converted(self.recipe.torch_dtype)
+        with precision_of(self.recipe):
+            self.results = [self._alone(trial, STEPS + 1 - i) for i, trial in enumerate(self.pair)]
+
+    def _alone(self, trial: Trial, steps: int) -> _Result:
+        alone = Alone(self.recipe, trial, self.resident)
+        largest: dict[str, float] = {}
+        for _ in range(steps):
+            alone.step()
+            for name, p in alone.model.named_parameters():
+                if p.grad is not None and p.grad.numel():
+                    largest[name] = max(largest.get(name, 0.0), float(p.grad.to_dense().abs().max()))
+        top = max(largest.values(), default=0.0)
+        silent = frozenset(name for name, size in largest.items() if size < NOISE * top)
+        try:
+            evaluation: Evaluation | Exception = alone.evaluate(_BATCH)
+        except Exception as error:  # the user's own code: then the array must raise, too
+            evaluation = error
+        buffers = frozenset(name for name, _ in alone.model.named_buffers())
+        return _Result(alone.state(), evaluation, silent, buffers)
+
+
+def _compare(yardstick: _Yardstick, mode: Mode, rows: int) -> Verified:
+    with precision_of(yardstick.recipe):
+        fused, looped = _in_an_array(yardstick.recipe, yardstick.pair, yardstick.resident, mode, STEPS, rows)
+    worst, where = 0.0, ""
+    for mine, theirs in zip(fused, yardstick.results, strict=True):
+        for name in theirs.state.keys() - theirs.silent:
+            apart = _apart(mine.state[name], theirs.state[name])
+            if name in theirs.buffers and theirs.silent and apart <= NOISY_STATISTICS:
+                continue  # statistics of what those parameters add to
+            if apart > worst:
+                worst, where = apart, name
+        apart = _evaluations_apart(mine.evaluation, theirs.evaluation)
+        if not theirs.silent and apart > max(worst, 100 * yardstick.tolerance):
+            worst, where = apart, "the evaluation"
+    if worst > yardstick.tolerance:
         why = f"after {STEPS} steps {where} is {worst:.1e} from the same trial alone (randomness, Python state, …?)"
         return Verified(fuses=False, mode=mode, why=why, worst=worst, looped=looped)
     return Verified(fuses=True, mode=mode, worst=worst, looped=looped)
 
 
-def _trained_with_noise(alone: Alone, steps: int) -> set[str]:
-    """Train, and name the parameters whose gradients were never more than rounding (a bias before BatchNorm)."""
-    largest: dict[str, float] = {}
-    for _ in range(steps):
-        alone.step()
-        for name, p in alone.model.named_parameters():
-            if p.grad is not None:
-                size = float(p.grad.to_dense().abs().max()) if p.grad.numel() else 0.0
-                largest[name] = max(largest.get(name, 0.0), size)
-    top = max(largest.values(), default=0.0)
-    return {name for name, size in largest.items() if size < NOISE * top}
-
-
-def _in_own_precision(
-    recipe: Recipe, exact: Recipe, pair: Sequence[Trial], resident: Resident, yardstick: Resident, found: Verified
-) -> Verified:
+def _in_own_precision(recipe: Recipe, yardstick: _Yardstick, resident: Resident, found: Verified) -> Verified:
     """One step again as the sweep will take it, with the kernels that it will use.
 
     Short numbers scatter, more in some layers than in others, so the yardstick is what the same trial alone does in the
     same precision: neither may be much further from float64 than the other.
     """
-    trial = pair[1]  # the row that took one step
+    trial = yardstick.pair[1]  # the row that takes one step
     with precision_of(recipe):
-        fused, _ = _fused_states(recipe, pair, resident, found.mode, 1)
+        fused, _ = _in_an_array(recipe, yardstick.pair, resident, found.mode, 1, 2)
         alone = Alone(recipe, trial, resident)
         before = alone.state()
         alone.step()
-    truth = Alone(exact, trial, yardstick)
+    truth = Alone(yardstick.recipe, trial, yardstick.resident)
     truth.step()
     true_state, own_state = truth.state(), alone.state()
     for name in dict(alone.model.named_parameters()):
         moved = float((true_state[name] - before[name].double()).norm())
         its_own = float((own_state[name].double() - true_state[name]).norm())
-        apart = float((fused[1][name].double() - true_state[name]).norm())
-        if not apart <= TIMES_ITS_OWN * its_own + OF_A_STEP[recipe.precision] * moved + 1e-6 * float(
-            true_state[name].norm()
-        ):
+        apart = float((fused[1].state[name].double() - true_state[name]).norm())
+        rounding = 1e-6 * float(true_state[name].norm())
+        if not apart <= TIMES_ITS_OWN * its_own + OF_A_STEP[recipe.precision] * moved + rounding:
             why = (
                 f"in {recipe.precision} one step leaves {name} {apart:.1e} from float64, where the same trial alone "
                 f"is {its_own:.1e} from it"
@@ -156,40 +202,81 @@ def _in_own_precision(
     return found
 
 
-def _fused_states(
-    recipe: Recipe, pair: Sequence[Trial], resident: Resident, mode: Mode, steps: int
-) -> tuple[list[dict[str, Tensor]], list[str]]:
-    switch: Any = torch._C  # there is no public one
-    before = switch._debug_only_are_vmap_fallback_warnings_enabled()
-    switch._debug_only_display_vmap_fallback_warnings(True)
+def _in_an_array(
+    recipe: Recipe, pair: Sequence[Trial], resident: Resident, mode: Mode, steps: int, rows: int
+) -> tuple[list[_Result], list[str]]:
+    """What both trials come to in an array, the first after one step more than the second."""
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            parts = [recipe.make(trial) for trial in pair]
-            array = Array(recipe, parts[0], resident, len(pair), mode=mode)
-            for row, one in enumerate(parts):
-                array.load(row, one)
-                array.refill([0 if row == i else None for i in range(len(pair))])
-                array.step()
-            for _ in range(steps - 1):
-                array.step()
-            array.evaluate(range(len(pair)), [steps] * len(pair), most=_BATCH)
-    except (PodiumError, RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, KeyError) as error:
+            results = (_side_by_side if rows > 1 else _in_turn)(recipe, pair, resident, mode, steps)
+    except _NotFusable:
+        raise
+    except Exception as error:  # whatever it is, it is why
         raise _NotFusable(f"{type(error).__name__}: {_first_line(error)}") from error
-    finally:
-        switch._debug_only_display_vmap_fallback_warnings(before)
     looped = sorted({match[1] for w in heard if (match := _NO_RULE.search(str(w.message)))})
-    return [array.save(row) for row in range(len(pair))], looped
+    return results, looped
+
+
+def _side_by_side(recipe: Recipe, pair: Sequence[Trial], resident: Resident, mode: Mode, steps: int) -> list[_Result]:
+    parts = [recipe.make(trial) for trial in pair]
+    array = Array(recipe, parts[0], resident, len(pair), mode=mode, tells=True)
+    python = attributes_key(array.base)
+    for row, one in enumerate(parts):
+        array.load(row, one)
+        array.refill([0 if row == i else None for i in range(len(pair))])
+        array.step()
+    for _ in range(steps - 1):
+        array.step()
+    evaluations = array.evaluate(range(len(pair)), [steps] * len(pair), most=_BATCH)
+    _check_python(array, python)
+    return [_Result(array.save(row), evaluations[row]) for row in range(len(pair))]
+
+
+def _in_turn(recipe: Recipe, pair: Sequence[Trial], resident: Resident, mode: Mode, steps: int) -> list[_Result]:
+    parts, results = [recipe.make(trial) for trial in pair], []
+    array = Array(recipe, parts[0], resident, 1, mode=mode)
+    python = attributes_key(array.base)
+    for place, one in enumerate(parts):
+        array.load(0, one)
+        array.refill([0])
+        for _ in range(steps + 1 - place):
+            array.step()
+        results.append(_Result(array.save(0), array.evaluate([0], [steps], most=_BATCH)[0]))
+    _check_python(array, python)
+    return results
+
+
+def _check_python(array: Array, before: Any) -> None:
+    for one, two in zip(before, attributes_key(array.base), strict=True):
+        if one != two:
+            held = {name for name, _ in one[2]} | {name for name, _ in two[2]}
+            changed = sorted(name for name in held if dict(one[2]).get(name) != dict(two[2]).get(name))
+            place = one[0] or "the model"
+            raise _NotFusable(f"its forward pass changes what is no tensor: {', '.join(changed)} of {place}")
 
 
 _NO_RULE = re.compile(r"batching rule for (\S+?)[\s.,]")
 
 
 def _apart(mine: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to the largest element; NaN in one place only is infinitely far."""
     if not theirs.numel():
         return 0.0
-    apart = float((mine.double() - theirs.double()).abs().max())
-    return apart / max(float(theirs.double().abs().max()), 1e-12)
+    one, two = mine.double(), theirs.double()
+    alike = (one == two) | (one.isnan() & two.isnan())
+    apart = torch.where(alike, 0.0, (one - two).abs())
+    if not bool(apart.isfinite().all()):
+        return math.inf
+    largest = two[two.isfinite()].abs().max() if bool(two.isfinite().any()) else torch.zeros(())
+    return float(apart.max()) / max(float(largest), 1e-12)
+
+
+def _evaluations_apart(mine: Evaluation | Exception, theirs: Evaluation | Exception) -> float:
+    if isinstance(mine, Exception) or isinstance(theirs, Exception):
+        return 0.0 if type(mine) is type(theirs) else math.inf
+    one, two = torch.tensor(mine.loss), torch.tensor(theirs.loss)
+    return _apart(one, two)
 
 
 def _first_line(error: BaseException) -> str:

@@ -33,6 +33,7 @@ from podium.building import check_parts, device_of
 from podium.colocate.dropout import set_dropout, with_counted_dropout
 from podium.colocate.keys import callable_key
 from podium.colocate.losses import smoothed
+from podium.colocate.resident import Resident
 from podium.colocate.trial import Evaluation, Trial
 from podium.data.base import Data
 from podium.data.order import GlobalOrder
@@ -87,6 +88,10 @@ class Recipe:
     def _data(self) -> dict[Any, Data]:
         return {}
 
+    @functools.cached_property
+    def _residents(self) -> dict[Any, Resident]:
+        return {}
+
     @property
     def torch_dtype(self) -> torch.dtype:
         return torch.float64 if self.dtype == "float64" else torch.float32
@@ -114,17 +119,17 @@ class Recipe:
         """Build the trial, alone, on the CPU, under its seed."""
         task = self.task_of(trial)
         given = {**self.options, **trial.options}
-        with seeded(int(given.get("init_seed", trial.seed))):
+        with seeded(_seed("init_seed", given.get("init_seed", trial.seed))):
             model = task.model()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{task.name}: model must make a torch.nn.Module, got {type(model).__name__}")
         model = model.to(self.torch_dtype) if self.dtype != "float32" else model
         model = with_counted_dropout(model, trial.seed)
         if "dropout" in self._left_over(given):
-            set_dropout(model, float(given["dropout"]), task.name)
+            set_dropout(model, _number("dropout", given["dropout"]), task.name)
         optimizer = task.optimizer(model)
         check_parts(task.name, model, optimizer, None)
-        self._set_optimizer(optimizer, given, task.name)
+        optimizer = self._with_options(optimizer, given, task.name)
         train, valid = self._samples(task, trial)
         batch_size = min(task.batch_size, len(train))
         steps_per_epoch = len(train) // batch_size
@@ -139,7 +144,7 @@ class Recipe:
             steps=min(steps, self.steps or steps),
             train=train,
             valid=valid,
-            order=GlobalOrder(len(train), int(given.get("order_seed", trial.seed))),
+            order=GlobalOrder(len(train), _seed("order_seed", given.get("order_seed", trial.seed))),
         )
 
     def data_of(self, task: Task) -> Data:
@@ -148,6 +153,13 @@ class Recipe:
         if key not in self._data:
             self._data[key] = task.data()
         return self._data[key]
+
+    def resident_of(self, task: Task) -> Resident:
+        """The task's data on the device: one copy for all trials that open the same."""
+        key = callable_key(task.data)
+        if key not in self._residents:
+            self._residents[key] = Resident(self.data_of(task), self.torch_device, self.torch_dtype)
+        return self._residents[key]
 
     def autocast_of(self, task: Task) -> bool:
         return self.precision == "bf16" or task.autocast == "bf16"
@@ -200,24 +212,24 @@ class Recipe:
             task = self.task(**own)
             if not isinstance(task, Task):
                 raise ConfigError(f"sweep: the task function must return a podium.Task, got {type(task).__name__}")
-        changed: dict[str, Any] = {name: left[name] for name in ("batch_size", "epochs", "clip_norm") if name in left}
+        changed: dict[str, Any] = {name: left[name] for name in ("batch_size", "epochs") if name in left}
+        if left.get("clip_norm") is not None:
+            changed["clip_norm"] = _number("clip_norm", left["clip_norm"])
         if "label_smoothing" in left:
-            changed["loss"] = smoothed(task.loss, float(left["label_smoothing"]), task.name)
+            changed["loss"] = smoothed(task.loss, _number("label_smoothing", left["label_smoothing"]), task.name)
         return dataclasses.replace(task, **changed) if changed else task
 
-    def _set_optimizer(self, optimizer: Optimizer, given: Mapping[str, Any], who: str) -> None:
+    def _with_options(self, optimizer: Optimizer, given: Mapping[str, Any], who: str) -> Optimizer:
         """Options that neither the task nor a sweep knows are the optimizer's."""
+        own: dict[str, Any] = {}
         for name, value in self._left_over(given).items():
             if name in OWN_OPTIONS:
                 continue
             if name not in optimizer.defaults:
                 known = {*(self._accepted() or ()), *OWN_OPTIONS, *optimizer.defaults} - {"data_dir"}
                 raise UnknownName(f"option of a trial of {who}", name, known)
-            value = tuple(value) if isinstance(value, list | tuple) else value
-            if any(not isinstance(v, bool | str | None) and not math.isfinite(v) for v in _leaves(value)):
-                raise ConfigError(f"trial of {who}: {name} must be finite, got {value!r}")
-            for group in optimizer.param_groups:
-                group[name] = value
+            own[name] = _like_default(name, value, optimizer.defaults[name])
+        return _made_again(optimizer, own, who) if own else optimizer
 
 
 @dataclass(kw_only=True)
@@ -304,5 +316,42 @@ def computing(recipe: Recipe, task: Task) -> torch.autocast:
     return torch.autocast(recipe.torch_device.type, torch.bfloat16, enabled=wanted, cache_enabled=False)
 
 
-def _leaves(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, tuple) else [value]
+def _like_default(name: str, value: Any, default: Any) -> Any:
+    """An optimizer's option as it wants it: numbers for numbers, as many as there are."""
+    if isinstance(default, tuple | list):
+        if not isinstance(value, tuple | list) or len(value) != len(default):
+            raise ConfigError(f"trial: {name} must be {len(default)} numbers, got {value!r}")
+        return tuple(_number(name, v) for v in value)
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(f"trial: {name} must be true or false, got {value!r}")
+        return value
+    return _number(name, value) if isinstance(default, int | float | Tensor) else value
+
+
+def _number(name: str, value: Any) -> float:
+    plain = value.item() if isinstance(value, np.generic | Tensor) and np.ndim(value) == 0 else value
+    if isinstance(plain, bool) or not isinstance(plain, int | float) or not math.isfinite(plain):
+        raise ConfigError(f"trial: {name} must be a finite number, got {value!r}")
+    return plain
+
+
+def _seed(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= int(value) < 2**63:
+        raise ConfigError(f"trial: {name} must be a whole number between 0 and 2**63 - 1, got {value!r}")
+    return int(value)
+
+
+def _made_again(optimizer: Optimizer, options: Mapping[str, Any], who: str) -> Optimizer:
+    """The same optimizer with other options: made anew, so that it checks them and acts on those it reads only then."""
+    groups = [{**group, **options} for group in optimizer.param_groups]
+    taken = inspect.signature(type(optimizer)).parameters
+    named = {name: value for name, value in {**optimizer.defaults, **options}.items() if name in taken}
+    try:
+        return type(optimizer)(groups, **named)
+    except Exception as error:
+        if type(optimizer).__module__.startswith("torch.optim"):
+            raise ConfigError(f"trial of {who}: {type(optimizer).__name__} refuses {dict(options)}: {error}") from error
+    for group in optimizer.param_groups:  # one of the user's own, made in some other way
+        group.update(options)
+    return optimizer

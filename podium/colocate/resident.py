@@ -7,6 +7,7 @@ by batch, which serves trials that are trained alone; a fused array says that it
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,16 @@ class Shelf:
             inputs, targets = self._float(self.dataset.gather(index.numpy(), bits))
             return to_device(inputs, self.device), to_device(targets, self.device)
         flat = index.reshape(-1)
-        inputs, targets = self.inputs.index_select(0, flat), self.targets.index_select(0, flat)
+        inputs, targets = self._float((self.inputs.index_select(0, flat), self.targets.index_select(0, flat)))
         if self.augment is not None and keys is not None:
             inputs = self.augment.on_device(inputs, keys.reshape(-1))
         return inputs.view(*index.shape, *inputs.shape[1:]), targets.view(*index.shape, *targets.shape[1:])
+
+    def converted(self, dtype: torch.dtype) -> Shelf:
+        """The same samples, converted batch by batch to another precision; nothing is copied."""
+        other = copy.copy(self)
+        other.dtype = dtype
+        return other
 
     @property
     def index_device(self) -> torch.device:
@@ -66,7 +73,7 @@ class Shelf:
         self.augment = _augment(self.dataset)
 
     def _float(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Floating numbers in the sweep's own precision."""
+        """Floating numbers in this precision, where it is not the usual one."""
         if self.dtype == torch.float32:
             return batch
         inputs, targets = (x.to(self.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in batch)
@@ -78,6 +85,12 @@ class Resident:
 
     def __init__(self, data: Data, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.train, self.test = (Shelf(part, device, dtype) for part in (data.train, data.test))
+
+    def converted(self, dtype: torch.dtype) -> Resident:
+        """The same data in another precision; nothing is copied."""
+        other = copy.copy(self)
+        other.train, other.test = self.train.converted(dtype), self.test.converted(dtype)
+        return other
 
 
 def _why_not(dataset: Dataset, device: torch.device) -> str:

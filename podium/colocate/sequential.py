@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-from podium.colocate.alone import Alone, train_alone
+from podium.colocate.alone import Alone, PopulationError, train_alone
 from podium.colocate.base import Desk, Executor, OnEvent
-from podium.colocate.keys import callable_key
 from podium.colocate.recipe import Recipe, precision_of, with_threads
 from podium.colocate.resident import Resident
 from podium.colocate.slots import failed
@@ -32,29 +31,38 @@ class Sequential(Executor):
             raise ConfigError(f"sequential: mode must be 'eager', 'graph' or 'compiled', got {self.mode!r}")
 
     def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
-        residents: dict[Any, Resident] = {}
         graphs: dict[Any, Any] = {}
         with precision_of(recipe), with_threads(self.threads):
             while not desk.stop_requested() and (trial := desk.take()) is not None:
                 on_event({"event": "trial", "trial": trial.number, "state": "begins"})
                 try:
                     parts = recipe.make(trial)
-                    key = callable_key(parts.task.data)
-                    if key not in residents:
-                        residents[key] = Resident(recipe.data_of(parts.task), recipe.torch_device, recipe.torch_dtype)
-                    alone = make_alone(self.mode, recipe, parts, residents[key], graphs)
+                    alone = make_alone(self.mode, recipe, parts, recipe.resident_of(parts.task), graphs)
                     outcome = train_alone(alone, desk.report, self.name, desk.stop_requested)
+                    state = alone.state()
+                except PopulationError:
+                    raise
                 except Exception as error:  # whatever the user's own code raises is this trial's, not the sweep's
                     desk.hand_in(failed(trial, error, self.name), None)
                     continue
                 if outcome is not None:
-                    desk.hand_in(outcome, alone.state())
+                    desk.hand_in(outcome, state)
 
 
 def make_alone(mode: str, recipe: Recipe, parts: Any, resident: Resident, graphs: dict[Any, Any]) -> Any:
-    """A trial ready to be trained by itself; `graphs` keeps captured steps for trials of the same structure."""
+    """A trial ready to be trained by itself; `graphs` keeps captured steps for trials of the same structure.
+
+    What a captured step would change (state in Python, branches, randomness) is trained without one.
+    """
     if mode == "eager" or recipe.torch_device.type != "cuda":
         return Alone(recipe, parts.trial, resident, parts)
+    from podium.colocate.array import structure_of
     from podium.colocate.graphed import GraphedAlone
+    from podium.colocate.probe import probe
 
+    key = structure_of(parts)
+    if key not in graphs and not probe(recipe, [parts.trial], resident, rows=1).fuses:
+        graphs[key] = None
+    if key in graphs and graphs[key] is None:
+        return Alone(recipe, parts.trial, resident, parts)
     return GraphedAlone(recipe, parts.trial, resident, parts, graphs, compiled=mode == "compiled")

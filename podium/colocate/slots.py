@@ -8,17 +8,19 @@ graph stays the same throughout; a trial that comes late begins at its own step 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from podium.colocate.alone import outcome_of
-from podium.colocate.array import Array
+from podium.colocate.array import Array, structure_of
 from podium.colocate.base import Desk, OnEvent, WithReturned
 from podium.colocate.bundle import Bundle
 from podium.colocate.recipe import Parts, Recipe
 from podium.colocate.trial import Evaluation, Outcome, Trial, Verdict
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError, PodiumError, TrainingError
 
 _LONGEST_RUN = 2000
 """Steps after which the host looks up, to see whether it is asked to stop."""
@@ -63,6 +65,8 @@ class Slots:
         self.arrays = arrays
         self.bundle = Bundle([array for array, _ in arrays], captured=captured)
         self.slots: dict[tuple[int, int], Slot] = {}
+        self.copied = False
+        """Whether any row took over another's state: then no trial can be trained again by itself."""
         self.steps = 0
         """How often all arrays took a step."""
 
@@ -142,7 +146,11 @@ class Slots:
             if not math.isfinite(evaluation.loss):
                 self._end(place, slot, "diverged", f"its loss is {evaluation.loss} after {slot.steps} steps")
                 continue
-            verdict = desk.report(slot.trial, evaluation)
+            try:
+                verdict = desk.report(slot.trial, evaluation)
+            except ConfigError as error:  # it has not the metric that the sweep is about
+                self._end(place, slot, "failed", f"{type(error).__name__}: {error}")
+                continue
             if slot.steps >= slot.parts.steps:
                 self._end(place, slot, "finished", "")
             elif verdict.action == "stop":
@@ -160,27 +168,33 @@ class Slots:
         _, desk = self.arrays[place]
         seconds = time.perf_counter() - slot.began
         state = slot.array.save(slot.row)
+        slot.array.release(slot.row)
         del self.slots[place, slot.row]
         desk.hand_in(outcome_of(slot.parts, status, why, slot.steps, slot.history, self.executor, seconds), state)
 
     def _become(self, place: int, slot: Slot, verdict: Verdict) -> None:
         """The row takes over another's parameters and moments, and goes on with changed numbers."""
         others = [s for (at, _), s in self.slots.items() if at == place and s.trial.number == verdict.source]
-        if not others:
-            raise ConfigError(
-                f"trial {slot.trial.number}: trial {verdict.source}, which it is to take over from, must be running"
-            )
+        if not others:  # it ended in this very round
+            self.on_event({"event": "not copied", "trial": slot.trial.number, "source": verdict.source})
+            return
+        parts = self._changed(slot, verdict.options)
+        self.copied = True
         slot.array.copy_row(others[0].row, slot.row)
-        changed = Trial(
-            number=slot.trial.number,
-            options={**slot.trial.options, **verdict.options},
-            seed=slot.trial.seed,
-            fold=slot.trial.fold,
-            point=slot.trial.point,
-        )
-        slot.parts = self.recipe.make(changed)
+        slot.parts = parts
         slot.array.change_numbers(slot.row, slot.parts, slot.steps)
         slot.filled_to = slot.steps  # its samples go on where they were; its numbers are read anew
+
+    def _changed(self, slot: Slot, options: Mapping[str, Any]) -> Parts:
+        """The trial with these options changed, but for those that would make it another model."""
+        kept: dict[str, Any] = {}
+        for name, value in options.items():
+            trial = dataclasses.replace(slot.trial, options={**slot.trial.options, **kept, name: value})
+            if structure_of(self.recipe.make(trial)) == slot.array.structure:
+                kept[name] = value
+            else:
+                self.on_event({"event": "not changed", "trial": slot.trial.number, "option": name})
+        return self.recipe.make(dataclasses.replace(slot.trial, options={**slot.trial.options, **kept}))
 
 
 def train_in_slots(
@@ -199,8 +213,15 @@ def train_in_slots(
     except PodiumError:
         raise
     except Exception as error:  # the user's own code at a later step, or memory that did not suffice
+        if slots.copied:
+            raise TrainingError(f"fused: a step raised {type(error).__name__}: {error}") from error
         on_event({"event": "fell back", "why": f"{type(error).__name__}: {error}"[:500]})
-        return [WithReturned(desk, slots.unfinished(place)) for place, (_, desk) in enumerate(arrays)]
+        left: list[Desk] = []
+        for place, (_, desk) in enumerate(arrays):
+            for trial in slots.unfinished(place):
+                desk.begin_again(trial)
+            left.append(WithReturned(desk, slots.unfinished(place)))
+        return left
     return []
 
 

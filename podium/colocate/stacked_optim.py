@@ -104,6 +104,7 @@ class Timetable:
         self.columns = columns_of(parts.optimizer)  # a schedule may add some of its own (initial_lr)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks at
         self._rows = [values_of(self._optimizer, self.columns)]
+        self._steps = parts.steps
 
     @property
     def is_constant(self) -> bool:
@@ -113,10 +114,11 @@ class Timetable:
         """The numbers of `count` steps from `start` on, one row each; beyond the end they stay."""
         if self._schedule is None:
             return torch.tensor(self._rows, dtype=torch.float64)
-        while len(self._rows) < start + count:
+        while len(self._rows) < min(start + count, self._steps):  # many a schedule refuses to go on beyond its end
             self._schedule.step()
             self._rows.append(values_of(self._optimizer, self.columns))
-        return torch.tensor(self._rows[start : start + count], dtype=torch.float64)
+        known = self._rows[start : start + count]
+        return torch.tensor(known + [self._rows[-1]] * (count - len(known)), dtype=torch.float64)
 
 
 class StackedOptimizer(ABC):
@@ -155,6 +157,9 @@ class StackedOptimizer(ABC):
         self.count[row] = 0
         for moment in self.state.values():
             moment[row].zero_()
+
+    def release(self, row: int) -> None:
+        """The row's trial is over."""
 
     def tensors(self) -> list[Tensor]:
         """All that a step changes besides the parameters; the first dimension is rows."""
@@ -318,6 +323,10 @@ class OwnOptimizers:
         optimizer.state.update(state)
         self._rows[row] = (optimizer, parts.schedule())
         self.count[row] = 0
+
+    def release(self, row: int) -> None:
+        """The row's trial is over: its schedule may refuse to go on."""
+        self._rows[row] = None
 
     def copy(self, source: int, target: int) -> None:
         """The target's optimizer takes over the source's moments; its numbers stay."""

@@ -6,16 +6,16 @@ is that small kernels of different models run at the same time. On the CPU the m
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from podium.colocate.array import Array
 from podium.colocate.base import Desk, Executor, OnEvent, WithReturned
 from podium.colocate.fused import take_parts
-from podium.colocate.keys import callable_key
+from podium.colocate.probe import probe
 from podium.colocate.recipe import Parts, Recipe, precision_of, with_threads
-from podium.colocate.resident import Resident
 from podium.colocate.sequential import Sequential
 from podium.colocate.slots import train_in_slots
 from podium.errors import ConfigError
@@ -44,20 +44,21 @@ class Streams(Executor):
     def run_groups(self, recipe: Recipe, desks: Sequence[Desk], on_event: OnEvent) -> None:
         arrays: list[tuple[Array, Desk]] = []
         first: dict[int, list[Parts]] = {}
-        residents: dict[Any, Resident] = {}
         left: list[Desk] = []
         with precision_of(recipe), with_threads(self.threads):
             for desk in desks:
                 taken = take_parts(recipe, desk, self.width, self.name)
+                if not taken:
+                    continue
+                resident = recipe.resident_of(taken[0].task)
+                found = probe(recipe, [parts.trial for parts in taken], resident, rows=1)
+                on_event({"event": "probe", **dataclasses.asdict(found), "trials": len(taken)})
+                if not found.fuses:
+                    left.append(WithReturned(desk, [parts.trial for parts in taken]))
+                    continue
                 for parts in taken:
-                    key = callable_key(parts.task.data)
-                    if key not in residents:
-                        residents[key] = Resident(recipe.data_of(parts.task), recipe.torch_device, recipe.torch_dtype)
-                    if residents[key].train.why_not:
-                        left.append(WithReturned(desk, [p.trial for p in taken]))
-                        break
                     first[len(arrays)] = [parts]
-                    arrays.append((Array(recipe, parts, residents[key], 1), desk))
+                    arrays.append((Array(recipe, parts, resident, 1), desk))
             if arrays:
                 left += train_in_slots(recipe, arrays, first, self.name, on_event)
         for desk in left:

@@ -6,6 +6,7 @@ A sweep's folder, besides what the desk writes (`desk.py`):
     events.jsonl     what executors said: whether trials could be fused, what `auto` chose and why, processes lost
     slots.jsonl      which trial was trained when, and in which row of which group
     sessions.jsonl   one line each time the sweep ended or was asked to stop: trials, samples, what was measured
+    lock             locked while a sweep is at work here, so that there is one only
 
 Trials are sorted into groups of one structure, as far as the executor makes anything of that, and the executor is
 called until no group has trials left: a search may bring new structures as it goes on.
@@ -15,7 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
+import itertools
 import json
+import os
+import platform
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +34,8 @@ from podium.colocate.array import structure_of
 from podium.colocate.base import Executor
 from podium.colocate.desk import Keep, TrialDesk, read_outcomes
 from podium.colocate.kept import BestModel
-from podium.colocate.plan import FoldsLike, Plan, SpaceLike, TaskLike, plan
+from podium.colocate.origin import TaskLike
+from podium.colocate.plan import FoldsLike, Plan, SpaceLike, plan
 from podium.colocate.recipe import Precision
 from podium.colocate.search.base import Source
 from podium.colocate.stopping.base import Stopping
@@ -44,6 +51,8 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 MAY_DIFFER = ("executor", "device")
 """What may be another when a sweep is gone on with: how trials are trained, not what they are."""
+MADE_FROM = {"source": "source file of the task", "data": "data set"}
+"""What trials are made from (`origin.py`), in words."""
 
 
 def sweep(
@@ -96,8 +105,9 @@ def sweep(
         eval_every=eval_every, steps=steps, keep=keep,
     )  # fmt: skip
     folder = Path(out) if out is not None else _new_folder(found.config["task"])
-    _open_folder(folder, found.config, found.recipe.torch_device)
-    _Work(found, folder, on_event or _ignore, stop or Event()).run()
+    with _held(folder):
+        _open_folder(folder, found.config, found.recipe.torch_device)
+        _Work(found, folder, on_event or _ignore, stop or Event()).run()
     return read_sweep(folder)
 
 
@@ -107,11 +117,49 @@ def sweep(
 def _new_folder(task: str) -> Path:
     stem = "".join(c if c.isalnum() else "-" for c in task).strip("-")
     base = Path("runs") / f"sweep-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, tries = base, 1
-    while path.exists():
-        tries += 1
-        path = base.with_name(f"{base.name}-{tries}")
-    return path
+    for tries in itertools.count(1):
+        path = base if tries == 1 else base.with_name(f"{base.name}-{tries}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:  # another sweep began in the same second
+            continue
+        except OSError as error:
+            raise RecordError(f"{path} cannot be made: {error.strerror or error}") from error
+    raise AssertionError("numbers do not end")
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Nobody else sweeps in this folder meanwhile. A process that dies lets go of it; the file itself means nothing."""
+    path = folder / "lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise RecordError(f"{path} cannot be written: {error.strerror or error}") from error
+    try:
+        _hold(lock, folder)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _hold(lock: int, folder: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "unknown"
+        raise ConfigError(
+            f"sweep: another one must not be at work in {folder}, got one ({holder}); wait until it has ended, or give "
+            "another folder"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise RecordError(f"{folder / 'lock'} cannot be locked: {error.strerror or error}") from error
+        return  # a file system without locks: nothing can be known of others
+    os.truncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
 
 def _open_folder(folder: Path, config: Mapping[str, Any], device: torch.device) -> None:
@@ -126,6 +174,11 @@ def _open_folder(folder: Path, config: Mapping[str, Any], device: torch.device) 
     for name, value in wanted.items():
         if name not in MAY_DIFFER and found.get(name) != value:
             before, now = _apart(found.get(name), value)
+            if name in MADE_FROM:
+                raise ConfigError(
+                    f"sweep: {folder} was begun with another {MADE_FROM[name]}, {before}; now it is {now}. Trials of "
+                    "both cannot be ranked together: put it back as it was, or give another folder"
+                )
             raise ConfigError(
                 f"sweep: {folder} holds another one, with {name} {before}; wanted {now}. Give another folder, or ask "
                 "for the same sweep to go on with it"
@@ -207,8 +260,11 @@ class _Work:
                     self.began = time.perf_counter()
                     self._train(desk)
                 through = not self.stop.is_set() or (total is not None and len(desk.outcomes) >= total)
-            finally:
-                self._end_session("finished" if through else "stopped", window)
+            except BaseException:
+                with contextlib.suppress(RecordError):  # a full disk: what was first in the way is what is told
+                    self._end_session("stopped", window)
+                raise
+            self._end_session("finished" if through else "stopped", window)
 
     def _train(self, desk: TrialDesk) -> None:
         # An executor that trains each trial by itself makes nothing of groups, and would only wait between them.
@@ -291,7 +347,7 @@ class _Work:
             place = {"trial": trial["number"], "session": self.number, "group": self.group_of.get(trial["number"], 0)}
             times = {"began_s": round(slot["began_s"], 6), "ended_s": round(self._now(), 6)}
             self._append("slots.jsonl", {**place, "row": slot["row"], **times, "status": event["status"]})
-        self.trained += 1
+        self.trained += event["steps"] > 0  # not one that could not be made, nor one that a rule skipped
         self.samples += event["samples"]
         if self.kept is not None:
             self.kept.add(self.desk.outcomes[-1])

@@ -3,12 +3,17 @@
 All of it is worked out from the sweep's folder, so a sweep can be read again at any time, also while it runs.
 
 A point's trials (one per fold and seed) that ran to their end make its mean; trials that a rule stopped early were
-judged at another epoch and do not count. Points of which all trials finished stand before those of which some did not.
+judged at another epoch and do not count. Points of which all trials finished stand before those of which some did not,
+and of these the ones with more finished trials first: one lucky fold is not the best of five.
 
 Two points are compared fold by fold and seed by seed. Folds share training samples, so their scores are not
 independent and a plain paired t-test finds differences that are not there; the variance is therefore multiplied by
 (1/n + validation/training samples) instead of 1/n (Nadeau and Bengio, 2003, https://doi.org/10.1023/A:1024068626366).
-The best is compared with all others, so p is multiplied by their number (Bonferroni).
+Where the gap is the same in every pair there is no t. The sign test takes its place, p = 2**(1 - n), with the n pairs
+that are worth as much under the same correction, 1/(1/n + validation/training samples).
+
+The best is compared with all others, but the same scores made it the best: it might have been any of them. So p is
+multiplied by the number of all pairs of points (Bonferroni), not by that of the others.
 """
 
 from __future__ import annotations
@@ -32,6 +37,9 @@ from podium.measure.records import read_records
 
 ALPHA = 0.05
 """Two points are told apart when the corrected p is below this."""
+
+_ROUNDING = 2.0**-21
+"""Of a score: a metric may have been worked out in single precision, and a gap is the difference of two."""
 
 Row = dict[str, Any]
 
@@ -81,13 +89,19 @@ class Rival:
     point: int
     pairs: int
     gap: float
-    """How much better the best is, on average over the pairs."""
+    """How much better the best is, on average over the pairs; below 0 where the other has more in fewer trials."""
     p: float | None
-    """Of the corrected paired t-test, times the number of rivals; None with fewer than two pairs."""
+    """Of the corrected paired t-test, times the number of all pairs of points; None with fewer than two pairs."""
 
     @property
     def is_distinct(self) -> bool:
-        return self.p is not None and self.p < ALPHA
+        """Whether the best is better, beyond what luck explains."""
+        return self.p is not None and self.p < ALPHA and self.gap > 0
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the other is, in the trials that both finished: it is not the best for having finished fewer."""
+        return self.p is not None and self.p < ALPHA and self.gap < 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +163,7 @@ class Sweep:
         if not found.model:
             raise RecordError(
                 f"{self.folder}: the model of trial {found.trial.number} must be there, but models were not kept "
-                "(keep='none')"
+                "(keep='none'), or another point was the best until trials that had failed were trained again"
             )
         return load_tensors(Path(self.folder) / found.model)
 
@@ -212,7 +226,7 @@ def find_points(asked: Sequence[Trial], outcomes: Sequence[Outcome], metric: str
         trials.setdefault(trial.point, []).append(trial)
     points = [_point(number, some, by_number, metric) for number, some in trials.items()]
     sign = -1 if maximize else 1
-    return sorted(points, key=lambda p: (p.mean is None, not p.is_whole, sign * (p.mean or 0.0), p.number))
+    return sorted(points, key=lambda p: (p.mean is None, not p.is_whole, -p.n, sign * (p.mean or 0.0), p.number))
 
 
 def _point(number: int, trials: Sequence[Trial], outcomes: Mapping[int, Outcome], metric: str) -> Point:
@@ -258,23 +272,33 @@ def find_rivals(points: Sequence[Point], config: Mapping[str, Any]) -> list[Riva
     found = []
     for point in points[1:]:
         theirs = {(score.fold, score.seed): score.value for score in point.scores}
-        gaps = [sign * (best[key] - theirs[key]) for key in best if key in theirs]
-        if gaps:
-            p = _paired_p(gaps, overlap)
+        pairs = [(best[key], theirs[key]) for key in best if key in theirs]
+        if pairs:
+            gaps = [sign * (one - other) for one, other in pairs]
+            resolution = _ROUNDING * max(abs(value) for pair in pairs for value in pair)
+            p = _paired_p(gaps, overlap, resolution)
             found.append(Rival(point=point.number, pairs=len(gaps), gap=math.fsum(gaps) / len(gaps), p=p))
-    return [r if r.p is None else dataclasses.replace(r, p=min(1.0, r.p * len(found))) for r in found]
+    return [r if r.p is None else dataclasses.replace(r, p=min(1.0, r.p * count_pairs(points))) for r in found]
 
 
-def _paired_p(gaps: Sequence[float], overlap: float) -> float | None:
-    """Two-sided, of a paired t-test; `overlap` is validation by training samples where these are folds, else 0."""
+def count_pairs(points: Sequence[Point]) -> int:
+    """How many pairs of points could have been compared: what p is multiplied by."""
+    return math.comb(sum(point.mean is not None for point in points), 2)
+
+
+def _paired_p(gaps: Sequence[float], overlap: float, resolution: float) -> float | None:
+    """Two-sided, of a paired t-test; `overlap` is validation by training samples where these are folds, else 0.
+
+    Gaps that differ by less than `resolution` are the same, and less than that is no gap.
+    """
     n = len(gaps)
     if n < 2:
         return None
     mean = math.fsum(gaps) / n
     variance = math.fsum((gap - mean) ** 2 for gap in gaps) / (n - 1)
-    if variance <= (1e-12 * max(map(abs, gaps))) ** 2:
-        # The same gap in every pair: no t exists. No gap is no difference; any other is beyond doubt.
-        return 1.0 if mean == 0 else 0.0
+    if variance <= resolution**2:
+        # Scores that count samples often have the same gap in a few pairs, by luck.
+        return 1.0 if abs(mean) <= resolution else min(1.0, 2.0 ** (1 - 1 / (1 / n + overlap)))
     from scipy import stats
 
     return float(2 * stats.t.sf(abs(mean) / math.sqrt(variance * (1 / n + overlap)), n - 1))
@@ -294,7 +318,7 @@ def tell(
     text = f"{lead}: {best.name}, {metric} {tell_mean(best)} over {tell_trials(best, config)}"
     text += _against(points, rivals, config) + "."
     if not best.is_whole:
-        text += " Not all of its trials finished, and no other point's did."
+        text += " Not all of its trials came to a score, nor did all of any other point's: most trials come first."
     return f"{text}{_unfinished(outcomes)}\n{_caution(best, config)}"
 
 
@@ -310,8 +334,11 @@ def _against(points: Sequence[Point], rivals: Sequence[Rival], config: Mapping[s
     if all(rival.p is None for rival in rivals):
         return f"; next is {next_one}. One trial of each has no interval: close points may be in this order by luck"
     level = [rival for rival in rivals if not rival.is_distinct]
-    what = _what(config)
-    test = f"paired t-test, p {tell_p(rivals[0].p)}, corrected for {len(rivals)} comparisons"
+    what, pairs = _what(config), count_pairs(points)
+    corrected = f", corrected for all {pairs} pairs of points" if pairs > 1 else ""
+    test = f"paired t-test, p {tell_p(rivals[0].p)}{corrected}"
+    if rivals[0].is_better:
+        return f"; next is {next_one}, which is better in the {rivals[0].pairs} trials that both finished ({test})"
     if not rivals[0].is_distinct:
         text = f"; the best two cannot be told apart by these {what}: {next_one} ({test})"
         return text if len(level) == 1 else f"{text}, nor can {len(level) - 1} more"

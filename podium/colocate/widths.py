@@ -38,8 +38,9 @@ def memory_line(recipe: Recipe, first: Parts, resident: Resident, mode: Mode) ->
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        array = Array(recipe, first, resident, rows, mode=mode)
-        array.load(0, first)
+        again = recipe.make(first.trial)  # loading uses a trial's parts up
+        array = Array(recipe, again, resident, rows, mode=mode)
+        array.load(0, again)
         array.refill([0] + [None] * (rows - 1))
         array.step()
         torch.cuda.synchronize(device)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -65,6 +68,61 @@ def one_cycle(optimizer: Optimizer, steps: int) -> OneCycleLR:
     return OneCycleLR(optimizer, max_lr=0.3, total_steps=max(2, steps))
 
 
+def plain_one_cycle(optimizer: Optimizer, steps: int) -> OneCycleLR:
+    return OneCycleLR(optimizer, max_lr=0.05, total_steps=max(2, steps), cycle_momentum=False)
+
+
+def odd(*, kind: str, k: float = 0.0, lr: float = 0.1) -> Task:
+    """Models that differ by `k` in a way that neither names nor shapes show."""
+    model = nn.Linear(FEATURES, CLASSES)
+    task = task_of(lambda: model, lr=lr)
+    if kind == "hook":
+        model.register_forward_hook(lambda module, inputs, output: output * (1 + k))
+    elif kind == "numpy":
+        model.mask = np.ones(5000)
+        model.mask[2500] += k
+    elif kind == "tensor":
+        model.mask = torch.ones(9000)
+        model.mask[8000] += k
+    elif kind == "loss tuple":
+        return dataclasses.replace(task, loss=_Weighted((1.0, 1.0 + k)))
+    elif kind == "loss inside":
+        return dataclasses.replace(task, loss=nn.Sequential(_Weighted((1.0, 1.0 + k))).__getitem__(0))
+    elif kind == "autocast":
+        return dataclasses.replace(task, autocast="bf16" if k else "off")
+    elif kind == "parametrized":
+        weight_norm(model)
+    elif kind == "local class":
+
+        class Own(nn.Linear):
+            pass
+
+        return task_of(lambda: Own(FEATURES, CLASSES), lr=lr)
+    else:
+
+        def again(depth: int) -> nn.Module:
+            return nn.Linear(FEATURES, CLASSES) if depth == 0 else again(depth - 1)
+
+        return dataclasses.replace(task_of(lambda: again(2), lr=lr), data=_recursive_data())
+    return task
+
+
+def _recursive_data() -> Callable[[], Data]:
+    def open_data(depth: int = 1) -> Data:
+        return open_data(depth - 1) if depth else data()
+
+    return open_data
+
+
+class _Weighted(nn.Module):
+    def __init__(self, weights: tuple[float, ...]) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets) * self.weights[1]
+
+
 class Tied(nn.Module):
     """The second layer is the first one, transposed back: one parameter in two places."""
 
@@ -92,6 +150,97 @@ class Counting(nn.Module):
             self.calls += 1
         out: Tensor = self.layer(x) * (1 + 0.1 * self.calls)
         return out
+
+
+class Late(Counting):
+    """Keeps a counter that matters only much later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        out: Tensor = self.layer(x) * (2 if self.calls > 100 else 1)
+        return out
+
+
+class Judging(Counting):
+    """Keeps something in Python that only evaluation looks at."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        out: Tensor = self.layer(x)
+        return out if self.training else out * (1 + self.calls)
+
+
+class Reassigning(nn.Module):
+    """Puts a new tensor in the place of a buffer."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count = self.count + 1
+        out: Tensor = self.layer(x) / (1 + self.count)
+        return out
+
+
+class Fussy(nn.Module):
+    """Takes batches of 16 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            assert len(x) % 16 == 0
+        out: Tensor = self.layer(x)
+        return out
+
+
+class Converting(nn.Module):
+    """Makes its input single precision itself, as models do that are given bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.float())
+        return out
+
+
+class Asking(nn.Module):
+    """Asks its layers for their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.reshape(-1, self.layer.in_features))
+        return out
+
+
+class Extra(nn.Module):
+    """Has more in its state than tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state["version"] == 3
 
 
 class Noisy(nn.Module):
@@ -160,6 +309,9 @@ class Desk:
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         self.reports.append((trial.number, evaluation))
         return GO if self.judge is None else self.judge(trial, evaluation)
+
+    def begin_again(self, trial: Trial) -> None:
+        self.reports = [(number, evaluation) for number, evaluation in self.reports if number != trial.number]
 
     def hand_in(self, outcome: Outcome, state: Any) -> None:
         assert outcome.trial.number not in self.outcomes, "handed in twice"

@@ -184,6 +184,16 @@ class TestTakingUp:
         given = source()
         assert desk_over(given, tmp_path).take() is None and given.exhausted
 
+    def test_a_trial_that_failed_begins_anew_and_its_later_result_counts(self, tmp_path: Path) -> None:
+        with desk_over(source(), tmp_path) as desk:
+            trial = desk.take()
+            assert trial is not None and trial.number == 0
+            desk.hand_in(Outcome(trial=trial, status="failed", why="its process was killed", steps=3), None)
+        again, desk = bank(), desk_over(source(), tmp_path)
+        again.run(desk)
+        assert sorted(again.ran) == list(range(6)) and len(lines(tmp_path / "results.jsonl")) == 7
+        assert [o.status for o in read_outcomes(tmp_path)] == ["finished"] * 6 == [o.status for o in desk.outcomes]
+
     def test_the_source_hears_of_what_is_done(self, tmp_path: Path) -> None:
         bank().run(desk_over(Hearing(), tmp_path), at_most=3)
         hearing = Hearing()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from podium import Task
+from podium.colocate.array import structure_of
 from podium.colocate.auto import Auto
 from podium.colocate.fused import Fused
 from podium.colocate.probe import TOLERANCE, probe
@@ -80,6 +81,36 @@ class TestOneRow:
             return nets.task_of(nets.net, torch.optim.Adagrad, initial_accumulator_value=start)
 
         assert_equals_alone(make, trials_of({"start": 0.1}, {"start": 1.0}))
+        task = nets.task_of(nets.net, torch.optim.Adagrad)
+        assert_equals_alone(task, trials_of({"initial_accumulator_value": 0.1}, {"initial_accumulator_value": 1.0}))
+
+    @pytest.mark.parametrize(
+        "bad",
+        [{"lr": -0.1}, {"lr": "0.1"}, {"lr": None}, {"momentum": float("nan")}, {"nesterov": 1}, {"order_seed": 2**64},
+         {"init_seed": "x"}, {"dropout": "x"}, {"label_smoothing": 2}, {"clip_norm": "a"}, {"batch_size": 0}],
+    )  # fmt: skip
+    def test_an_option_that_cannot_be_is_refused_with_its_name(self, bad: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            recipe_of(nets.task_of(nets.net)).make(Trial(number=0, options=bad))
+
+    def test_numbers_of_other_kinds_are_numbers(self) -> None:
+        import numpy as np
+
+        parts = recipe_of(nets.toy).make(Trial(number=0, options={"lr": 0.2, "momentum": np.float32(0.5)}))
+        assert parts.optimizer.param_groups[0]["momentum"] == 0.5
+
+    @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.NAdam])
+    def test_a_schedule_that_refuses_to_go_on_beyond_its_end(self, optimizer: Any) -> None:
+        task = dataclasses.replace(nets.task_of(nets.net, optimizer), schedule=nets.plain_one_cycle)
+        trials = trials_of({"epochs": 3}, {"epochs": 1}, {"epochs": 2})
+        recipe, heard = recipe_of(task), []
+        desk, alone = Desk(trials), Desk(trials)
+        Fused().run(recipe, desk, heard.append)
+        Sequential().run(recipe, alone, lambda event: None)
+        assert not any(event["event"] == "fell back" for event in heard)
+        assert all(event["fuses"] for event in heard if event["event"] == "probe")
+        # A bias before BatchNorm has no true gradient: NAdam makes steps of rounding there.
+        assert all(apart(desk.states[i], alone.states[i]) < 1e-6 for i in range(3))
 
     def test_a_schedule_that_moves_rate_and_momentum(self) -> None:
         task = dataclasses.replace(nets.task_of(nets.net, torch.optim.SGD, momentum=0.9), schedule=nets.one_cycle)
@@ -124,8 +155,6 @@ class TestSilentTraps:
         assert_equals_alone(nets.toy, trials)
 
     def test_an_attribute_that_differs_makes_another_group(self) -> None:
-        from podium.colocate.array import structure_of
-
         def make(*, slope: float) -> Task:
             return nets.task_of(lambda: nn.Sequential(nn.Linear(12, 4), nn.LeakyReLU(slope)))
 
@@ -137,8 +166,6 @@ class TestSilentTraps:
             array.load(0, recipe.make(Trial(number=1, options={"slope": 0.2})))
 
     def test_functions_are_told_apart_by_what_they_hold_and_not_by_their_names(self) -> None:
-        from podium.colocate.array import structure_of
-
         class Bent(nn.Module):
             def __init__(self, slope: float) -> None:
                 super().__init__()
@@ -186,6 +213,29 @@ class TestSilentTraps:
         array.step()
         moved = (array.buffers["1.running_mean"] - before).abs().amax(dim=1)
         assert (moved > 0).all()
+
+
+def test_what_a_model_draws_itself_comes_from_its_trials_seed() -> None:
+    """Whoever trained before it, and whatever the generator stood at."""
+    trials = trials_of({"lr": 0.1}, {"lr": 0.2})
+    recipe = recipe_of(nets.task_of(nets.Noisy))
+    both, second = Desk(trials), Desk(trials[1:])
+    Sequential().run(recipe, both, lambda event: None)
+    torch.manual_seed(77)
+    before = torch.get_rng_state()
+    Sequential().run(recipe, second, lambda event: None)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert apart(both.states[1], second.states[1]) == 0
+
+
+def test_values_that_are_no_tensors_are_left_out_of_a_state() -> None:
+    trials = trials_of({"lr": 0.1}, {"lr": 0.2})
+    recipe = recipe_of(nets.task_of(nets.Extra))
+    for executor in (Sequential(), Fused()):
+        desk = Desk(trials)
+        executor.run(recipe, desk, lambda event: None)
+        assert {o.status for o in desk.outcomes.values()} == {"finished"}
+        assert set(desk.states[0]) == {"layer.weight", "layer.bias"}
 
 
 class TestNeighbours:
@@ -243,6 +293,29 @@ class TestNeighbours:
         Fused(width=3).run(recipe, desk, lambda event: None)
         assert [desk.outcomes[i].status for i in range(3)] == ["finished", "diverged", "finished"]
 
+    def test_a_row_that_takes_over_anothers_state_takes_its_frozen_layers_too(self) -> None:
+        recipe = recipe_of(nets.task_of(nets.Partly))
+        array = array_of(recipe, trials_of({"lr": 0.1}, {"lr": 0.1}))
+        array.step()
+        array.copy_row(0, 1)
+        assert apart(array.save(0), array.save(1)) == 0
+
+    def test_a_population_goes_on_where_the_one_to_copy_from_has_ended(self) -> None:
+        def copy_the_short_one(trial: Trial, evaluation: Evaluation) -> Verdict:
+            if trial.number == 0 and evaluation.step == 7:
+                return Verdict(action="become", source=1, options={"lr": 0.3, "width": 99})
+            if trial.number == 2 and evaluation.step == 7:
+                return Verdict(action="become", source=0, options={"lr": 0.3, "width": 99})
+            return GO
+
+        trials = trials_of({"epochs": 2, "width": 16}, {"epochs": 1, "width": 16}, {"epochs": 2, "width": 16})
+        desk, heard = Desk(trials, copy_the_short_one), []
+        Fused().run(recipe_of(nets.toy, eval_every=1), desk, heard.append)
+        assert {o.status for o in desk.outcomes.values()} == {"finished"}
+        assert {"event": "not copied", "trial": 0, "source": 1} in heard
+        assert {"event": "not changed", "trial": 2, "option": "width"} in heard
+        assert desk.outcomes[2].trial.options == {"epochs": 2, "width": 16, "lr": 0.3}
+
     def test_a_row_takes_over_anothers_state_and_goes_on_with_its_own_numbers(self) -> None:
         recipe = recipe_of(nets.task_of(partial(nets.net, norm=False), torch.optim.Adam))
         trials = trials_of({"lr": 0.01}, {"lr": 0.02})
@@ -262,6 +335,64 @@ class TestNeighbours:
         assert apart(expected.state(), array.save(1)) < ROUNDING
 
 
+class TestWhatMustNotShareAnArray:
+    """Models that only look alike: each pair must be two structures, or its second trial would train as the first."""
+
+    @pytest.mark.parametrize("kind", ["hook", "numpy", "tensor", "loss tuple", "loss inside", "autocast"])
+    def test_trials_that_differ_in(self, kind: str) -> None:
+        recipe = recipe_of(partial(nets.odd, kind=kind))
+        trials = trials_of({"k": 0.0}, {"k": 3.0}, {"k": 0.0, "lr": 0.2})
+        one, other, same = (structure_of(recipe.make(trial)) for trial in trials)
+        assert one != other
+        assert one == same
+
+    @pytest.mark.parametrize("kind", ["parametrized", "local class", "recursive"])
+    def test_but_trials_that_differ_in_nothing_do_share_one(self, kind: str) -> None:
+        recipe = recipe_of(partial(nets.odd, kind=kind))
+        trials = trials_of({"k": 0.0}, {"k": 0.0, "lr": 0.2})
+        one, two = (structure_of(recipe.make(trial)) for trial in trials)
+        assert one == two
+        assert_equals_alone(partial(nets.odd, kind=kind), trials, steps=3)
+
+
+class TestProbe:
+    def verify(self, model: Any, rows: int = 2, **settings: Any) -> Any:
+        trials = trials_of({"lr": 0.1}, {"lr": 0.2})
+        task = model if isinstance(model, Task) else nets.task_of(model)
+        recipe = recipe_of(task, **{"dtype": "float32", **settings})
+        return probe(recipe, trials, nets.resident_of(recipe, trials[0]), rows=rows)
+
+    @pytest.mark.parametrize("rows", [1, 2])
+    @pytest.mark.parametrize("model", [nets.Counting, nets.Late, nets.Judging, nets.Reassigning])
+    def test_state_in_python_is_seen_before_it_does_anything(self, model: Any, rows: int) -> None:
+        assert not self.verify(model, rows).fuses
+
+    def test_a_nan_in_one_row_is_not_forgotten(self) -> None:
+        from podium.colocate.probe import _apart
+
+        nan, one = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 1.0])
+        assert _apart(nan, one) == float("inf") == _apart(one, nan)
+        assert _apart(nan, nan) == 0.0
+
+    def test_a_model_that_minds_the_size_of_its_batch_is_probed_with_its_own(self) -> None:
+        assert self.verify(nets.Fussy).fuses
+
+    def test_a_model_that_converts_its_input_is_held_against_single_precision(self) -> None:
+        assert self.verify(nets.Converting).fuses
+
+    def test_a_model_that_asks_its_layers_for_their_sizes_and_rates(self) -> None:
+        assert self.verify(nets.Asking).fuses
+        trials = trials_of({"lr": 0.1}, {"lr": 0.2})
+        assert_equals_alone(nets.task_of(nets.Asking), trials, fast=True)
+
+    def test_a_frozen_backbone_whose_parameters_the_optimizer_holds_too(self) -> None:
+        def all_of_them(model: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD(model.parameters(), 0.1)
+
+        task = dataclasses.replace(nets.task_of(nets.Partly), optimizer=all_of_them)
+        assert self.verify(task).fuses and self.verify(task, rows=1).fuses
+
+
 class TestFallBack:
     @pytest.mark.parametrize("executor", [Fused(), Auto(seconds=0.01)], ids=["fused", "auto"])
     def test_what_cannot_be_fused_is_trained_all_the_same_and_the_reason_said(self, executor: Any) -> None:
@@ -275,25 +406,30 @@ class TestFallBack:
         refusal = next(event for event in heard if event["event"] == "probe")
         assert not refusal["fuses"] and "vmap" in refusal["why"]
 
-    def test_code_that_raises_at_a_later_step_fails_its_own_trials_and_no_others(self) -> None:
-        class Fragile(nn.Module):
+    def test_a_step_that_raises_later_on_is_gone_on_from_one_by_one_and_reports_count_once(self) -> None:
+        seen = {"calls": 0}
+
+        class Tired(nn.Module):
+            """Fails once, as memory does."""
+
             def __init__(self) -> None:
                 super().__init__()
-                self.layer, self.calls = nn.Linear(nets.FEATURES, nets.CLASSES), 0
+                self.layer = nn.Linear(nets.FEATURES, nets.CLASSES)
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                self.calls += self.training
-                if self.calls > 9:
-                    raise ValueError("worn out")
+                seen["calls"] += torch.is_grad_enabled() and len(x) == 16
+                if seen["calls"] == 12:
+                    seen["calls"] += 1
+                    raise MemoryError("no room")
                 out: torch.Tensor = self.layer(x)
                 return out
 
         trials = trials_of({"epochs": 1}, {"epochs": 2}, {"epochs": 1})  # 7 and 14 steps
         desk, heard = Desk(trials), []
-        Fused().run(recipe_of(nets.task_of(Fragile)), desk, heard.append)
-        assert [desk.outcomes[i].status for i in range(3)] == ["finished", "failed", "finished"]
-        assert desk.outcomes[1].why == "ValueError: worn out"
-        assert any(event["event"] == "fell back" and "worn out" in event["why"] for event in heard)
+        Fused(probed=False).run(recipe_of(nets.task_of(Tired), eval_every=1), desk, heard.append)
+        assert [desk.outcomes[i].status for i in range(3)] == ["finished"] * 3, desk.outcomes[0].why
+        assert any(event["event"] == "fell back" and "no room" in event["why"] for event in heard)
+        assert [number for number, _ in desk.reports].count(1) == 2  # an epoch each, once
 
     @pytest.mark.parametrize("executor", [Fused(), Sequential()], ids=["fused", "sequential"])
     def test_a_metric_that_raises_fails_its_own_trial_only(self, executor: Any) -> None:

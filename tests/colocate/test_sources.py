@@ -136,6 +136,8 @@ def test_options_in_the_text_are_read() -> None:
         ("random:points=0", ["lr=1..2"], None, "at least 1"),
         ("random:pionts=3,points=3", ["lr=1..2"], None, "Did you mean 'points'"),
         ("list", (), None, "rows or a file"),
+        ("random", (), 3, "what is searched must be given"),
+        ("optuna:points=3", (), None, "what is searched must be given"),
     ],
 )
 def test_what_a_source_does_not_take_is_refused(how: str, space: Any, points: int | None, told: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import resource
 import sys
 import threading
 import xml.etree.ElementTree as ElementTree
@@ -21,11 +22,14 @@ from sklearn.model_selection import KFold
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from podium.colocate.origin import describe_data
 from podium.colocate.plan import is_minimised, plan
 from podium.colocate.recipe import Recipe
-from podium.colocate.swept import Point, Score, Sweep, find_rivals, read_sweep
-from podium.data.base import ArrayDataset, Data
-from podium.errors import ConfigError, RecordError, UnknownName
+from podium.colocate.sweep import _new_folder
+from podium.colocate.swept import Point, Score, Sweep, find_points, find_rivals, read_sweep, tell
+from podium.colocate.trial import Evaluation, Outcome, Trial
+from podium.data.base import ArrayDataset, Data, MapDataset
+from podium.errors import ConfigError, RecordError, TrainingError, UnknownName
 from podium.measure.records import read_records, to_json
 from podium.study.sweeps import sweep as run_sweep
 from podium.study.sweeps import write_all
@@ -190,6 +194,108 @@ def test_another_sweep_in_the_same_folder_is_refused_with_what_differs(tmp_path:
     assert sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, executor="sequential").status == "finished"
 
 
+def test_two_sweeps_in_one_folder_at_once_are_refused_and_a_lock_left_behind_is_none(tmp_path: Path) -> None:
+    folder, refused = tmp_path / "a", []
+
+    def meanwhile(event: dict[str, Any]) -> None:
+        if event["event"] == "outcome" and not refused:
+            with pytest.raises(
+                ConfigError, match=f"another one must not be at work in {folder}, got one .process"
+            ) as e:
+                sweep(folder, grid={"lr": [0.3, 0.1]})
+            refused.append(e.value)
+
+    first = sweep(folder, grid={"lr": [0.3, 0.1]}, on_event=meanwhile)
+    assert refused and len(first.outcomes) == 2 and len(lines(folder, "results")) == 2
+    assert (folder / "lock").is_file()  # as after a process that died
+    assert sweep(folder, grid={"lr": [0.3, 0.1]}).sessions[-1]["trained"] == 0
+
+
+def test_when_no_more_can_be_written_the_file_that_was_first_is_named(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(event: dict[str, Any]) -> None:
+        if event["event"] == "sweep":  # from now on no file may grow: the kernel says so as of a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+
+    try:
+        with pytest.raises(RecordError, match=r"trials\.jsonl cannot be written: .*File too large"):
+            sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, on_event=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}).status == "finished"
+
+
+def test_sweeps_that_begin_in_the_same_second_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20261115-213012")
+    made = [_new_folder("a.py:b") for _ in range(3)]
+    assert len(set(made)) == 3 and all(path.is_dir() for path in made)
+
+
+class TestGoingOnWithSomethingElse:
+    CODE = """
+import torch
+from podium import Task
+from podium.data.base import ArrayDataset, Data
+
+def data():
+    x = torch.linspace(-1, 1, 16)[:, None]
+    return Data(ArrayDataset(x, 2 * x), ArrayDataset(x[:5], 2 * x[:5]))
+
+def line(*, lr=0.1):  # a comment
+    return Task(name="line", model=lambda: torch.nn.Linear(1, 1), data=data, loss=torch.nn.functional.mse_loss,
+                optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr), batch_size=8, epochs=1)
+"""
+
+    def test_a_changed_task_or_changed_data_are_refused_with_what_changed(self, tmp_path: Path) -> None:
+        file, folder = tmp_path / "line.py", tmp_path / "a"
+        asked: dict[str, Any] = {"task": f"{file}:line", "grid": {"lr": [0.1, 0.2]}, "executor": "sequential"}
+
+        def go_on(code: str) -> Sweep:
+            file.write_text(code)
+            return sweep(folder, **asked)
+
+        assert len(go_on(self.CODE).outcomes) == 2
+        as_script = f"{self.CODE}\nif __name__ == '__main__':\n    print(line())\n"
+        assert go_on(as_script.replace("a comment", "another")).sessions[-1]["trained"] == 0
+        with pytest.raises(ConfigError, match=r"another source file of the task, \{'digest': '\w+'\}; now it is"):
+            go_on(self.CODE.replace("Linear(1, 1)", "Linear(1, 1, bias=False)"))
+
+    def test_data_are_known_by_their_number_shapes_and_ends(self) -> None:
+        x = torch.arange(12.0).reshape(4, 3)
+
+        def told(inputs: torch.Tensor) -> dict[str, Any]:
+            some = ArrayDataset(inputs, torch.arange(len(inputs)))
+            return describe_data(Data(some, some))
+
+        assert told(x) == told(x.clone())
+        assert told(x)["train"]["each"] == "float32[3] int64" and told(x)["train"]["samples"] == 4
+        others = [x[:3], x.double(), x + torch.tensor([[0.0], [0], [0], [1]])]
+        assert len({str(told(other)) for other in [x, *others]}) == 4
+
+    def test_data_that_come_out_otherwise_each_time_are_known_by_number_and_shape(self) -> None:
+        class Jittered:
+            def __len__(self) -> int:
+                return 3
+
+            def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+                return np.random.default_rng().normal(size=2), index
+
+        some = MapDataset(Jittered())
+        assert describe_data(Data(some, some))["train"] == {"samples": 3, "each": "float64[2] int64", "ends": None}
+
+    def test_other_data_in_the_same_folder_are_refused(self, tmp_path: Path) -> None:
+        sweep(tmp_path / "a", grid={"lr": [0.3]})
+        before = json.loads((tmp_path / "a" / "manifest.json").read_text())
+        before["config"]["data"]["train"]["samples"] = 119
+        (tmp_path / "a" / "manifest.json").write_text(json.dumps(before))
+        with pytest.raises(ConfigError, match=r"another data set, \{'train': \{.*119.*; now it is .*120"):
+            sweep(tmp_path / "a", grid={"lr": [0.3]})
+
+
 class TestSources:
     def test_draws_come_from_ranges_and_repeat(self, tmp_path: Path) -> None:
         asked = {"space": {"lr": "1e-3..1:log"}, "random": 4, "eval_every": 0}
@@ -247,6 +353,17 @@ class TestTrouble:
         assert Counter(o.status for o in found.outcomes) == {"finished": 2, "failed": 2}
         assert found.points[1].statuses == {"failed": 2} and found.points[1].mean is None
         assert "no layer has -1 units" in Path(found.report).read_text()
+
+    def test_a_first_trial_that_cannot_be_made_is_no_reason_to_end_and_counts_as_none_trained(
+        self, tmp_path: Path
+    ) -> None:
+        found = sweep(tmp_path / "a", grid={"hidden": [-1, 8]})
+        assert Counter(o.status for o in found.outcomes) == {"finished": 1, "failed": 1}
+        assert found.sessions[-1]["trained"] == 1 and found.trials_per_s == pytest.approx(1 / found.seconds)
+        assert "in a session that was killed" not in Path(found.report).read_text()
+        with pytest.raises(TrainingError, match="trial 0: ValueError: no layer has -2 units"):
+            sweep(tmp_path / "b", grid={"hidden": [-2, -1]})
+        assert not (tmp_path / "b").exists()
 
     def test_what_cannot_be_fused_is_trained_all_the_same_and_says_why(self, tmp_path: Path) -> None:
         found = sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, options={"moody": True})
@@ -335,10 +452,51 @@ class TestTellingPointsApart:
         t = gaps.mean() / np.sqrt(gaps.var(ddof=1) * (1 / 4 + 1 / 3))
         assert rival.p == pytest.approx(2 * stats.t.sf(t, 3))
 
-    def test_more_rivals_make_it_harder(self) -> None:
+    def test_the_best_was_chosen_by_these_scores_so_all_pairs_of_points_count(self) -> None:
         one = find_rivals(points(self.BEST, self.NEXT), self.CONFIG)
-        two = find_rivals(points(self.BEST, self.NEXT, [0.1, 0.2, 0.1, 0.3]), self.CONFIG)
-        assert two[0].p == pytest.approx(2 * one[0].p)  # type: ignore[operator]
+        worse = [[0.1, 0.2, 0.1, 0.3], [0.1, 0.3, 0.1, 0.2]]
+        two = find_rivals(points(self.BEST, self.NEXT, *worse), self.CONFIG)
+        assert two[0].p == pytest.approx(6 * one[0].p)  # type: ignore[operator]
+
+    def test_equally_good_points_are_rarely_told_apart(self) -> None:
+        rng = np.random.default_rng(0)
+        wrong = 0
+        for _ in range(100):
+            some = points(*map(list, rng.normal(size=(12, 5))))
+            ranked = sorted(some, key=lambda point: -(point.mean or 0.0))
+            wrong += any(rival.is_distinct for rival in find_rivals(ranked, self.CONFIG))
+        assert wrong <= 8  # 3 are to be expected; 15, where only the eleven others were counted
+
+    @pytest.mark.parametrize("kind", [np.float64, np.float32])
+    def test_the_same_gap_in_a_few_pairs_is_luck_as_with_coins(self, kind: type[np.floating]) -> None:
+        best, other = ([float(kind(v - gap)) for v in (0.975, 0.95, 0.9, 0.925, 0.9)] for gap in (0, 0.025))
+        (two,) = find_rivals(points(best[:2], other[:2]), self.CONFIG)
+        (five,) = find_rivals(points(best, other), self.CONFIG)
+        assert (two.p, five.p) == (0.5, 0.0625) and not five.is_distinct
+        (folds,) = find_rivals(points(best, other), {**self.CONFIG, "folds": {"overlap": 0.25, "count": 5}})
+        assert folds.p is not None and five.p is not None and five.p < folds.p < 1
+
+    def test_one_lucky_fold_is_not_the_best_of_five(self) -> None:
+        lucky = [(0, 0, 0.99), *[(0, fold, None) for fold in range(1, 5)]]
+        steady = [*[(1, fold, 0.97) for fold in range(4)], (1, 4, None)]
+        outcomes = [
+            Outcome(
+                trial=Trial(number=number, point=point, fold=fold),
+                status="finished" if value else "stopped",
+                evaluation=Evaluation(1, 1.0, 0.0, {"accuracy": value or 0.9}),
+            )
+            for number, (point, fold, value) in enumerate([*lucky, *steady])
+        ]
+        found = find_points([o.trial for o in outcomes], outcomes, "accuracy", maximize=True)
+        assert [(point.number, point.n) for point in found] == [(1, 4), (0, 1)]
+
+    def test_one_that_is_better_in_fewer_trials_is_not_called_worse(self) -> None:
+        ahead = [0.95, 0.961, 0.97, 0.959]
+        config = {"metric": "accuracy", "maximize": True, "folds": None, "seeds": list(range(6))}
+        some = points([0.9, 0.91, 0.92, 0.91, 0.9, 0.9], ahead)
+        (rival,) = find_rivals(some, config)
+        assert rival.gap < 0 and rival.is_better and not rival.is_distinct
+        assert "which is better in the 4 trials that both finished" in tell(some, [rival], [], config)
 
     def test_equal_scores_are_no_difference_and_one_pair_is_no_test(self) -> None:
         (same,) = find_rivals(points(self.BEST, self.BEST), self.CONFIG)
@@ -398,6 +556,12 @@ class TestFigures:
         assert isinstance(figure, Map)
         assert (figure.columns, figure.rows) == (("0.1", "0.3"), ("8", "16", "64"))
         assert figure.cells[2] == (pytest.approx(0.7), 1.0)
+
+    def test_a_mean_of_zero_was_tried(self) -> None:
+        found = self.swept(*[{"a": n % 4, "b": n // 4} for n in range(11)])
+        figure = score_figure(found)
+        assert isinstance(figure, Map) and figure.cells[2][2] == 0.0
+        assert math.isnan(figure.cells[2][3])
 
     def test_more_options_are_lines_through_an_axis_for_each(self) -> None:
         figure = score_figure(

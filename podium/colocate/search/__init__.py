@@ -63,6 +63,8 @@ def make_source(
         raise ConfigError(f"search {name}: has as many points as it has, and takes no number, got {points}")
     if "points" in fields and points is None and "points" not in options:
         raise ConfigError(f"search {name}: how many points must be given (`{name}:points=20`), got none")
+    if name in ("random", "optuna") and not space:
+        raise ConfigError(f"search {name}: what is searched must be given (`--space lr=1e-4..1e-1:log`), got nothing")
     offered = {"space": space, "points": points, "seed": seed, "maximize": maximize, "parallel": parallel}
     given = {key: value for key, value in offered.items() if key in fields and value is not None}
     return Crossed(build(cls, {**given, **options}, who=f"search {name}"), seeds=seeds, folds=folds)

@@ -203,7 +203,8 @@ def _map(sweep: Sweep, names: Sequence[str], points: Sequence[Point]) -> Map:
     x, y = names
     columns, rows = (_ordered([_value(point, name) for point in points]) for name in names)
     known = {(_key(_value(point, x)), _key(_value(point, y))): point.mean for point in points}
-    cells = tuple(tuple(known.get((_key(c), _key(r))) or math.nan for c in columns) for r in rows)
+    means = [[known.get((_key(c), _key(r))) for c in columns] for r in rows]
+    cells = tuple(tuple(math.nan if mean is None else mean for mean in row) for row in means)
     named = tuple(tuple(map(tell_value, values)) for values in (columns, rows))
     return Map(sweep.metric, sweep.maximize, x, y, named[0], named[1], cells)
 

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from podium.colocate.swept import Sweep, number, tell_mean, tell_options, tell_p, tell_value
+from podium.colocate.swept import Sweep, count_pairs, number, tell_mean, tell_options, tell_p, tell_value
 from podium.measure.manifest import read_manifest
 from podium.measure.window import LABEL
 from podium.study import format as written
@@ -84,6 +84,8 @@ def render(sweep: Sweep, manifest: Mapping[str, Any], figures: Mapping[str, tupl
             drawn=not figures or any(svg is not None for _, svg in figures.values()),
             rivals=[_rival(sweep, place) for place in range(min(len(sweep.rivals), MOST_POINTS))],
             trials=[_trial(outcome, sweep.metric) for outcome in sweep.outcomes[:MOST_TRIALS]],
+            all_pairs=count_pairs(sweep.points),
+            unmeasured=_unmeasured(sweep),
             measured=_measured(sweep),
             absent=_absent(sweep),
             joules_per_trial=_joules_per_trial(sweep),
@@ -115,6 +117,7 @@ def _rival(sweep: Sweep, place: int) -> dict[str, Any]:
     rival = sweep.rivals[place]
     point = next(point for point in sweep.points if point.number == rival.point)
     verdict = "one pair: not tested" if rival.p is None else "worse" if rival.is_distinct else "no difference detected"
+    verdict = "better in these pairs, with fewer trials" if rival.is_better else verdict
     facts = {"name": point.name, "mean": tell_mean(point), "pairs": rival.pairs, "gap": number(rival.gap)}
     return {**facts, "p": tell_p(rival.p).removeprefix("= "), "verdict": verdict}
 
@@ -140,6 +143,13 @@ def _measured(sweep: Sweep) -> list[tuple[str, str]]:
             note = " (the window was shorter than a minute: a hint, not a result)" if hint else ""
             lines.append((what, _with_unit(reading[field], unit) + note))
     return lines
+
+
+def _unmeasured(sweep: Sweep) -> int:
+    """How many trials were trained in sessions that were killed, which left no line of their own."""
+    trained = sum(outcome.steps > 0 for outcome in sweep.outcomes)
+    measured: int = sum(session["trained"] for session in sweep.sessions)
+    return max(0, trained - measured)
 
 
 def _joules_per_trial(sweep: Sweep) -> float | None:
