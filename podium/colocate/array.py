@@ -34,7 +34,7 @@ from podium.colocate.dropout import CountedDropout
 from podium.colocate.keys import callable_key, module_key, optimizer_key
 from podium.colocate.losses import lifted
 from podium.colocate.modules import stack_form
-from podium.colocate.recipe import Parts, Recipe, computing
+from podium.colocate.recipe import Parts, Recipe, computing, has_hooks
 from podium.colocate.resident import Resident
 from podium.colocate.stacked_optim import ALIGN, OwnOptimizers, Place, Stretch, Timetable, stack_optimizer, stretches_of
 from podium.colocate.trial import Evaluation
@@ -362,6 +362,7 @@ class Array:
         model, rows = self.base, self.rows
         params = dict(model.named_parameters())
         self._check(params)
+        self._check_hooks(first)
         names = {id(p): name for name, p in first.model.named_parameters()}
         group_of = {names[id(p)]: i for i, g in enumerate(first.optimizer.param_groups) for p in g["params"]}
         used = self._used(first, [name for name, p in params.items() if name in group_of and p.requires_grad])
@@ -412,6 +413,14 @@ class Array:
             loss = self.task.loss(model(inputs), targets)
         grads = torch.autograd.grad(loss, [params[name] for name in names], allow_unused=True)
         return {name for name, grad in zip(names, grads, strict=True) if grad is not None}
+
+    def _check_hooks(self, first: Parts) -> None:
+        """Gradients of rows are nobody's `.grad`: what hangs on them or on the optimizer would never be called."""
+        owners: list[Any] = list(first.model.parameters())
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in owners):
+            raise ConfigError("fused: there must be no hooks on parameters, which rows of an array do not call")
+        if has_hooks(first.optimizer):
+            raise ConfigError("fused: there must be no hooks on the optimizer, which rows of an array do not call")
 
     def _check(self, params: dict[str, nn.Parameter]) -> None:
         kinds = {p.dtype for p in params.values()}

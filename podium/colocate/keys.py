@@ -31,6 +31,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _OF_TORCH = set(vars(nn.Module())) | {"_is_full_backward_hook"}
 """Attributes that every module has."""
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic, Path, slice, range)
+_LONGEST = 1000
+"""Of containers: longer ones count by their identity."""
 _DEEPEST = 12
 """How far attributes of attributes are followed; beyond, things count by their identity."""
 
@@ -112,6 +114,8 @@ def _value(value: Any, way: tuple[int, ...]) -> Any:
         return ("Parameter", tuple(value.shape), str(value.dtype))
     if isinstance(value, Tensor | np.ndarray):
         return _array(value)
+    if isinstance(value, tuple | list | dict) and len(value) > _LONGEST:
+        return _Same(value)
     if isinstance(value, tuple | list):
         return (type(value).__name__, *(_value(v, on) for v in value))
     if isinstance(value, dict):
@@ -128,6 +132,10 @@ def _value(value: Any, way: tuple[int, ...]) -> Any:
         return ("method", _value(value.__func__, on), _value(value.__self__, on))
     if isinstance(value, types.FunctionType):
         return _function(value, on)
+    if isinstance(value, staticmethod | classmethod):
+        return (type(value).__name__, _value(value.__func__, on))
+    if isinstance(value, property):
+        return ("property", *(_value(f, on) for f in (value.fget, value.fset, value.fdel)))
     if isinstance(value, types.BuiltinFunctionType):
         return ("built in", str(value.__module__), value.__qualname__)
     if isinstance(value, nn.Module):
@@ -163,17 +171,33 @@ def _class(cls: type, way: tuple[int, ...]) -> Any:
 
 
 def _array(value: Tensor | np.ndarray) -> Any:
-    array = value.detach().cpu() if isinstance(value, Tensor) else value
-    if isinstance(array, Tensor):
-        kind, shape = str(array.dtype), tuple(array.shape)
-        array = (
-            array.contiguous().view(torch.uint8).numpy() if array.numel() and array.dim() else array.flatten().numpy()
-        )
-    else:
-        kind, shape = str(array.dtype), array.shape
-        if array.dtype.hasobject:
+    """Its kind, its shape and a digest of its bytes; what has no plain bytes counts by its identity."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             return _Same(value)
-    return (type(value).__name__, kind, shape, hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest())
+        return ("Tensor", str(value.dtype), tuple(value.shape), _digest(value, value._version))
+    if value.dtype.hasobject:
+        return _Same(value)
+    return ("array", str(value.dtype), value.shape, _digest(value, 0))
+
+
+def _digest(value: Tensor | np.ndarray, version: int) -> str:
+    """Of the bytes. Large arrays (data that a function holds) are read once: they do not change during a sweep."""
+    known = _DIGESTS.get(id(value))
+    if known is not None and known[0]() is value and known[1] == version:
+        return known[2]
+    if isinstance(value, Tensor):
+        array = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    else:
+        array = np.ascontiguousarray(value)
+    found = hashlib.sha256(array.data if array.size else b"").hexdigest()
+    if value.nbytes > _LARGE:
+        _DIGESTS[id(value)] = (weakref.ref(value), version, found)
+    return found
+
+
+_LARGE = 1 << 20
+_DIGESTS: dict[int, tuple[weakref.ref[Any], int, str]] = {}
 
 
 def _holds_only_attributes(value: Any) -> bool:

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -209,7 +211,10 @@ def _in_an_array(
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
+            drawn = _generators(recipe.torch_device)
             results = (_side_by_side if rows > 1 else _in_turn)(recipe, pair, resident, mode, steps)
+            if _generators(recipe.torch_device) != drawn:
+                raise _NotFusable("it draws from a generator (torch's, Python's or numpy's) that rows would share")
     except _NotFusable:
         raise
     except Exception as error:  # whatever it is, it is why
@@ -254,6 +259,13 @@ def _check_python(array: Array, before: Any) -> None:
             changed = sorted(name for name in held if dict(one[2]).get(name) != dict(two[2]).get(name))
             place = one[0] or "the model"
             raise _NotFusable(f"its forward pass changes what is no tensor: {', '.join(changed)} of {place}")
+
+
+def _generators(device: torch.device) -> tuple[Any, ...]:
+    """Where all generators stand that a model might draw from."""
+    state: Any = np.random.get_state(legacy=True)
+    on_device = bytes(torch.cuda.get_rng_state(device).tolist()) if device.type == "cuda" else b""
+    return (random.getstate(), state[1].tobytes(), state[2:], torch.get_rng_state().numpy().tobytes(), on_device)
 
 
 _NO_RULE = re.compile(r"batching rule for (\S+?)[\s.,]")

@@ -130,6 +130,12 @@ class Recipe:
         optimizer = task.optimizer(model)
         check_parts(task.name, model, optimizer, None)
         optimizer = self._with_options(optimizer, given, task.name)
+        own = {id(p) for p in model.parameters()}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                f"{task.name}: the optimizer of a trial must hold parameters of its model only; others would be shared "
+                "by all trials"
+            )
         train, valid = self._samples(task, trial)
         batch_size = min(task.batch_size, len(train))
         steps_per_epoch = len(train) // batch_size
@@ -343,15 +349,25 @@ def _seed(name: str, value: Any) -> int:
 
 
 def _made_again(optimizer: Optimizer, options: Mapping[str, Any], who: str) -> Optimizer:
-    """The same optimizer with other options: made anew, so that it checks them and acts on those it reads only then."""
-    groups = [{**group, **options} for group in optimizer.param_groups]
-    taken = inspect.signature(type(optimizer)).parameters
-    named = {name: value for name, value in {**optimizer.defaults, **options}.items() if name in taken}
-    try:
-        return type(optimizer)(groups, **named)
-    except Exception as error:
-        if type(optimizer).__module__.startswith("torch.optim"):
+    """The same optimizer with other options.
+
+    torch's own are made anew, so that they check them and act on those that they read only then. Of anybody else's it
+    is not known what else they were given.
+    """
+    if type(optimizer).__module__.startswith("torch.optim") and not has_hooks(optimizer):
+        groups = [{**group, **options} for group in optimizer.param_groups]
+        taken = inspect.signature(type(optimizer)).parameters
+        named = {name: value for name, value in {**optimizer.defaults, **options}.items() if name in taken}
+        try:
+            return type(optimizer)(groups, **named)
+        except Exception as error:
             raise ConfigError(f"trial of {who}: {type(optimizer).__name__} refuses {dict(options)}: {error}") from error
-    for group in optimizer.param_groups:  # one of the user's own, made in some other way
+    for group in optimizer.param_groups:
         group.update(options)
     return optimizer
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody wants to be called around its steps."""
+    owner: Any = optimizer  # torch has no public way to ask
+    return bool(owner._optimizer_step_pre_hooks or owner._optimizer_step_post_hooks)

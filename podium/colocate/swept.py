@@ -38,6 +38,9 @@ from podium.measure.records import read_records
 ALPHA = 0.05
 """Two points are told apart when the corrected p is below this."""
 
+_SMALL = 1e-6
+"""Below this, numbers are told with an exponent."""
+
 _ROUNDING = 2.0**-21
 """Of a score: a metric may have been worked out in single precision, and a gap is the difference of two."""
 
@@ -61,7 +64,7 @@ class Point:
     options: Mapping[str, Any]
     """As they were asked for; population based training may have changed them on the way."""
     n: int
-    """How many of its trials finished, and make the mean."""
+    """How many of its trials finished with a score that is a number, and make the mean."""
     mean: float | None = None
     sd: float | None = None
     """Between its trials; None with fewer than two."""
@@ -71,7 +74,7 @@ class Point:
     statuses: Mapping[str, int] = field(default_factory=dict)
     """How many of its trials ended how."""
     is_whole: bool = False
-    """Whether all its trials finished."""
+    """Whether all its trials finished, with a score that is a number."""
     scores: Sequence[Score] = ()
 
     @property
@@ -319,7 +322,7 @@ def tell(
     text += _against(points, rivals, config) + "."
     if not best.is_whole:
         text += " Not all of its trials came to a score, nor did all of any other point's: most trials come first."
-    return f"{text}{_unfinished(outcomes)}\n{_caution(best, config)}"
+    return f"{text}{_unfinished(outcomes, points)}\n{_caution(best, config)}"
 
 
 def _against(points: Sequence[Point], rivals: Sequence[Rival], config: Mapping[str, Any]) -> str:
@@ -350,14 +353,17 @@ def _nothing(outcomes: Sequence[Outcome]) -> str:
     if not outcomes:
         return "No trial is over yet."
     counts = ", ".join(f"{n} {status}" for status, n in Counter(o.status for o in outcomes).items())
-    why = next((outcome.why for outcome in outcomes if outcome.why), "nothing")
-    return f"No trial finished ({counts}). The first one said: {why}"
+    why = next((f" The first one said: {outcome.why}" for outcome in outcomes if outcome.why), "")
+    return f"No trial finished with a score that is a number ({counts}).{why}"
 
 
-def _unfinished(outcomes: Sequence[Outcome]) -> str:
+def _unfinished(outcomes: Sequence[Outcome], points: Sequence[Point]) -> str:
     counts = Counter[str](outcome.status for outcome in outcomes)
     said = {"stopped": "stopped early", "diverged": "diverged", "failed": "failed"}
     parts = [f"{counts[status]} {words}" for status, words in said.items() if counts[status]]
+    scored = sum(point.n for point in points)
+    if counts["finished"] > scored:
+        parts.append(f"{counts['finished'] - scored} finished with a score that is no number")
     return f" Of {len(outcomes)} trials {', '.join(parts)}; no mean includes them." if parts else ""
 
 
@@ -409,6 +415,8 @@ def tell_mean(point: Point) -> str:
     half = (point.high - point.low) / 2
     if half == 0:
         return f"{number(point.mean)} ± 0"
+    if half < _SMALL:
+        return f"{number(point.mean, 8)} ± {number(half, 2)}"
     places = _places(half, 2)
     return f"{point.mean:,.{places}f} ± {half:,.{places}f}"
 
@@ -421,9 +429,11 @@ def tell_p(p: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number to so many significant digits, without an exponent."""
+    """A number to so many significant digits, without an exponent unless it is very small."""
     if value is None:
         return "–"
+    if 0 < abs(value) < _SMALL:
+        return f"{value:.{digits - 1}e}"
     return f"{value:,.{_places(value, digits)}f}" if math.isfinite(value) else str(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -84,6 +85,8 @@ def odd(*, kind: str, k: float = 0.0, lr: float = 0.1) -> Task:
     elif kind == "tensor":
         model.mask = torch.ones(9000)
         model.mask[8000] += k
+    elif kind == "sparse":  # compared by identity: better apart than wrongly together
+        model.mask, model.scale = _SPARSE[bool(k)], torch.tensor(1.0, dtype=torch.bfloat16)
     elif kind == "loss tuple":
         return dataclasses.replace(task, loss=_Weighted((1.0, 1.0 + k)))
     elif kind == "loss inside":
@@ -95,7 +98,13 @@ def odd(*, kind: str, k: float = 0.0, lr: float = 0.1) -> Task:
     elif kind == "local class":
 
         class Own(nn.Linear):
-            pass
+            @property
+            def half(self) -> int:
+                return self.out_features // 2
+
+            @staticmethod
+            def twice(x: Tensor) -> Tensor:
+                return 2 * x
 
         return task_of(lambda: Own(FEATURES, CLASSES), lr=lr)
     else:
@@ -105,6 +114,9 @@ def odd(*, kind: str, k: float = 0.0, lr: float = 0.1) -> Task:
 
         return dataclasses.replace(task_of(lambda: again(2), lr=lr), data=_recursive_data())
     return task
+
+
+_SPARSE = [torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse()]
 
 
 def _recursive_data() -> Callable[[], Data]:
@@ -184,6 +196,20 @@ class Reassigning(nn.Module):
         if self.training:
             self.count = self.count + 1
         out: Tensor = self.layer(x) / (1 + self.count)
+        return out
+
+
+class Dropping(nn.Module):
+    """Leaves a layer out now and then, by Python's own chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() > 0.05:
+            x = x + self.layer(x)
+        out: Tensor = self.head(x)
         return out
 
 

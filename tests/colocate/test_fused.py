@@ -93,6 +93,24 @@ class TestOneRow:
         with pytest.raises(ConfigError, match=next(iter(bad))):
             recipe_of(nets.task_of(nets.net)).make(Trial(number=0, options=bad))
 
+    def test_what_else_an_optimizer_was_given_stays_when_a_trial_changes_a_number(self) -> None:
+        class Scaled(torch.optim.SGD):
+            def __init__(self, params: Any, lr: float, factor: float = 1.0) -> None:
+                super().__init__(params, lr)
+                self.factor = factor
+
+        task = dataclasses.replace(nets.task_of(nets.net), optimizer=lambda m: Scaled(m.parameters(), 0.1, factor=9.0))
+        made = recipe_of(task).make(Trial(number=0, options={"lr": 0.2})).optimizer
+        assert isinstance(made, Scaled) and made.factor == 9.0 and made.param_groups[0]["lr"] == 0.2
+
+    def test_an_optimizer_of_other_parameters_than_the_models_is_refused(self) -> None:
+        stray = nn.Parameter(torch.ones(1))
+        task = dataclasses.replace(
+            nets.task_of(nets.net), optimizer=lambda m: torch.optim.SGD([*m.parameters(), stray], 0.1)
+        )
+        with pytest.raises(ConfigError, match="of its model only"):
+            recipe_of(task).make(Trial(number=0))
+
     def test_numbers_of_other_kinds_are_numbers(self) -> None:
         import numpy as np
 
@@ -338,7 +356,7 @@ class TestNeighbours:
 class TestWhatMustNotShareAnArray:
     """Models that only look alike: each pair must be two structures, or its second trial would train as the first."""
 
-    @pytest.mark.parametrize("kind", ["hook", "numpy", "tensor", "loss tuple", "loss inside", "autocast"])
+    @pytest.mark.parametrize("kind", ["hook", "numpy", "tensor", "sparse", "loss tuple", "loss inside", "autocast"])
     def test_trials_that_differ_in(self, kind: str) -> None:
         recipe = recipe_of(partial(nets.odd, kind=kind))
         trials = trials_of({"k": 0.0}, {"k": 3.0}, {"k": 0.0, "lr": 0.2})
@@ -366,6 +384,24 @@ class TestProbe:
     @pytest.mark.parametrize("model", [nets.Counting, nets.Late, nets.Judging, nets.Reassigning])
     def test_state_in_python_is_seen_before_it_does_anything(self, model: Any, rows: int) -> None:
         assert not self.verify(model, rows).fuses
+
+    @pytest.mark.parametrize("rows", [1, 2])
+    def test_chance_from_python_is_seen_whatever_it_did_this_time(self, rows: int) -> None:
+        found = self.verify(nets.Dropping, rows)
+        assert not found.fuses and "generator" in found.why
+
+    @pytest.mark.parametrize("where", ["parameter", "optimizer"])
+    def test_hooks_that_rows_would_not_call_are_refused(self, where: str) -> None:
+        def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            made = torch.optim.SGD(model.parameters(), 0.1)
+            if where == "optimizer":
+                made.register_step_post_hook(lambda *given: None)
+            else:
+                next(model.parameters()).register_hook(lambda grad: grad.clamp(-100, 100))
+            return made
+
+        found = self.verify(dataclasses.replace(nets.task_of(nets.net), optimizer=optimizer))
+        assert not found.fuses and "hooks" in found.why
 
     def test_a_nan_in_one_row_is_not_forgotten(self) -> None:
         from podium.colocate.probe import _apart

@@ -151,6 +151,7 @@ def test_what_a_source_does_not_take_is_refused(how: str, space: Any, points: in
     [
         ("points.json", '[{"lr": 0.1, "act": "relu"}, {"lr": 0.01, "betas": [0.9, 0.99]}]'),
         ("points.csv", 'lr,act,betas\n0.1,relu,\n0.01, ,"[0.9, 0.99]"\n'),
+        ("points.csv", '\ufefflr,act,betas\n0.1,relu,\n0.01, ,"[0.9, 0.99]"\n'),
         ("points.toml", '[[point]]\nlr = 0.1\nact = "relu"\n[[point]]\nlr = 0.01\nbetas = [0.9, 0.99]\n'),
     ],
 )
@@ -168,6 +169,9 @@ def test_a_file_of_points_reads_the_same_in_each_format(tmp_path: Path, name: st
         ("points.toml", "lr = 1", "[[point]]"),
         ("points.csv", "lr,p\n1,2,3\n", "as many cells"),
         ("points.csv", "lr,p\n", "list of points"),
+        ("points.csv", "lr,p\n1\n", "as many cells"),
+        ("points.csv", "lr, lr\n1,2\n", "'lr' twice"),
+        ("points.json", '[{"lr": 1, "lr": 2}]', "'lr' twice"),
         ("points.txt", "", "unknown ending"),
         ("points.json", '[{"seed": 1}]', "point 0: search space: seed is no option"),
     ],

@@ -58,6 +58,8 @@ def test_a_text_means_what_the_module_says(text: str, meant: object) -> None:
         (["w=0.5..3:int"], "whole ends"),
         (["lr=1..2:1"], "at least 2"),
         (["lr=0.1,0.1"], "must differ"),
+        (["lr=1,1.0"], "must differ"),
+        (["betas=[0,1],[0.0,1]"], "must differ"),
         (["lr=0.1", "lr=0.2"], "given once"),
         (["betas=[0.9,0.99"], "must be closed"),
         (["lr=nan"], "finite"),

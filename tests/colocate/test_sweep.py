@@ -26,7 +26,7 @@ from podium.colocate.origin import describe_data
 from podium.colocate.plan import is_minimised, plan
 from podium.colocate.recipe import Recipe
 from podium.colocate.sweep import _new_folder
-from podium.colocate.swept import Point, Score, Sweep, find_points, find_rivals, read_sweep, tell
+from podium.colocate.swept import Point, Score, Sweep, find_points, find_rivals, number, read_sweep, tell, tell_mean
 from podium.colocate.trial import Evaluation, Outcome, Trial
 from podium.data.base import ArrayDataset, Data, MapDataset
 from podium.errors import ConfigError, RecordError, TrainingError, UnknownName
@@ -34,6 +34,7 @@ from podium.measure.records import read_records, to_json
 from podium.study.sweeps import sweep as run_sweep
 from podium.study.sweeps import write_all
 from podium.study.sweeps.figures import Map, OneOption, Parallel, score_figure, timeline_figure
+from podium.study.sweeps.table import tell_statuses
 from podium.task import Task, accuracy
 
 
@@ -510,6 +511,25 @@ class TestTellingPointsApart:
         assert "better than the next, lr=1e-07" in clear.answer
         single = sweep(tmp_path / "c", grid={"lr": [0.3, 0.1]})
         assert "One trial of each has no interval" in single.answer and "test data, which are" in single.answer
+
+
+def test_very_small_scores_are_told_with_an_exponent() -> None:
+    small = Point(number=0, options={}, n=2, mean=2.345e-10, low=1.345e-10, high=3.345e-10)
+    assert (number(1e-10), number(2.3e-6), tell_mean(small)) == ("1.000e-10", "0.00000230", "2.3450000e-10 ± 1.0e-10")
+
+
+def test_a_score_that_is_no_number_is_said_to_be_none() -> None:
+    trials = [Trial(number=n, point=n // 2, seed=n % 2) for n in range(4)]
+    scores = [0.5, math.nan, 0.4, math.nan]
+    outcomes = [
+        Outcome(trial=trial, status="finished", evaluation=Evaluation(1, 1.0, 0.0, {"accuracy": score}))
+        for trial, score in zip(trials, scores, strict=True)
+    ]
+    found = find_points(trials, outcomes, "accuracy", maximize=True)
+    assert [tell_statuses(point) for point in found] == ["1, 1 without a score"] * 2
+    config: dict[str, Any] = {"metric": "accuracy", "maximize": True, "folds": None, "seeds": [0, 1]}
+    answer = tell(found, find_rivals(found, config), outcomes, config)
+    assert "Of 4 trials 2 finished with a score that is no number" in answer and "came to a score" in answer
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def read_points(path: Path) -> list[Row]:
     if path.suffix not in _READERS:
         raise UnknownName(f"ending of a list of points, {path.name}:", path.suffix, _READERS)
     try:
-        rows = _READERS[path.suffix](path.read_text(encoding="utf-8"))
+        rows = _READERS[path.suffix](path.read_text(encoding="utf-8-sig"))  # some programs begin a file with a mark
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, csv.Error) as error:  # what is no JSON, no TOML or no text is a ValueError
@@ -82,15 +82,31 @@ def _read_toml(text: str) -> Any:
 
 def _read_csv(text: str) -> Any:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
+    names = [name.strip() for name in reader.fieldnames or ()]
+    _refuse_twice(names)
     rows = []
     for row in reader:
-        if None in row:
+        if None in row or None in row.values():
             raise ValueError(f"line {reader.line_num} must have as many cells as there are names")
         rows.append({name.strip(): parse_value(cell.strip()) for name, cell in row.items() if cell and cell.strip()})
     return rows
 
 
-_READERS: dict[str, Callable[[str], Any]] = {".json": json.loads, ".toml": _read_toml, ".csv": _read_csv}
+def _read_json(text: str) -> Any:
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _refuse_twice([name for name, _ in pairs])
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=table)
+
+
+def _refuse_twice(names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"each name must be given once, got {name!r} twice")
+
+
+_READERS: dict[str, Callable[[str], Any]] = {".json": _read_json, ".toml": _read_toml, ".csv": _read_csv}
 
 
 def _checked(row: Row, who: str) -> Row:

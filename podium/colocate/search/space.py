@@ -213,9 +213,20 @@ def _choices(name: str, values: Sequence[Any]) -> Choices:
                 f"search space: values of {name} must be finite numbers, text, true, false, or lists and tables of "
                 f"these, got {value!r}"
             )
-    if len({repr(value) for value in plain}) < len(plain):
+    if len(set(map(_same, plain))) < len(plain):
         raise ConfigError(f"search space: values of {name} must differ, got {', '.join(map(str, plain))}")
     return Choices(plain)
+
+
+def _same(value: Any) -> Any:
+    """What two values have in common when they mean the same, as 1 and 1.0 do, but 1 and true do not."""
+    if isinstance(value, Mapping):
+        return "table", frozenset((k, _same(v)) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return "list", tuple(map(_same, value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "number", value
+    return repr(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -53,9 +53,10 @@ def values(sweep: Sweep, place: int, point: Point) -> list[str]:
 
 
 def tell_statuses(point: Point) -> str:
-    """`5`, or `3, 2 stopped`."""
+    """`5`, or `3, 2 stopped`: those that make the mean, then the others."""
     others = [f"{count} {status}" for status, count in point.statuses.items() if status != "finished"]
-    return ", ".join([str(point.statuses.get("finished", 0)), *others])
+    without = point.statuses.get("finished", 0) - point.n
+    return ", ".join([str(point.n), *others, *([f"{without} without a score"] if without > 0 else [])])
 
 
 def write_csv(sweep: Sweep) -> Path:
