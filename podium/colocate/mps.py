@@ -18,7 +18,7 @@ from podium.colocate.base import Desk, Executor, OnEvent
 from podium.colocate.crew import run_crew
 from podium.colocate.labourer import Mode
 from podium.colocate.mps_daemon import MpsDaemon
-from podium.colocate.processes import Children, check_options, crew_of
+from podium.colocate.processes import Children, check_options, check_recipe, crew_of
 from podium.colocate.recipe import Recipe
 from podium.errors import ConfigError, DeadlineExceeded
 
@@ -52,6 +52,11 @@ class Mps(Executor):
         check_options(self)
         check_clients(self.name, self.count)
 
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what could not be trained so."""
+        need_gpu(self.name, recipe)
+        check_recipe(self, recipe)
+
     def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
         crew = crew_of(self, recipe)
         limits = {"active_thread_percentage": self.active_thread_percentage, "memory_limit": self.memory_limit}
@@ -67,11 +72,15 @@ def check_clients(executor: str, count: int | None) -> None:
         raise ConfigError(f"executor {executor}: count must be at most {most}, what MPS serves on one GPU, got {count}")
 
 
+def need_gpu(executor: str, recipe: Recipe) -> None:
+    if recipe.torch_device.type != "cuda":
+        raise ConfigError(f"executor {executor}: MPS needs a GPU, got device {recipe.torch_device}")
+
+
 @contextmanager
 def daemon_for(executor: str, recipe: Recipe) -> Iterator[MpsDaemon]:
     """An MPS daemon for as long as trials are trained."""
-    if recipe.torch_device.type != "cuda":
-        raise ConfigError(f"executor {executor}: MPS needs a GPU, got device {recipe.torch_device}")
+    need_gpu(executor, recipe)
     with MpsDaemon() as daemon:
         yield daemon
 

@@ -12,6 +12,7 @@ import hashlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, get_args
 
@@ -83,13 +84,19 @@ def plan(
     points = {f.name: others.pop(f.name, None) for f in dataclasses.fields(_Asked) if f.name not in ("task", "seed")}
     asked = _Asked(task=task, seed=seed, **points)
     shared = _shared_options(options, epochs, batch_size, asked)
-    recipe = Recipe(task=task, options=shared, **others)
+    recipe = Recipe(task=_placed(task), options=shared, **others)
     rule = make_stopping(stopping, space=asked.whole or None)
     way, why = _fit_for(make_executor(executor), rule, executor)
+    check = getattr(way, "check", None)
+    if check is not None:
+        check(recipe)
+    chosen_seeds = _seeds(seeds)
     first = _first_that_can_be(recipe, asked)
+    _check_names(recipe, asked)
     metric, maximize = _aim(recipe, first, metric, maximize)
     made = make_the_folds(recipe, first, folds, seed)
-    chosen_seeds = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    per_point = len(chosen_seeds) * (1 if made is None else len(made.folds))
+    rule.check(epochs=_epochs(recipe, asked, first), eval_every=recipe.eval_every, per_point=per_point)
     config = {
         "task": _task_name(task), "own_task": not isinstance(task, str), "options": shared,
         "data_dir": recipe.data_dir, "search": asked.to_dict(), "seeds": list(chosen_seeds),
@@ -97,7 +104,7 @@ def plan(
         "stopping": _told(stopping or "none"), "precision": recipe.precision,
         "eval_every": recipe.eval_every, "steps": recipe.steps,
         "executor": _told(executor), "device": recipe.device, "keep": keep,
-        "source": describe_source(task), "data": _data(recipe, first),
+        "source": describe_source(recipe.task), "data": _data(recipe, first),
     }  # fmt: skip
     return Plan(
         recipe=recipe if made is None else dataclasses.replace(recipe, folds=made.folds),
@@ -246,6 +253,34 @@ def _first_that_can_be(recipe: Recipe, asked: _Asked) -> Trial:
     raise error or ConfigError("sweep: there must be at least one trial, got none")
 
 
+def _check_names(recipe: Recipe, asked: _Asked) -> None:
+    """A name that nobody knows is refused in whatever row of a list it stands, not when its turn comes."""
+    known: set[frozenset[str]] = set()
+    for number, row in enumerate(asked.rows or ()):
+        if frozenset(row) not in known:
+            try:
+                recipe.make(Trial(number=number, options=row))
+                known.add(frozenset(row))
+            except UnknownName:
+                raise
+            except Exception:  # a value that this one cannot have is its own failure
+                continue
+
+
+def _seeds(given: int | Sequence[int]) -> tuple[int, ...]:
+    seeds = tuple(range(int(given))) if isinstance(given, Integral) else tuple(map(int, given))
+    for seed in seeds:
+        Trial(number=0, seed=seed)  # refuses what no trial can have
+    return seeds
+
+
+def _epochs(recipe: Recipe, asked: _Asked, first: Trial) -> int | None:
+    """Of every trial; None where they may differ."""
+    names = {*asked.whole, *(name for row in asked.rows or () for name in row)}
+    differ = isinstance(asked.search, Source) or "epochs" in names or recipe.steps is not None
+    return None if differ else recipe.task_of(first).epochs
+
+
 def _aim(recipe: Recipe, first: Trial, metric: str | None, maximize: bool | None) -> tuple[str, bool]:
     known = list(recipe.task_of(first).metrics)
     if metric is not None and metric not in ("loss", *known):
@@ -284,6 +319,7 @@ def make_the_folds(recipe: Recipe, first: Trial, given: FoldsLike, seed: int) ->
     """From a number, a text, a splitter, or pairs of index arrays; None of None."""
     if given is None:
         return None
+    given = int(given) if isinstance(given, Integral) else given
     if isinstance(given, list | tuple):
         given = _Given(given)
     targets = targets_of(recipe.data_of(recipe.task_of(first)).train)
@@ -334,6 +370,13 @@ def _fit_for(executor: Executor, rule: Stopping, asked: str | Executor) -> tuple
 
 def _told(given: Any) -> str:
     return given if isinstance(given, str) else repr(given)
+
+
+def _placed(task: TaskLike) -> TaskLike:
+    """A task in a file by its whole path: the task's own code may change the working directory."""
+    if isinstance(task, str) and (place := task.rpartition(":")[0]).endswith(".py"):
+        return f"{Path(place).absolute()}:{task.rpartition(':')[2]}"
+    return task
 
 
 def _task_name(task: TaskLike) -> str:

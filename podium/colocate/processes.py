@@ -56,6 +56,10 @@ class Processes(Executor):
     def __post_init__(self) -> None:
         check_options(self)
 
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what could not be trained so."""
+        check_recipe(self, recipe)
+
     def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
         with rendezvous_folder() as spool:
             run_crew(crew_of(self, recipe), Children(self.env or {}), recipe, spool, desk, on_event)
@@ -72,6 +76,12 @@ def check_options(executor: Any) -> None:
         raise ConfigError(f"{who}: mode must be one of {', '.join(get_args(Mode))}, got {executor.mode!r}")
     if not executor.deadline_s > 0:
         raise ConfigError(f"{who}: deadline_s must be above 0, got {executor.deadline_s}")
+
+
+def check_recipe(executor: Any, recipe: Recipe) -> None:
+    """What holds for every recipe of trials that are trained in processes."""
+    crew_of(executor, recipe)
+    recipe.to_dict()
 
 
 def crew_of(executor: Any, recipe: Recipe) -> Crew:
@@ -129,13 +139,20 @@ class Children(Labourers):
             self._children[number][1].send_bytes(text.encode())
 
     def hear(self, timeout_s: float) -> list[Heard]:
-        numbers = {id(connection): number for number, (_, connection) in self._children.items()}
-        ready = wait([connection for _, connection in self._children.values()], timeout_s)
-        return [self._hear_one(numbers[id(connection)]) for connection in ready]
+        # A process that the task has forked holds the connection open when its parent is gone: the sentinel tells.
+        places = [place for process, connection in self._children.values() for place in (connection, process.sentinel)]
+        ready = wait(places, timeout_s)
+        return [
+            self._hear_one(number)
+            for number, (process, connection) in list(self._children.items())
+            if connection in ready or process.sentinel in ready
+        ]
 
     def _hear_one(self, number: int) -> Heard:
         process, connection = self._children[number]
         try:
+            if not connection.poll(0):  # all that it wrote has been read
+                raise EOFError
             return Heard(number, connection.recv_bytes(LONGEST_MESSAGE).decode())
         except (EOFError, OSError):
             process.join(self._grace_s)

@@ -30,8 +30,8 @@ from podium.cluster.rendezvous import rendezvous_folder
 from podium.colocate.base import Desk, Executor, OnEvent
 from podium.colocate.crew import Heard, Labourers, run_crew
 from podium.colocate.labourer import Labourer, Mode, Orders, Page, settle_in
-from podium.colocate.mps import GRACE_S, check_clients, daemon_for, take_off
-from podium.colocate.processes import check_options, crew_of
+from podium.colocate.mps import GRACE_S, check_clients, daemon_for, need_gpu, take_off
+from podium.colocate.processes import check_options, check_recipe, crew_of
 from podium.colocate.recipe import Recipe
 from podium.errors import MissingExtra, TrainingError
 
@@ -69,6 +69,13 @@ class RayActors(Executor):
         check_options(self)
         if self.mps:
             check_clients(self.name, self.count)
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what could not be trained so."""
+        _import_ray()
+        if self.mps:
+            need_gpu(self.name, recipe)
+        check_recipe(self, recipe)
 
     def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
         ray, crew = _import_ray(), crew_of(self, recipe)

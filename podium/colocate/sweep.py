@@ -98,25 +98,31 @@ def sweep(
     hears `{"event": "sweep"}` (with `total`), `{"event": "outcome"}` for each trial, and whatever the executor says.
     Setting `stop` ends the sweep soon; what is finished is kept.
     """
+    began_in = Path.cwd()  # the task's own code may go elsewhere
     found = plan(
         task, grid=grid, space=space, random=random, optuna=optuna, trials=trials, search=search, seeds=seeds,
         folds=folds, seed=seed, executor=executor, stopping=stopping, metric=metric, maximize=maximize, epochs=epochs,
         batch_size=batch_size, options=options, data_dir=data_dir, device=device, precision=precision,
         eval_every=eval_every, steps=steps, keep=keep,
     )  # fmt: skip
-    folder = Path(out) if out is not None else _new_folder(found.config["task"])
+    folder = began_in / out if out is not None else _new_folder(found.config["task"], began_in)
     with _held(folder):
         _open_folder(folder, found.config, found.recipe.torch_device)
-        _Work(found, folder, on_event or _ignore, stop or Event()).run()
-    return read_sweep(folder)
+        _Work(found, folder, began_in, on_event or _ignore, stop or Event()).run()
+    return read_sweep(_told(folder, began_in))
 
 
 # The folder.
 
 
-def _new_folder(task: str) -> Path:
+def _told(folder: Path, began_in: Path) -> Path:
+    """As short as can be: from where the sweep began, if that is where we still are."""
+    return folder.relative_to(began_in) if folder.is_relative_to(began_in) and Path.cwd() == began_in else folder
+
+
+def _new_folder(task: str, within: Path) -> Path:
     stem = "".join(c if c.isalnum() else "-" for c in task).strip("-")
-    base = Path("runs") / f"sweep-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    base = within / "runs" / f"sweep-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for tries in itertools.count(1):
         path = base if tries == 1 else base.with_name(f"{base.name}-{tries}")
         try:
@@ -218,10 +224,10 @@ def _board(device: torch.device) -> Iterator[Board | None]:
 class _Work:
     """One session of a sweep: from the first trial that is left to the last."""
 
-    def __init__(self, found: Plan, folder: Path, on_event: OnEvent, stop: Event) -> None:
+    def __init__(self, found: Plan, folder: Path, began_in: Path, on_event: OnEvent, stop: Event) -> None:
         self.recipe, self.rule, self.executor, self.config = found.recipe, found.stopping, found.executor, found.config
         self.folder, self.on_event, self.stop, self.source, self.why = folder, on_event, stop, found.source, found.why
-        self.began = time.perf_counter()
+        self.began, self.told = time.perf_counter(), str(_told(folder, began_in))
         for name in ("events.jsonl", "slots.jsonl", "sessions.jsonl"):
             _cut_torn_line(folder / name)
         slots, events = _read(folder / "slots.jsonl"), _read(folder / "events.jsonl")
@@ -251,7 +257,7 @@ class _Work:
             self.desk = desk
             self.kept = BestModel(self.folder, self.config, desk.outcomes) if self.config["keep"] == "best" else None
             total, done = self.source.total, len(desk.outcomes)
-            self.on_event({"event": "sweep", "folder": str(self.folder), "total": total, "done": done})
+            self.on_event({"event": "sweep", "folder": self.told, "total": total, "done": done})
             if self.why:
                 self.say({"event": "chose", "group": None, "executor": "fused", "why": self.why, "table": []})
             window, through = None, False

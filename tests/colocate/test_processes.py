@@ -196,6 +196,21 @@ def test_one_that_is_killed_or_raises_fails_with_the_cause_and_harms_no_other(tr
     assert len(found.pids()) == 4  # two that began, and one for each that was lost
 
 
+def test_a_death_is_noticed_though_a_process_of_the_tasks_own_holds_the_connection(tmp_path: Path) -> None:
+    path, own = tmp_path / "forks.py", tmp_path / "own"
+    fork = f"own = os.fork()\n    time.sleep(60) if own == 0 else open({str(own)!r}, 'w').write(str(own))"
+    path.write_text(TRAPPED.replace("seen = [0]", f"seen = [0]\n    {fork}"))
+    recipe = Recipe(task=f"{path}:task", device="cpu", eval_every=1)
+    began = time.monotonic()
+    try:
+        found = run(Processes(count=1, threads=1), recipe, ListDesk([Trial(number=0, options={"trap": "kill"})]))
+    finally:
+        if own.is_file():
+            os.kill(int(own.read_text()), signal.SIGKILL)
+    assert found.outcomes[0].why == "its process was killed by signal 9 (SIGKILL)"
+    assert time.monotonic() - began < 30
+
+
 def test_one_without_progress_is_taken_for_dead(trapped: Recipe) -> None:
     trials = [Trial(number=0, options={"trap": "hang"}), Trial(number=1)]
     began = time.monotonic()

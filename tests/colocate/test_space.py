@@ -99,7 +99,7 @@ def test_python_gives_lists_ranges_texts_and_single_values() -> None:
     st.lists(st.one_of(st.integers(), st.booleans(), st.text(alphabet="ab,|'\"[]{}. 1", min_size=1), st.floats(-9, 9)))
 )
 def test_a_space_reads_back_from_its_own_texts(values: list[Any]) -> None:
-    different = {repr(value): value for value in values}
+    different = {(type(value) in (int, float), value): value for value in values}  # 1 and 1.0 are one
     space = read_space(
         {"x": Choices((*different.values(), [1, "a,b"], {"k": "v"})), "y": Range(1, 8, log=True, whole=True)}
     )

@@ -230,10 +230,35 @@ def test_when_no_more_can_be_written_the_file_that_was_first_is_named(tmp_path: 
 def test_sweeps_that_begin_in_the_same_second_get_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "20261115-213012")
-    made = [_new_folder("a.py:b") for _ in range(3)]
+    made = [_new_folder("a.py:b", tmp_path) for _ in range(3)]
     assert len(set(made)) == 3 and all(path.is_dir() for path in made)
+
+
+def test_rules_that_can_act_and_numbers_of_numpy_are_taken() -> None:
+    plan(clouds, device="cpu", stopping="asha:grace=2", epochs=3)
+    plan(clouds, device="cpu", stopping="wilcoxon", folds=4, eval_every=0)
+    plan(clouds, device="cpu", stopping="asha:grace=9", grid={"epochs": [1, 10]})
+    made = plan(clouds, device="cpu", seeds=np.int64(2), folds=np.int64(3))  # type: ignore[arg-type]  # as from an array
+    assert made.source.total == 6
+    assert plan(clouds, device="cpu", seeds=np.array([3, 4])).config["seeds"] == [3, 4]  # type: ignore[arg-type]
+
+
+def test_a_task_that_goes_elsewhere_does_not_take_the_folder_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir(), elsewhere.mkdir()
+    moves = f"    os.chdir({str(elsewhere)!r})\n    x = torch.linspace"
+    code = TestGoingOnWithSomethingElse.CODE.replace("    x = torch.linspace", moves)
+    (here / "moves.py").write_text(f"import os\n{code}")
+    monkeypatch.chdir(here)
+    asked: dict[str, Any] = {"task": "moves.py:line", "grid": {"lr": [0.1, 0.2]}, "executor": "sequential"}
+    found = sweep(Path("a"), **asked)
+    assert len(found.outcomes) == 2 and Path(found.report).is_file() and found.folder == str(here / "a")
+    assert not list(elsewhere.iterdir())
+    monkeypatch.chdir(here)
+    assert sweep(Path("a"), **asked).sessions[-1]["trained"] == 0
 
 
 class TestGoingOnWithSomethingElse:
@@ -406,6 +431,16 @@ class TestTrouble:
             ({"trials": [{"lr": 0.1}], "grid": {"lr": [0.1]}}, "take no grid, got lr"),
             ({"space": {"lr": "0.1..1"}}, "got a range for lr"),
             ({"folds": "stratifid:3"}, "Did you mean 'stratified'"),
+            ({"random": 3}, "what is searched must be given"),
+            ({"trials": [{"lr": 0.1}, {"lrr": 0.2}]}, "Did you mean 'lr'"),
+            ({"seeds": [-1]}, "seed must be between 0 and"),
+            ({"executor": "processes"}, "name it"),
+            ({"executor": "processes:mode=graph"}, "mode=graph needs a GPU"),
+            ({"executor": "mps"}, "MPS needs a GPU"),
+            ({"stopping": "asha", "eval_every": 0}, "eval_every must be at least 1, got 0"),
+            ({"stopping": "asha:grace=2"}, "begins at epoch 2, so trials must be evaluated then or later"),
+            ({"stopping": "median", "epochs": 4, "eval_every": 4}, "got 4 epochs and eval_every 4"),
+            ({"stopping": "wilcoxon", "seeds": 3}, "at least least=4 trials, got 3"),
         ],
     )
     def test_refusals_name_what_must_hold(self, asked: dict[str, Any], message: str) -> None:

@@ -51,6 +51,10 @@ class ASHA(Stopping):
         if self.factor < 2:
             raise ConfigError(f"stopping asha: factor must be at least 2, got {self.factor}")
 
+    @property
+    def first_at(self) -> float:
+        return self.grace
+
     def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
         memory: _Memory = ledger.memory.setdefault(self.name, _Memory())
         entries = ledger[trial.number].entries

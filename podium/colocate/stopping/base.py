@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, final
 
 from podium.colocate.trial import GO, Evaluation, Status, Trial, Verdict
-from podium.errors import UnknownName
+from podium.errors import ConfigError, UnknownName
 
 WORST = -math.inf
 SLACK = 1e-9  # an epoch is steps divided by steps per epoch, and may be a rounding error short
@@ -128,6 +128,29 @@ class Stopping(ABC):
         what is said of them is ignored.
         """
 
+    @property
+    def first_at(self) -> float:
+        """No trial is stopped or changed before this many epochs."""
+        return 0.0
+
+    def check(self, *, epochs: int | None, eval_every: int, per_point: int) -> None:
+        """Refuse what it could never act in: it is told so, rather than nothing ever stopped.
+
+        `epochs` of a trial, None where they differ; evaluations every so many (0: at the end only, when it is too
+        late); `per_point`: trials of each point, over folds and seeds.
+        """
+        if type(self).skip is not Stopping.skip:  # it acts between trials, too
+            return
+        if eval_every == 0:
+            raise ConfigError(f"stopping {self.name}: judges at evaluations, so eval_every must be at least 1, got 0")
+        # What is said of the last evaluation comes too late.
+        last = None if epochs is None else (epochs - 1) // eval_every * eval_every
+        if last is not None and last < self.first_at:
+            raise ConfigError(
+                f"stopping {self.name}: begins at epoch {self.first_at:g}, so trials must be evaluated then or later "
+                f"and before their end, got {epochs} epochs and eval_every {eval_every}"
+            )
+
     def skip(self, trial: Trial, ledger: Ledger) -> str:
         """Why a trial that has not begun need not begin; empty when it may."""
         return ""
@@ -139,6 +162,9 @@ class NoStopping(Stopping):
     """Every trial runs to its end."""
 
     name: ClassVar[str] = "none"
+
+    def check(self, *, epochs: int | None, eval_every: int, per_point: int) -> None:
+        """Anything goes."""
 
     def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
         return GO

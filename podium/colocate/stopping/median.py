@@ -34,6 +34,10 @@ class Median(Stopping):
         if self.least < 1:
             raise ConfigError(f"stopping median: least must be at least 1, got {self.least}")
 
+    @property
+    def first_at(self) -> float:
+        return self.grace
+
     def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
         memory: dict[Any, list[float]] = ledger.memory.setdefault(self.name, defaultdict(list))
         scores = [entry.score for entry in ledger[trial.number].entries]

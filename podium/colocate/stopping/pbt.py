@@ -72,6 +72,10 @@ class PBT(Stopping):
         never = [name for name in self._names() if name in _NOT_IN_MID_TRAINING]
         need(not never, "explore", f"options that may change while a trial trains, not {', '.join(never)}")
 
+    @property
+    def first_at(self) -> float:
+        return self.every
+
     def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
         memory: _Memory = ledger.memory.setdefault(self.name, _Memory())
         milestone = int((evaluation.epoch + SLACK) / self.every)

@@ -59,6 +59,13 @@ class Wilcoxon(Stopping):
                 f"be above that, got {self.p}"
             )
 
+    def check(self, *, epochs: int | None, eval_every: int, per_point: int) -> None:
+        if per_point < self.least:
+            raise ConfigError(
+                f"stopping wilcoxon: compares pairs of folds and seeds, so each point must have at least "
+                f"least={self.least} trials, got {per_point}: give more folds or seeds"
+            )
+
     def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
         memory: _Memory = ledger.memory.setdefault(self.name, _Memory())
         epoch = round(evaluation.epoch, 6)

@@ -71,19 +71,16 @@ def sweep_facts(asked: Mapping[str, Any], folder: Path) -> Row:
     from podium.colocate.sweep import sweep
 
     wanted = {name: value for name, value in asked.items() if name != "trials"}
-    began = time.perf_counter()
     done = sweep(**wanted, keep="none", out=folder)
-    wall_s = time.perf_counter() - began
     best = done.best
     statuses = Counter(outcome.status for outcome in done.outcomes)
     why = "" if best is not None else "no trial finished"
     return {
-        "seconds": done.seconds, "wall_s": wall_s, "samples": sum(o.samples for o in done.outcomes),
-        "trained": len(done.outcomes), "statuses": dict(statuses), "metric": done.metric,
+        "seconds": done.seconds, "trained": len(done.outcomes), "statuses": dict(statuses), "metric": done.metric,
         "best": None if best is None else {
             "name": best.name, "mean": best.mean, "low": best.low, "high": best.high, "n": best.n,
         },
-        "chosen": [{"executor": c["executor"], "why": c["why"]} for c in done.choices],
+        "chosen": [choice["executor"] for choice in done.choices],
         "not_fused": [probe["why"] for probe in done.probes if not probe["fuses"]],
         "reading": read(done.reading), "why": why,
     }  # fmt: skip

@@ -25,12 +25,9 @@ READ = (
     "power_over_idle_w",
     "energy_is_short",
     "memory_bytes",
-    "utilisation",
     "sm_util",
     "dram_bw_util",
-    "any_tensor_util",
     "temperature_after_c",
-    "host_memory_bytes",
     "cpu_s",
 )
 """Of a window's reading, what somebody looks at."""
@@ -89,7 +86,7 @@ def timed_row(session: int, key: Key, row: Mapping[str, Any], *, steps_per_trial
     """From a row of `podium bench sweep`."""
     return {
         "kind": "row", "session": session, **key._asdict(), "us": row["us_per_model_step"],
-        "rounds_us": row["rounds_us"], "width": row["width"], "threads": row["threads"], "start_s": row["start_s"],
+        "rounds_us": row["rounds_us"], "width": row["width"], "start_s": row["start_s"],
         "steps_per_trial": steps_per_trial, "j": row["joules_per_trial"],
         "j_over_idle": row["joules_per_trial_over_idle"], "reading": read(row["reading"]), "why": row["why_absent"],
         "took_s": took_s,
@@ -97,7 +94,9 @@ def timed_row(session: int, key: Key, row: Mapping[str, Any], *, steps_per_trial
 
 
 def failed_row(session: int, key: Key, why: str, took_s: float) -> Row:
-    kind = "auto" if key.arm == "auto" and key.part == "times" else "row" if key.part in ("times", "energy") else "sweep"
+    kind = (
+        "auto" if key.arm == "auto" and key.part == "times" else "row" if key.part in ("times", "energy") else "sweep"
+    )
     return {"kind": kind, "session": session, **key._asdict(), "why": why, "took_s": took_s}
 
 

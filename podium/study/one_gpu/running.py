@@ -168,7 +168,10 @@ class _Measuring:
         bench.arms = (key.arm,)
         bench.energy_s = self.design.energy_s if key.part == "energy" else self.design.reading_s if main else 0.0
         bench._apart.clear()
-        (row,) = bench.measure(self._module.Cell(key.task, key.trials, key.precision))
+        try:
+            (row,) = bench.measure(self._module.Cell(key.task, key.trials, key.precision))
+        finally:
+            torch.compiler.reset()  # so that no arm finds another one's code, nor runs into a limit on how often
         return timed_row(0, key, asdict(row), steps_per_trial=self._steps_of(key), took_s=0.0)
 
     def _steps_of(self, key: Key) -> int:
@@ -185,6 +188,7 @@ class _Measuring:
         parts = [recipe.make(trial) for trial in self._module.trials_of(key.trials)]
         began = time.perf_counter()
         choice = Auto().choose(recipe, parts)
+        torch.compiler.reset()
         facts = {"auto": describe(choice.executor), "auto_arm": self._module._arm_of(choice.executor)}
         took = time.perf_counter() - began
         return auto_row(0, key, {**facts, "why": choice.why, "calibration_s": took}, took_s=took)

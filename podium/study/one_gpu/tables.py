@@ -7,14 +7,23 @@ at a time wait their turn. Such lines say from where they come.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from podium.study.one_gpu.design import ALONE, APART, FUSED, LEVELS, MAIN, MOST_BRANCHES, MOST_PROCESSES, PARTS, TITLES
+from podium.study.one_gpu.design import (
+    ALONE,
+    APART,
+    FUSED,
+    LEVELS,
+    MAIN,
+    MOST_BRANCHES,
+    MOST_PROCESSES,
+    PARTS,
+    TITLES,
+    Design,
+)
 from podium.study.one_gpu.design import Cell as Planned
-from podium.study.one_gpu.design import Design
 from podium.study.one_gpu.rows import key_of
 from podium.study.store import Row
 
@@ -92,9 +101,9 @@ class Panel:
         return next((line for line in self.timed if line.arm in arms), None)
 
     def thriftiest(self, arms: Sequence[str]) -> Line | None:
-        """The one with the least joules per trial; of those from long windows, where there are any."""
+        """The one with the least joules per trial, in whatever window: its level at its best."""
         found = [line for line in self.lines if line.arm in arms and line.figures.j is not None]
-        return min(found, key=lambda line: (line.figures.j_is_hint, line.figures.j or 0.0), default=None)
+        return min(found, key=lambda line: line.figures.j or 0.0, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +114,12 @@ class Runner:
     seconds: float | None
     ratio: float | None
     """Over the makespan of the fastest fused arm."""
-    wall_s: float | None
     trials: int
     best: Mapping[str, Any] | None
     statuses: Mapping[str, int]
     chosen: tuple[str, ...]
+    not_fused: tuple[str, ...]
+    """Why trials could not be fused, where it was tried."""
     figures: Figures
     why: str
     line: int
@@ -339,11 +349,11 @@ def _runner(rows: Sequence[Row], row: Row, least: float | None) -> Runner:
         arm=row["arm"],
         seconds=seconds,
         ratio=seconds / least if seconds and least else None,
-        wall_s=row.get("wall_s"),
         trials=trained,
         best=row.get("best"),
         statuses=row.get("statuses") or {},
-        chosen=tuple(choice["executor"] for choice in row.get("chosen") or ()),
+        chosen=tuple(row.get("chosen") or ()),
+        not_fused=tuple(row.get("not_fused") or ()),
         figures=_figures(reading, j, j_over, absent),
         why=row["why"],
         line=row["line"],
@@ -407,11 +417,11 @@ def missing(design: Design, rows: Sequence[Row]) -> list[Planned]:
 
 def spent(rows: Iterable[Row]) -> dict[str, float]:
     """Seconds by part."""
-    found = dict.fromkeys(PARTS, 0.0)
+    found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     for row in rows:
         if row["kind"] != "session":
             found[row["part"]] += row["took_s"]
-    return {str(part): seconds for part, seconds in found.items()}
+    return found
 
 
 def spread(line: Line) -> float | None:
@@ -419,7 +429,3 @@ def spread(line: Line) -> float | None:
     if line.us is None or line.low is None or line.high is None or line.low == line.high:
         return None
     return (line.high - line.low) / 2 / line.us
-
-
-def middle(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
