@@ -385,6 +385,9 @@ class _Watch:
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         return GO
 
+    def report_all(self, rows: Sequence[tuple[Trial, Evaluation]]) -> list[Verdict | ConfigError]:
+        return [self.report(trial, evaluation) for trial, evaluation in rows]
+
     def begin_again(self, trial: Trial) -> None:
         pass
 

@@ -240,7 +240,7 @@ class Array:
         if structure_of(parts) != self.structure:
             raise ConfigError(f"trial {parts.trial.number}: a change in mid-training must leave the structure as it is")
         if isinstance(self.optimizer, OwnOptimizers):
-            self.optimizer.change_numbers(row, parts)
+            self.optimizer.change_numbers(row, parts, done)
         fresh = dict(parts.model.named_buffers())
         for name in self._own_buffers:
             self.buffers[name][row].copy_(fresh[name])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from podium.colocate.recipe import Recipe
 from podium.colocate.trial import Evaluation, Outcome, Trial, Verdict
+from podium.errors import ConfigError
 
 State = Mapping[str, Tensor]
 """A trial's `state_dict`, on the CPU."""
@@ -34,6 +35,12 @@ class Desk(Protocol):
 
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         """Tell how a trial does; at its last step the verdict means nothing."""
+
+    def report_all(self, rows: Sequence[tuple[Trial, Evaluation]]) -> list[Verdict | ConfigError]:
+        """Tell how several trials do that came to this point together: each is judged by what all of them reported.
+
+        One that lacks what the sweep looks at gets the error instead of a verdict.
+        """
 
     def begin_again(self, trial: Trial) -> None:
         """What was reported of this trial does not count: it is trained again, in another way, from its beginning."""
@@ -73,6 +80,9 @@ class WithReturned:
 
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         return self._desk.report(trial, evaluation)
+
+    def report_all(self, rows: Sequence[tuple[Trial, Evaluation]]) -> list[Verdict | ConfigError]:
+        return self._desk.report_all(rows)
 
     def begin_again(self, trial: Trial) -> None:
         self._desk.begin_again(trial)

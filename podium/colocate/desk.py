@@ -27,7 +27,7 @@ from typing import Any, Literal, final
 from podium.colocate.base import Desk, State
 from podium.colocate.search.base import Source
 from podium.colocate.stopping.base import Ledger, NoStopping, Stopping
-from podium.colocate.trial import Evaluation, Outcome, Trial, Verdict
+from podium.colocate.trial import GO, Evaluation, Outcome, Trial, Verdict
 from podium.errors import ConfigError, PodiumError, RecordError, UnknownName
 from podium.files import save_tensors
 from podium.measure.records import read_records, to_json
@@ -84,7 +84,28 @@ class TrialDesk:
 
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         """Tell how a trial does, and hear what is to happen to it."""
+        self._record(trial, evaluation)
+        return self._judge(trial, evaluation)
+
+    def report_all(self, rows: Sequence[tuple[Trial, Evaluation]]) -> list[Verdict | ConfigError]:
+        """The same for trials that came to this point together: none is judged before all have been heard."""
+        found: list[Verdict | ConfigError] = []
+        for trial, evaluation in rows:
+            try:
+                self._record(trial, evaluation)
+                found.append(GO)
+            except ConfigError as error:
+                found.append(error)
+        for place, (trial, evaluation) in enumerate(rows):
+            if not isinstance(found[place], ConfigError):
+                found[place] = self._judge(trial, evaluation)
+        return found
+
+    def _record(self, trial: Trial, evaluation: Evaluation) -> None:
         self.ledger.record(trial, evaluation)
+        self.stopping.hear(trial, evaluation, self.ledger)
+
+    def _judge(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         verdict = self.stopping.judge(trial, evaluation, self.ledger)
         row = {"trial": trial.number, **evaluation._asdict(), "verdict": verdict.action, "why": verdict.why}
         if verdict.action == "become":
@@ -238,7 +259,7 @@ class TrialDesk:
         self.source.recall([points[point] for point in sorted(points)])
         for outcome in self._done.values():
             for evaluation in outcome.history:
-                self.ledger.record(outcome.trial, evaluation)
+                self._record(outcome.trial, evaluation)
                 self.stopping.judge(outcome.trial, evaluation, self.ledger)
             self._settle(outcome)
 
@@ -286,6 +307,9 @@ class _GroupDesk:
 
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         return self._desk.report(trial, evaluation)
+
+    def report_all(self, rows: Sequence[tuple[Trial, Evaluation]]) -> list[Verdict | ConfigError]:
+        return self._desk.report_all(rows)
 
     def begin_again(self, trial: Trial) -> None:
         self._desk.begin_again(trial)

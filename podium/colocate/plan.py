@@ -84,7 +84,7 @@ def plan(
     points = {f.name: others.pop(f.name, None) for f in dataclasses.fields(_Asked) if f.name not in ("task", "seed")}
     asked = _Asked(task=task, seed=seed, **points)
     shared = _shared_options(options, epochs, batch_size, asked)
-    recipe = Recipe(task=_placed(task), options=shared, **others)
+    recipe = Recipe(task=_placed(task), options=shared, **{"eval_every": 1, **others})
     rule = make_stopping(stopping, space=asked.whole or None)
     way, why = _fit_for(make_executor(executor), rule, executor)
     check = getattr(way, "check", None)

@@ -4,9 +4,9 @@ The structures that cannot be fused fail in many ways, loudly (a branch on a ten
 Python, randomness from a generator, a buffer that is not written to). A list of them would never be whole, so nothing
 is listed: parameters, buffers and an evaluation after a few steps are held against those of each trial trained by
 itself, and anything further apart than rounding refuses. The second row begins one step after the first, as rows do
-that take the place of others. A forward pass that changes anything but tensors refuses, too: whatever it does at a
-later step, it would do once for all rows. Batches are small, since only the structure is in question; where a model
-does not take them, its own are used.
+that take the place of others. A forward pass that goes on changing anything but parameters and buffers refuses, too:
+whatever it does at a later step, it would do once for all rows. So does one that draws from any generator. Batches are
+small, since only the structure is in question; where a model does not take them, its own are used.
 
 One-row arrays (`streams`, captured steps of single trials) are put to the same test, two trials one after the other.
 
@@ -132,7 +132,7 @@ class _Yardstick:
         return TOLERANCE if self.is_exact else SINGLE
 
     def _train(self, recipe: Recipe, dtype: Any) -> None:
-        self.recipe = dataclasses.replace(recipe, dtype=dtype, precision="fp32", steps=None)
+        self.recipe = recipe.varied(dtype=dtype, precision="fp32", steps=None)
         self.resident = self.given.converted(self.recipe.torch_dtype)
         with precision_of(self.recipe):
             self.results = [self._alone(trial, STEPS + 1 - i) for i, trial in enumerate(self.pair)]
@@ -226,11 +226,12 @@ def _in_an_array(
 def _side_by_side(recipe: Recipe, pair: Sequence[Trial], resident: Resident, mode: Mode, steps: int) -> list[_Result]:
     parts = [recipe.make(trial) for trial in pair]
     array = Array(recipe, parts[0], resident, len(pair), mode=mode, tells=True)
-    python = attributes_key(array.base)
+    python: Any = None
     for row, one in enumerate(parts):
         array.load(row, one)
         array.refill([0 if row == i else None for i in range(len(pair))])
         array.step()
+        python = python or attributes_key(array.base)  # what is made once, at the first step, stays as it is
     for _ in range(steps - 1):
         array.step()
     evaluations = array.evaluate(range(len(pair)), [steps] * len(pair), most=_BATCH)
@@ -241,12 +242,13 @@ def _side_by_side(recipe: Recipe, pair: Sequence[Trial], resident: Resident, mod
 def _in_turn(recipe: Recipe, pair: Sequence[Trial], resident: Resident, mode: Mode, steps: int) -> list[_Result]:
     parts, results = [recipe.make(trial) for trial in pair], []
     array = Array(recipe, parts[0], resident, 1, mode=mode)
-    python = attributes_key(array.base)
+    python: Any = None
     for place, one in enumerate(parts):
         array.load(0, one)
         array.refill([0])
         for _ in range(steps + 1 - place):
             array.step()
+            python = python or attributes_key(array.base)
         results.append(_Result(array.save(0), array.evaluate([0], [steps], most=_BATCH)[0]))
     _check_python(array, python)
     return results
@@ -258,7 +260,9 @@ def _check_python(array: Array, before: Any) -> None:
             held = {name for name, _ in one[2]} | {name for name, _ in two[2]}
             changed = sorted(name for name in held if dict(one[2]).get(name) != dict(two[2]).get(name))
             place = one[0] or "the model"
-            raise _NotFusable(f"its forward pass changes what is no tensor: {', '.join(changed)} of {place}")
+            raise _NotFusable(
+                f"its forward pass changes what is no parameter and no buffer: {', '.join(changed)} of {place}"
+            )
 
 
 def _generators(device: torch.device) -> tuple[Any, ...]:

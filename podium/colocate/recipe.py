@@ -96,6 +96,12 @@ class Recipe:
     def torch_dtype(self) -> torch.dtype:
         return torch.float64 if self.dtype == "float64" else torch.float32
 
+    def varied(self, **changes: Any) -> Recipe:
+        """The same recipe with some fields changed; tasks and data that were opened are not opened again."""
+        other = dataclasses.replace(self, **changes)
+        other.__dict__.update(_tasks=self._tasks, _data=self._data)
+        return other
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, from which another process makes the recipe again; folds travel by themselves."""
         if not isinstance(self.task, str):
@@ -355,7 +361,7 @@ def _made_again(optimizer: Optimizer, options: Mapping[str, Any], who: str) -> O
     is not known what else they were given.
     """
     if type(optimizer).__module__.startswith("torch.optim") and not has_hooks(optimizer):
-        groups = [{**group, **options} for group in optimizer.param_groups]
+        groups = [{**group, **_unsaid(group, optimizer, options)} for group in optimizer.param_groups]
         taken = inspect.signature(type(optimizer)).parameters
         named = {name: value for name, value in {**optimizer.defaults, **options}.items() if name in taken}
         try:
@@ -363,8 +369,13 @@ def _made_again(optimizer: Optimizer, options: Mapping[str, Any], who: str) -> O
         except Exception as error:
             raise ConfigError(f"trial of {who}: {type(optimizer).__name__} refuses {dict(options)}: {error}") from error
     for group in optimizer.param_groups:
-        group.update(options)
+        group.update(_unsaid(group, optimizer, options))
     return optimizer
+
+
+def _unsaid(group: Mapping[str, Any], optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for a group that does not say otherwise: one that the task set apart (no decay for norms) stays so."""
+    return {name: value for name, value in options.items() if group.get(name) == optimizer.defaults.get(name)}
 
 
 def has_hooks(optimizer: Optimizer) -> bool:

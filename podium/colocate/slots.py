@@ -137,7 +137,7 @@ class Slots:
         if not due:
             return
         found = array.evaluate([slot.row for slot in due], [slot.steps for slot in due])
-        becoming: list[tuple[Slot, Verdict]] = []
+        sound: list[tuple[Slot, Evaluation]] = []
         for slot, evaluation in zip(due, found, strict=True):
             if isinstance(evaluation, Exception):  # a metric that raises ends its own trial
                 self._end(place, slot, "failed", f"{type(evaluation).__name__}: {evaluation}")
@@ -146,12 +146,13 @@ class Slots:
             if not math.isfinite(evaluation.loss):
                 self._end(place, slot, "diverged", f"its loss is {evaluation.loss} after {slot.steps} steps")
                 continue
-            try:
-                verdict = desk.report(slot.trial, evaluation)
-            except ConfigError as error:  # it has not the metric that the sweep is about
-                self._end(place, slot, "failed", f"{type(error).__name__}: {error}")
-                continue
-            if slot.steps >= slot.parts.steps:
+            sound.append((slot, evaluation))
+        becoming: list[tuple[Slot, Verdict]] = []
+        verdicts = desk.report_all([(slot.trial, evaluation) for slot, evaluation in sound])
+        for (slot, _), verdict in zip(sound, verdicts, strict=True):
+            if isinstance(verdict, ConfigError):  # it has not the metric that the sweep is about
+                self._end(place, slot, "failed", f"{type(verdict).__name__}: {verdict}")
+            elif slot.steps >= slot.parts.steps:
                 self._end(place, slot, "finished", "")
             elif verdict.action == "stop":
                 self._end(place, slot, "stopped", verdict.why)

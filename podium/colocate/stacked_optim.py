@@ -336,17 +336,19 @@ class OwnOptimizers:
             for p, q in zip(ours["params"], theirs["params"], strict=True):
                 two[0].state[p] = copy.deepcopy(one[0].state[q])
 
-    def change_numbers(self, row: int, parts: Parts) -> None:
-        """The row's optimizer goes on with these numbers; a schedule goes on from where it was."""
+    def change_numbers(self, row: int, parts: Parts, done: int) -> None:
+        """The row's optimizer goes on with these numbers; a schedule goes on from step `done`."""
         held = self._rows[row]
         assert held is not None
-        before, schedule = held
-        for ours, theirs in zip(before.param_groups, parts.optimizer.param_groups, strict=True):
+        optimizer = held[0]
+        for ours, theirs in zip(optimizer.param_groups, parts.optimizer.param_groups, strict=True):
+            for name in ours.keys() - theirs.keys():
+                del ours[name]  # what the schedule before had put there (its rate at the beginning)
             ours.update({k: v for k, v in theirs.items() if k != "params"})
-        again = None if parts.task.schedule is None else parts.task.schedule(before, parts.steps)
-        for _ in range(0 if again is None or schedule is None else schedule.last_epoch):
-            again.step()  # type: ignore[union-attr]  # checked in the range above
-        self._rows[row] = (before, again)
+        again = None if parts.task.schedule is None else parts.task.schedule(optimizer, parts.steps)
+        for _ in range(0 if again is None else done):
+            again.step()  # type: ignore[union-attr]  # as the line above says
+        self._rows[row] = (optimizer, again)
 
     def tensors(self) -> list[Tensor]:
         return [self.count]

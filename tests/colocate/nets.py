@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from podium import Task
 from podium.colocate.alone import Alone
@@ -23,6 +23,7 @@ from podium.colocate.recipe import Recipe
 from podium.colocate.resident import Resident
 from podium.colocate.trial import GO, Evaluation, Outcome, Trial, Verdict
 from podium.data.base import ArrayDataset, Data
+from podium.errors import ConfigError
 from podium.task import accuracy
 
 FEATURES, CLASSES, SAMPLES = 12, 4, 120
@@ -71,6 +72,10 @@ def one_cycle(optimizer: Optimizer, steps: int) -> OneCycleLR:
 
 def plain_one_cycle(optimizer: Optimizer, steps: int) -> OneCycleLR:
     return OneCycleLR(optimizer, max_lr=0.05, total_steps=max(2, steps), cycle_momentum=False)
+
+
+def falling(optimizer: Optimizer, steps: int) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.5**step)
 
 
 def odd(*, kind: str, k: float = 0.0, lr: float = 0.1) -> Task:
@@ -213,6 +218,20 @@ class Dropping(nn.Module):
         return out
 
 
+class Caching(nn.Module):
+    """Makes a table at its first step, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(FEATURES, CLASSES), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, FEATURES, dtype=x.dtype)
+        out: Tensor = self.layer(x + self.table)
+        return out
+
+
 class Fussy(nn.Module):
     """Takes batches of 16 only."""
 
@@ -335,6 +354,9 @@ class Desk:
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         self.reports.append((trial.number, evaluation))
         return GO if self.judge is None else self.judge(trial, evaluation)
+
+    def report_all(self, rows: Sequence[tuple[Trial, Evaluation]]) -> list[Verdict | ConfigError]:
+        return [self.report(trial, evaluation) for trial, evaluation in rows]
 
     def begin_again(self, trial: Trial) -> None:
         self.reports = [(number, evaluation) for number, evaluation in self.reports if number != trial.number]

@@ -103,6 +103,16 @@ class TestOneRow:
         made = recipe_of(task).make(Trial(number=0, options={"lr": 0.2})).optimizer
         assert isinstance(made, Scaled) and made.factor == 9.0 and made.param_groups[0]["lr"] == 0.2
 
+    def test_groups_that_the_task_set_apart_stay_apart(self) -> None:
+        def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD([{"params": model[0].parameters(), "weight_decay": 0.0},
+                                    {"params": model[3].parameters()}], lr=0.1, weight_decay=0.01)  # fmt: skip
+
+        task = dataclasses.replace(nets.task_of(partial(nets.net, norm=False)), optimizer=optimizer)
+        made = recipe_of(task).make(Trial(number=0, options={"weight_decay": 0.5, "lr": 0.2})).optimizer
+        assert [group["weight_decay"] for group in made.param_groups] == [0.0, 0.5]
+        assert [group["lr"] for group in made.param_groups] == [0.2, 0.2]
+
     def test_an_optimizer_of_other_parameters_than_the_models_is_refused(self) -> None:
         stray = nn.Parameter(torch.ones(1))
         task = dataclasses.replace(
@@ -311,6 +321,22 @@ class TestNeighbours:
         Fused(width=3).run(recipe, desk, lambda event: None)
         assert [desk.outcomes[i].status for i in range(3)] == ["finished", "diverged", "finished"]
 
+    @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.NAdam])
+    def test_a_row_whose_rate_is_changed_goes_on_along_the_new_rates_schedule(self, optimizer: Any) -> None:
+        task = dataclasses.replace(nets.task_of(partial(nets.net, norm=False), optimizer), schedule=nets.falling)
+        recipe, trial = recipe_of(task), Trial(number=0, options={"lr": 0.01})
+        array = array_of(recipe, [trial, Trial(number=1, seed=1, options={"lr": 0.01})])
+        for _ in range(4):
+            array.step()
+        array.change_numbers(0, recipe.make(dataclasses.replace(trial, options={"lr": 0.002})), 4)
+        array.refill([4, 4])
+        array.step()
+        expected = alone_after(recipe, trial, 4)
+        for group in expected.optimizer.param_groups:
+            group["lr"] = 0.002 * 0.5**4
+        expected.step()
+        assert apart(expected.state(), array.save(0)) < ROUNDING
+
     def test_a_row_that_takes_over_anothers_state_takes_its_frozen_layers_too(self) -> None:
         recipe = recipe_of(nets.task_of(nets.Partly))
         array = array_of(recipe, trials_of({"lr": 0.1}, {"lr": 0.1}))
@@ -409,6 +435,9 @@ class TestProbe:
         nan, one = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 1.0])
         assert _apart(nan, one) == float("inf") == _apart(one, nan)
         assert _apart(nan, nan) == 0.0
+
+    def test_a_table_that_is_made_once_is_no_state(self) -> None:
+        assert self.verify(nets.Caching).fuses
 
     def test_a_model_that_minds_the_size_of_its_batch_is_probed_with_its_own(self) -> None:
         assert self.verify(nets.Fussy).fuses

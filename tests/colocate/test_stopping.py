@@ -55,6 +55,7 @@ def judged(stopping: Stopping, curves: Sequence[Sequence[float]], maximize: bool
         trial, row = Trial(number=number, point=number), []
         for epoch, score in enumerate(curve, 1):
             ledger.record(trial, evaluation(epoch, score))
+            stopping.hear(trial, evaluation(epoch, score), ledger)
             row.append(stopping.judge(trial, evaluation(epoch, score), ledger).action)
         ledger.close(trial, "finished")
         said.append(row)

@@ -120,6 +120,13 @@ class Stopping(ABC):
     copies: ClassVar[bool] = False
     """Whether it gives `become` verdicts, which not every executor can follow."""
 
+    def hear(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> None:
+        """A trial has just reported; the ledger holds it already.
+
+        Trials that train side by side report at the same moment: all of them are heard before the first is judged, so
+        that a rule which compares trials at the same epoch does not depend on their order.
+        """
+
     @abstractmethod
     def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
         """What is to happen to a trial that has just reported; the ledger holds this report already.

@@ -2,7 +2,7 @@
 
 Golovin et al., 2017, https://doi.org/10.1145/3097983.3098043: a trial is stopped at an epoch when its best score up to
 there is below the median of the others' mean scores up to there. The others are all that have reported at that epoch
-before it, whether they are through or not.
+by then, whether they are through or not.
 """
 
 from __future__ import annotations
@@ -38,12 +38,20 @@ class Median(Stopping):
     def first_at(self) -> float:
         return self.grace
 
-    def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
-        memory: dict[Any, list[float]] = ledger.memory.setdefault(self.name, defaultdict(list))
+    def hear(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> None:
         scores = [entry.score for entry in ledger[trial.number].entries]
-        means = memory[trial.fold, round(evaluation.epoch, 6)]  # ascending
-        best, median, others = max(scores), _median(means), len(means)
-        bisect.insort(means, sum(scores) / len(scores))
+        bisect.insort(self._means(trial, evaluation, ledger), sum(scores) / len(scores))
+
+    def _means(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> list[float]:
+        """Of all that have reported at this epoch of this fold, ascending."""
+        memory: dict[Any, list[float]] = ledger.memory.setdefault(self.name, defaultdict(list))
+        return memory[trial.fold, round(evaluation.epoch, 6)]
+
+    def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
+        scores = [entry.score for entry in ledger[trial.number].entries]
+        means = self._means(trial, evaluation, ledger)
+        own = bisect.bisect_left(means, sum(scores) / len(scores))
+        best, median, others = max(scores), _median_without(own, means), len(means) - 1
         if evaluation.epoch < self.grace - SLACK or others < self.least or best >= median:
             return GO
         sign = 1 if ledger.maximize else -1
@@ -51,8 +59,10 @@ class Median(Stopping):
         return Verdict(action="stop", why=f"{why} at epoch {evaluation.epoch:g}")
 
 
-def _median(ascending: list[float]) -> float:
-    if not ascending:
+def _median_without(own: int, ascending: list[float]) -> float:
+    """The median of all but one."""
+    count = len(ascending) - 1
+    if not count:
         return WORST
-    middle = len(ascending) // 2
-    return ascending[middle] if len(ascending) % 2 else (ascending[middle - 1] + ascending[middle]) / 2
+    low, high = (ascending[place + (place >= own)] for place in ((count - 1) // 2, count // 2))
+    return low if low == high else (low + high) / 2

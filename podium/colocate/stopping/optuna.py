@@ -1,8 +1,9 @@
 """Any of Optuna's pruners, over the ledger.
 
-A study is kept in the ledger's memory, with one Optuna trial per trial of the sweep; each report is an intermediate
-value, and the pruner is asked. Optuna's steps are a trial's reports, counted from 1: with one evaluation per epoch they
-are epochs. Most pruners compare with trials that are through, and do nothing before some are; none knows of folds.
+A study per fold is kept in the ledger's memory, with one Optuna trial per trial of the sweep; each report is an
+intermediate value, and the pruner is asked. Optuna's steps are a trial's reports, counted from 1: with one evaluation
+per epoch they are epochs. Most pruners compare with trials that are through, and do nothing before some are: of trials
+that all train side by side they stop none. Successive halving does, from the first report on.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ class OptunaPruner(Stopping):
             )
 
     def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
-        study = ledger.memory.get(self.name)
+        studies: dict[int | None, _Study] = ledger.memory.setdefault(self.name, {})
+        study = studies.get(trial.fold)
         if study is None:
-            study = ledger.memory[self.name] = _Study(self._make())
+            study = studies[trial.fold] = _Study(self._make())
         if study.should_stop(ledger, trial):
             return Verdict(action="stop", why=f"{type(study.pruner).__name__} at report {study.reports(trial)}")
         return GO
 
     def _make(self) -> Any:
-        return make_part(self.pruner, import_optuna("stopping by Optuna's pruners").pruners, "Pruner", {})
+        return make_part(self.pruner, import_optuna("stopping by Optuna's pruners").pruners, "Pruner", {"min_resource": 1})
 
 
 class _Study:
@@ -62,7 +64,8 @@ class _Study:
 
     def should_stop(self, ledger: Ledger, trial: Trial) -> bool:
         for page in ledger:
-            self._follow(page)
+            if page.trial.fold == trial.fold:
+                self._follow(page)
         return bool(self._trials[trial.number].should_prune())
 
     def _follow(self, page: Page) -> None:

@@ -66,13 +66,15 @@ class Wilcoxon(Stopping):
                 f"least={self.least} trials, got {per_point}: give more folds or seeds"
             )
 
-    def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
+    def hear(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> None:
         memory: _Memory = ledger.memory.setdefault(self.name, _Memory())
         epoch = round(evaluation.epoch, 6)
         memory.epoch[trial.point] = epoch
         memory.scores[epoch].setdefault(trial.point, {})[trial.fold, trial.seed] = (
             ledger[trial.number].entries[-1].score
         )
+
+    def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
         why = self.skip(trial, ledger)
         return Verdict(action="stop", why=why) if why else GO
 

@@ -107,8 +107,8 @@ def limits(rows: Sequence[Row], panels: Sequence[Panel]) -> str:
         "one trial. *Over idle* takes off what the board draws with a context and no work.",
         "Spread is over rounds of one run, one after the other: it says how steady a step is, not how runs differ.",
         "Processes, MPS and Ray run as many models at a time as there are host cores; their rows for more trials are "
-        "that same measurement. Ray's actors step without a graph, as users' own code mostly does; `mps-graph` shows what "
-        "capturing adds to processes.",
+        "that same measurement. Ray's actors step without a graph, as users' own code mostly does; `mps-graph` shows "
+        "what capturing adds to processes.",
     ]
     if any(row["size"] == "small" for row in sessions):
         said.insert(0, "This page is of the small size, made on a CPU to see that it works: no GPU was involved.")

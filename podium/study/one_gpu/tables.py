@@ -342,7 +342,7 @@ def _runner(rows: Sequence[Row], row: Row, least: float | None) -> Runner:
     j = watts * seconds / trained if watts is not None and seconds and trained else None
     j_over = (watts - idle) * seconds / trained if j is not None and idle is not None else None
     if j is None:
-        absent["j"] = absent.get("power_w", row["why"])
+        absent["j"] = absent.get("power_w") or row["why"] or "nothing was read"
     if j_over is None:
         absent["j_over_idle"] = absent.get("power_w") or row["why"] or "no idle power is known"
     return Runner(
