@@ -23,7 +23,13 @@ def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
         yield stop
         return
 
+    owner = os.getpid()
+
     def on_signal(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a process that the user's code forked off: what is meant for it ends it, as usual
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()

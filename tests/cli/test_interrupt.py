@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -40,3 +42,15 @@ def test_outside_the_main_thread_nothing_is_touched() -> None:
     thread.join()
     assert seen == [False]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_process_that_was_forked_off_inside_ends_by_the_signal_as_usual() -> None:
+    with stop_on_interrupt() as stop:
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(3)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+        assert not stop.is_set()
