@@ -46,10 +46,13 @@ def test_outside_the_main_thread_nothing_is_touched() -> None:
 
 def test_a_process_that_was_forked_off_inside_ends_by_the_signal_as_usual() -> None:
     with stop_on_interrupt() as stop:
+        ready, told = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(told, b"!")  # a signal that comes before Python has begun here would be forgotten
             time.sleep(20)
             os._exit(3)
+        os.read(ready, 1)
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
