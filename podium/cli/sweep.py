@@ -148,8 +148,8 @@ def _energy(reading: Mapping[str, Any]) -> Iterator[str]:
 
 
 def exit_code(found: Sweep) -> int:
-    """130 when it was stopped, 1 when a trial failed."""
-    return 130 if found.status == "stopped" else 1 if found.failed else 0
+    """130 when it was stopped, 1 when a trial failed or none has a score."""
+    return 130 if found.status == "stopped" else 1 if found.failed or found.best is None else 0
 
 
 @contextmanager

@@ -229,7 +229,7 @@ class _Timing:
             array.refill([0] * width)
             return _stepping(Bundle([array]))
 
-        executor = Fused(width=width, compiled=compiled, probed=False, threads=threads)
+        executor = Fused(width=width, compiled=compiled, probed=False, mode=self.found.mode, threads=threads)
         return self._timed(executor, width, begin, threads)
 
     def _timed(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,11 @@ from podium.measure.records import read_records, to_json
 
 Keep = Literal["all", "best", "none"]
 KeyOf = Callable[[Trial], Hashable]
+
+MOST_WAITING = 4096
+"""Trials that are asked for before any of them is trained."""
+LONGEST_FETCH_S = 10.0
+"""Or as many as are made in this time."""
 Event = dict[str, Any]
 
 
@@ -145,7 +151,7 @@ class TrialDesk:
     # What the sweep calls.
 
     def sort_into(self, key_of: KeyOf) -> None:
-        """From now on trials are sorted by this key; all that are ready now are asked for.
+        """From now on trials are sorted by this key; those that are ready now are asked for, as far as they may wait.
 
         A trial whose key cannot be had (`key_of` raises a PodiumError) is handed in as failed.
         """
@@ -156,7 +162,7 @@ class TrialDesk:
         self._fetch()
 
     def groups(self) -> list[Hashable]:
-        """Keys that have trials waiting, in the order in which they first came; asks for all that are ready now."""
+        """Keys that have trials waiting, in the order in which they first came; asks for more."""
         self._fetch()
         return [key for key, queue in self._queues.items() if queue]
 
@@ -216,10 +222,17 @@ class TrialDesk:
             self.hand_in(Outcome(trial=trial, status="stopped", why=why), None)
 
     def _fetch(self, until: Callable[[Hashable], bool] = lambda key: False) -> None:
-        """Ask for trials and sort them, until one has such a key or there are no more."""
-        while (trial := self._ask()) is not None:
+        """Ask for trials and sort them, until one has such a key or there are no more; or until enough wait.
+
+        To sort a trial is to make its model, and a source need not end: those that wait train first.
+        """
+        waiting, began = sum(map(len, self._queues.values())), time.monotonic()
+        while not self._should_stop() and (trial := self._ask()) is not None:
             key = self._sort(trial)
-            if key is not _NO_KEY and until(key):  # not handed in as failed
+            if key is _NO_KEY:  # handed in as failed
+                continue
+            waiting += 1
+            if until(key) or waiting >= MOST_WAITING or time.monotonic() - began > LONGEST_FETCH_S:
                 return
 
     def _sort(self, trial: Trial) -> Hashable:

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from podium.colocate.array import Array
+from podium.colocate.array import Array, Mode
 from podium.colocate.base import Desk, Executor, OnEvent, WithReturned
 from podium.colocate.probe import Verified, probe
 from podium.colocate.recipe import Parts, Recipe, precision_of, with_threads
@@ -38,6 +38,8 @@ class Fused(Executor):
     """Whether layers are swapped for forms made for many models at once; on a GPU they are, when nobody says."""
     probed: bool = True
     """Whether each structure is first verified against the same trials alone."""
+    mode: Mode = "forward"
+    """What `vmap` goes over, where nothing is probed: recurrent nets need `gradient`."""
     threads: int | None = None
     """Threads of each operation on the CPU; torch's own number when not given. Small models are faster with one."""
 
@@ -47,6 +49,8 @@ class Fused(Executor):
     def __post_init__(self) -> None:
         if self.width is not None and self.width < 1:
             raise ConfigError(f"fused: width must be at least 1, got {self.width}")
+        if self.mode not in ("forward", "gradient"):
+            raise ConfigError(f"fused: mode must be 'forward' or 'gradient', got {self.mode!r}")
 
     def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
         self.run_groups(recipe, [desk], on_event)
@@ -66,7 +70,7 @@ class Fused(Executor):
                 if not found.fuses:
                     left.append(WithReturned(desk, [parts.trial for parts in taken]))
                     continue
-                array = self._array(recipe, taken, resident, found)
+                array = self._array(recipe, taken, resident, found, 1 / len(desks))
                 first[len(arrays)] = taken[: array.rows]
                 arrays.append((array, WithReturned(desk, [parts.trial for parts in taken[array.rows :]])))
             if arrays:
@@ -76,13 +80,15 @@ class Fused(Executor):
 
     def _verify(self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, on_event: OnEvent) -> Verified:
         if not self.probed:
-            return Verified(fuses=True)
+            return Verified(fuses=True, mode=self.mode)
         found = probe(recipe, [parts.trial for parts in taken], resident)
         on_event({"event": "probe", **dataclasses.asdict(found), "trials": len(taken)})
         return found
 
-    def _array(self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified) -> Array:
-        rows = self.width or widest(recipe, taken[0], resident, len(taken), found.mode)
+    def _array(
+        self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified, share: float
+    ) -> Array:
+        rows = self.width or widest(recipe, taken[0], resident, len(taken), found.mode, share)
         if recipe.torch_device.type == "cuda":
             torch.cuda.empty_cache()
         return Array(

@@ -43,8 +43,9 @@ class BestModel:
         """A trial is over."""
         point = self._points.setdefault(outcome.trial.point, _Held(outcome.trial.point))
         point.over += 1
-        value = outcome.evaluation.value_of(self._metric) if outcome.evaluation is not None else math.nan
-        if outcome.status == "finished" and math.isfinite(value):
+        through = outcome.status == "finished" and outcome.evaluation is not None
+        value = outcome.evaluation.value_of(self._metric) if through and outcome.evaluation is not None else math.nan
+        if math.isfinite(value):
             point.values.append(value)
             known = None if point.best is None else point.best.evaluation
             if known is not None and self._sign * (value - known.value_of(self._metric)) <= 0:

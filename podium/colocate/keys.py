@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import random
 import sys
 import types
 import weakref
@@ -114,6 +115,8 @@ def _value(value: Any, way: tuple[int, ...]) -> Any:
         return ("Parameter", tuple(value.shape), str(value.dtype))
     if isinstance(value, Tensor | np.ndarray):
         return _array(value)
+    if isinstance(value, random.Random | np.random.Generator | torch.Generator):
+        return _generator(value)
     if isinstance(value, tuple | list | dict) and len(value) > _LONGEST:
         return _Same(value)
     if isinstance(value, tuple | list):
@@ -198,6 +201,15 @@ def _digest(value: Tensor | np.ndarray, version: int) -> str:
 
 _LARGE = 1 << 20
 _DIGESTS: dict[int, tuple[weakref.ref[Any], int, str]] = {}
+
+
+def _generator(value: random.Random | np.random.Generator | torch.Generator) -> Any:
+    """A generator by where it stands."""
+    if isinstance(value, random.Random):
+        return ("random", repr(value.getstate()))
+    if isinstance(value, torch.Generator):
+        return ("torch.Generator", _digest(value.get_state(), 0))
+    return ("Generator", repr(value.bit_generator.state))
 
 
 def _holds_only_attributes(value: Any) -> bool:

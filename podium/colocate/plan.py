@@ -12,7 +12,6 @@ import hashlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any, get_args
 
@@ -104,7 +103,7 @@ def plan(
         "stopping": _told(stopping or "none"), "precision": recipe.precision,
         "eval_every": recipe.eval_every, "steps": recipe.steps,
         "executor": _told(executor), "device": recipe.device, "keep": keep,
-        "source": describe_source(recipe.task), "data": _data(recipe, first),
+        "copies": rule.copies, "source": describe_source(recipe.task), "data": _data(recipe, first),
     }  # fmt: skip
     return Plan(
         recipe=recipe if made is None else dataclasses.replace(recipe, folds=made.folds),
@@ -268,7 +267,7 @@ def _check_names(recipe: Recipe, asked: _Asked) -> None:
 
 
 def _seeds(given: int | Sequence[int]) -> tuple[int, ...]:
-    seeds = tuple(range(int(given))) if isinstance(given, Integral) else tuple(map(int, given))
+    seeds = tuple(range(int(given))) if isinstance(given, int | np.integer) else tuple(map(int, given))
     for seed in seeds:
         Trial(number=0, seed=seed)  # refuses what no trial can have
     return seeds
@@ -319,7 +318,7 @@ def make_the_folds(recipe: Recipe, first: Trial, given: FoldsLike, seed: int) ->
     """From a number, a text, a splitter, or pairs of index arrays; None of None."""
     if given is None:
         return None
-    given = int(given) if isinstance(given, Integral) else given
+    given = int(given) if isinstance(given, np.integer) else given
     if isinstance(given, list | tuple):
         given = _Given(given)
     targets = targets_of(recipe.data_of(recipe.task_of(first)).train)

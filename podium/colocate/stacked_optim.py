@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
@@ -99,12 +100,12 @@ class Timetable:
     """A trial's numbers, step by step: what its schedule does to them, found by running it ahead."""
 
     def __init__(self, parts: Parts) -> None:
-        self._optimizer, self.columns = parts.optimizer, columns_of(parts.optimizer)
+        self._optimizer, self._steps = parts.optimizer, parts.steps
         self._schedule: LRScheduler | None = parts.schedule()
         self.columns = columns_of(parts.optimizer)  # a schedule may add some of its own (initial_lr)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks at
-        self._rows = [values_of(self._optimizer, self.columns)]
-        self._steps = parts.steps
+        self._rows = np.array([values_of(self._optimizer, self.columns)])
+        self._known = 1
 
     @property
     def is_constant(self) -> bool:
@@ -113,12 +114,17 @@ class Timetable:
     def rows(self, start: int, count: int) -> Tensor:
         """The numbers of `count` steps from `start` on, one row each; beyond the end they stay."""
         if self._schedule is None:
-            return torch.tensor(self._rows, dtype=torch.float64)
-        while len(self._rows) < min(start + count, self._steps):  # many a schedule refuses to go on beyond its end
+            return torch.from_numpy(self._rows)
+        end = min(start + count, self._steps)  # many a schedule refuses to go on beyond its end
+        if end > len(self._rows):
+            more = np.empty((max(end, 2 * len(self._rows)) - len(self._rows), self._rows.shape[1]))
+            self._rows = np.concatenate([self._rows, more])
+        while self._known < end:
             self._schedule.step()
-            self._rows.append(values_of(self._optimizer, self.columns))
-        known = self._rows[start : start + count]
-        return torch.tensor(known + [self._rows[-1]] * (count - len(known)), dtype=torch.float64)
+            self._rows[self._known] = values_of(self._optimizer, self.columns)
+            self._known += 1
+        places = np.minimum(np.arange(start, start + count), self._known - 1)
+        return torch.from_numpy(self._rows[places])
 
 
 class StackedOptimizer(ABC):

@@ -25,7 +25,7 @@ import platform
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any, Literal
 
 import torch
@@ -48,6 +48,10 @@ from podium.measure.records import read_records, to_json
 from podium.measure.window import Reading, Window
 
 OnEvent = Callable[[dict[str, Any]], None]
+
+_HOLDING = Lock()
+_HELD_HERE: set[Path] = set()
+"""Folders in which this process sweeps."""
 
 MAY_DIFFER = ("executor", "device")
 """What may be another when a sweep is gone on with: how trials are trained, not what they are."""
@@ -137,29 +141,44 @@ def _new_folder(task: str, within: Path) -> Path:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Nobody else sweeps in this folder meanwhile. A process that dies lets go of it; the file itself means nothing."""
+    """Nobody else sweeps in this folder meanwhile. A process that dies lets go of it; the file itself means nothing.
+
+    A lock of the POSIX kind, which processes that the task forks do not inherit. It keeps out other processes only, and
+    is lost when this one opens and closes the file once more, so folders of this process are known by themselves.
+    """
     path = folder / "lock"
+    with _HOLDING:
+        if (key := folder.resolve()) in _HELD_HERE:
+            raise _taken(folder, "this process")
+        _HELD_HERE.add(key)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise RecordError(f"{path} cannot be written: {error.strerror or error}") from error
-    try:
-        _hold(lock, folder)
-        yield
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise RecordError(f"{path} cannot be written: {error.strerror or error}") from error
+        try:
+            _hold(lock, folder)
+            yield
+        finally:
+            os.close(lock)
     finally:
-        os.close(lock)
+        with _HOLDING:
+            _HELD_HERE.discard(key)
+
+
+def _taken(folder: Path, holder: str) -> ConfigError:
+    return ConfigError(
+        f"sweep: another one must not be at work in {folder}, got one ({holder}); wait until it has ended, or give "
+        "another folder"
+    )
 
 
 def _hold(lock: int, folder: Path) -> None:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "unknown"
-        raise ConfigError(
-            f"sweep: another one must not be at work in {folder}, got one ({holder}); wait until it has ended, or give "
-            "another folder"
-        ) from None
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # the two that POSIX allows
+        raise _taken(folder, os.pread(lock, 200, 0).decode(errors="replace").strip() or "unknown") from None
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise RecordError(f"{folder / 'lock'} cannot be locked: {error.strerror or error}") from error

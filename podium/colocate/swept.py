@@ -138,6 +138,8 @@ class Sweep:
     """Whether trials could be fused, and why not."""
     sessions: tuple[Row, ...] = ()
     """One for each time it came to its end or was asked to stop: `trained`, `samples`, `seconds`, `executor` …"""
+    copies: bool = False
+    """Whether trials were copied onto each other (population based training): `points` have what they began with."""
     report: str = ""
     table: str = ""
     """Where the points are, as CSV."""
@@ -152,8 +154,7 @@ class Sweep:
         """The best point's best trial."""
         if self.best is None:
             return None
-        values = [score.value for score in self.best.scores]
-        wanted = max(values) if self.maximize else min(values)
+        wanted = _best_score(self.best, maximize=self.maximize).value
         equal = {score.trial for score in self.best.scores if score.value == wanted}
         found = [outcome for outcome in self.outcomes if outcome.trial.number in equal]
         return next((outcome for outcome in found if outcome.model), found[0])  # of equal ones, the one that was kept
@@ -218,6 +219,7 @@ def read_sweep(folder: str | Path) -> Sweep:
         choices=tuple(event for event in events if event["event"] == "chose"),
         probes=tuple(event for event in events if event["event"] == "probe"),
         sessions=tuple(sessions),
+        copies=config.get("copies", False),
     )
 
 
@@ -254,6 +256,10 @@ def _point(number: int, trials: Sequence[Trial], outcomes: Mapping[int, Outcome]
     return dataclasses.replace(blank, mean=mean, sd=sd, low=low, high=high, is_whole=is_whole, scores=tuple(scores))
 
 
+def _best_score(point: Point, *, maximize: bool) -> Score:
+    return (max if maximize else min)(point.scores, key=lambda score: score.value)
+
+
 def _interval(mean: float, sd: float | None, n: int) -> tuple[float | None, float | None]:
     if sd is None:
         return None, None
@@ -266,8 +272,8 @@ def _interval(mean: float, sd: float | None, n: int) -> tuple[float | None, floa
 
 
 def find_rivals(points: Sequence[Point], config: Mapping[str, Any]) -> list[Rival]:
-    """The best point (the first) against all others."""
-    if not points or points[0].mean is None:
+    """The best point (the first) against all others; none where trials copied each other, and are no others."""
+    if not points or points[0].mean is None or config.get("copies"):
         return []
     sign = 1 if config["maximize"] else -1
     overlap = (config.get("folds") or {}).get("overlap", 0.0)
@@ -318,11 +324,24 @@ def tell(
         return f"{_nothing(outcomes)}\nNothing can be concluded."
     best, metric = points[0], config["metric"]
     lead = f"Best of {len(points)} points" if len(points) > 1 else "One point"
+    lead += ", as it began" if config.get("copies") else ""
     text = f"{lead}: {best.name}, {metric} {tell_mean(best)} over {tell_trials(best, config)}"
+    if config.get("copies"):
+        return f"{text}. {_ended(best, outcomes, config)}{_unfinished(outcomes, points)}\n{_caution(best, config)}"
     text += _against(points, rivals, config) + "."
     if not best.is_whole:
         text += " Not all of its trials came to a score, nor did all of any other point's: most trials come first."
     return f"{text}{_unfinished(outcomes, points)}\n{_caution(best, config)}"
+
+
+def _ended(best: Point, outcomes: Sequence[Outcome], config: Mapping[str, Any]) -> str:
+    """Of a rule that copies trials onto each other: what the best point's best trial came to be."""
+    top = _best_score(best, maximize=config["maximize"])
+    options = next(outcome.trial.options for outcome in outcomes if outcome.trial.number == top.trial)
+    who = f"Its best trial ({top.trial}, {number(top.value)})"
+    if options == best.options:
+        return f"{who} kept these options."
+    return f"{who} took over another's model on the way and ended with {tell_options(options)}."
 
 
 def _against(points: Sequence[Point], rivals: Sequence[Rival], config: Mapping[str, Any]) -> str:
@@ -369,6 +388,11 @@ def _unfinished(outcomes: Sequence[Outcome], points: Sequence[Point]) -> str:
 
 def _caution(best: Point, config: Mapping[str, Any]) -> str:
     text = "The best point was chosen by the scores that are shown for it, so expect a little less of it on new data."
+    if config.get("copies"):
+        text += (
+            " Trials copied each other and changed their options on the way: they are not independent, so none are "
+            "tested against others, and training with any one set of options need not give this score."
+        )
     if config.get("folds"):
         text += " Folds share training samples; the test allows for that, the interval of a mean does not."
     else:

@@ -19,13 +19,19 @@ SHARE_OF_FREE = 0.8
 _FEW = (2, 4)
 
 
-def widest(recipe: Recipe, first: Parts, resident: Resident, wanted: int, mode: Mode = "forward") -> int:
-    """As many rows as wanted, or as many as fit."""
+def widest(
+    recipe: Recipe, first: Parts, resident: Resident, wanted: int, mode: Mode = "forward", share: float = 1.0
+) -> int:
+    """As many rows as wanted, or as many as fit into this share of what may be taken."""
     if recipe.torch_device.type != "cuda" or wanted <= _FEW[1]:
         return wanted
-    fixed, each = memory_line(recipe, first, resident, mode)
+    try:
+        fixed, each = memory_line(recipe, first, resident, mode)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return 1
     free, _ = torch.cuda.mem_get_info(recipe.torch_device)
-    fits = int((SHARE_OF_FREE * free - fixed) // max(each, 1))
+    fits = int((SHARE_OF_FREE * share * free - fixed) // max(each, 1))
     return max(1, min(wanted, fits))
 
 

@@ -218,6 +218,20 @@ class Dropping(nn.Module):
         return out
 
 
+class DroppingByItsOwn(Dropping):
+    """The same by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance = random.Random(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.chance.random() > 0.05:
+            x = x + self.layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
 class Caching(nn.Module):
     """Makes a table at its first step, and keeps it."""
 

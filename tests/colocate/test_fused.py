@@ -415,6 +415,8 @@ class TestProbe:
     def test_chance_from_python_is_seen_whatever_it_did_this_time(self, rows: int) -> None:
         found = self.verify(nets.Dropping, rows)
         assert not found.fuses and "generator" in found.why
+        found = self.verify(nets.DroppingByItsOwn, rows)
+        assert not found.fuses and "chance" in found.why
 
     @pytest.mark.parametrize("where", ["parameter", "optimizer"])
     def test_hooks_that_rows_would_not_call_are_refused(self, where: str) -> None:
@@ -508,6 +510,16 @@ class TestFallBack:
         executor.run(recipe_of(task), desk, lambda event: None)
         assert [desk.outcomes[i].status for i in range(3)] == ["finished", "failed", "finished"]
         assert desk.outcomes[1].why == "ValueError: too large"
+
+    def test_auto_fuses_recurrent_nets_in_the_way_that_they_need(self) -> None:
+        trials, heard = trials_of(*[{"lr": 0.01 * (i + 1)} for i in range(6)]), []
+        recipe = recipe_of(nets.task_of(nets.Recurrent))
+        choice = Auto(seconds=0.01).choose(recipe, [recipe.make(trial) for trial in trials])
+        fused = next(c.executor for c in choice.candidates if c.executor.name == "fused")
+        desk = Desk(trials)
+        fused.run(recipe, desk, heard.append)
+        assert not any(event["event"] == "fell back" for event in heard)
+        assert {outcome.executor for outcome in desk.outcomes.values()} == {"fused"}
 
     def test_auto_says_what_it_chose_and_from_what(self) -> None:
         trials, heard = trials_of(*[{"lr": 0.01 * (i + 1)} for i in range(8)]), []

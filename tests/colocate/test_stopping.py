@@ -48,18 +48,36 @@ def sweep(stopping: Stopping, qualities: Sequence[float], *, slots: int, epochs:
     return desk, bank
 
 
+def report(stopping: Stopping, ledger: Ledger, trial: Trial, found: Evaluation) -> str:
+    """What is said of a trial that reports by itself."""
+    ledger.record(trial, found)
+    stopping.hear(trial, found, ledger)
+    return stopping.judge(trial, found, ledger).action
+
+
 def judged(stopping: Stopping, curves: Sequence[Sequence[float]], maximize: bool = True) -> list[list[str]]:
     """Verdicts on trials that run one after the other."""
     ledger, said = Ledger(maximize=maximize, metric="accuracy"), []
     for number, curve in enumerate(curves):
         trial, row = Trial(number=number, point=number), []
         for epoch, score in enumerate(curve, 1):
-            ledger.record(trial, evaluation(epoch, score))
-            stopping.hear(trial, evaluation(epoch, score), ledger)
-            row.append(stopping.judge(trial, evaluation(epoch, score), ledger).action)
+            row.append(report(stopping, ledger, trial, evaluation(epoch, score)))
         ledger.close(trial, "finished")
         said.append(row)
     return said
+
+
+@pytest.mark.parametrize("stopping", [Median(least=4), Wilcoxon(p=0.1, least=4)], ids=["median", "wilcoxon"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_trials_that_report_together_are_judged_whatever_their_order(stopping: Stopping, order: int) -> None:
+    """As in a grid from bad to good, all in one array: the first must not go on because it is judged first."""
+    qualities = [0.05, 0.06, 0.07, 0.9, 0.95, 0.96][::order]
+    source = make_source(Listed(rows=[{"q": q} for q in qualities]), folds=4)
+    desk = TrialDesk(source, stopping=stopping, metric="accuracy", maximize=True)
+    trials = [trial for _ in range(24) if (trial := desk.take()) is not None]
+    found = desk.report_all([(t, evaluation(1, t.options["q"] + (t.fold or 0) / 1000 * t.point)) for t in trials])
+    stopped = {t.options["q"] for t, v in zip(trials, found, strict=True) if isinstance(v, Verdict) and v.action != "go"}
+    assert {0.05, 0.06, 0.07} <= stopped and 0.96 not in stopped
 
 
 class TestLedger:
@@ -216,12 +234,10 @@ class TestWilcoxon:
         for point, scores in ((0, [0.5, 0.5, 0.5, 0.5, 0.5]), (1, [0.9, 0.4, 0.4, 0.4, 0.4, 0.4])):
             for fold, score in enumerate(scores, 5 - len(scores)):
                 trial = Trial(number=10 * point + fold + 1, point=point, fold=fold + 1)
-                ledger.record(trial, evaluation(1, score))
-                said.append(Wilcoxon(p=0.1, least=5).judge(trial, evaluation(1, score), ledger).action)
+                said.append(report(Wilcoxon(p=0.1, least=5), ledger, trial, evaluation(1, score)))
         assert said == ["go"] * 10 + ["stop"]  # .483 against .5
         better = Trial(number=99, point=1, fold=9)
-        ledger.record(better, evaluation(1, 0.9))
-        assert Wilcoxon(p=0.1, least=5).judge(better, evaluation(1, 0.9), ledger).action == "go"  # .543 against .5
+        assert report(Wilcoxon(p=0.1, least=5), ledger, better, evaluation(1, 0.9)) == "go"  # .543 against .5
 
     def test_too_few_pairs_for_p_are_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"with least=3 pairs p cannot be below 0\.125"):
@@ -233,8 +249,7 @@ class TestWilcoxon:
         for point, score in ((0, 0.5), (1, math.nan)):
             for fold in range(5):
                 trial = Trial(number=5 * point + fold, point=point, fold=fold)
-                ledger.record(trial, evaluation(1, score))
-                said.append(Wilcoxon(p=0.1, least=5).judge(trial, evaluation(1, score), ledger).action)
+                said.append(report(Wilcoxon(p=0.1, least=5), ledger, trial, evaluation(1, score)))
         assert said == ["go"] * 9 + ["stop"]
 
 
@@ -355,6 +370,19 @@ class TestOptuna:
             ["stop", "stop"],
             ["go", "go"],
         ]
+
+    def test_halving_stops_trials_side_by_side_and_compares_within_a_fold(self) -> None:
+        source = make_source(Listed(rows=[{"q": q} for q in (0.9, 0.2, 0.3, 0.8, 0.1, 0.4)]), folds=2)
+        stopping = make_stopping("optuna:pruner=successivehalving")
+        desk = TrialDesk(source, stopping=stopping, metric="accuracy", maximize=True)
+
+        def curve(trial: Trial, epoch: int) -> float:
+            return float(trial.options["q"] / (1 + 9 * (trial.fold == 0)))  # the first fold is the harder one
+
+        bank = Bank(curve, epochs=8, slots=12)
+        bank.run(desk)
+        through = {(o.trial.options["q"], o.trial.fold) for o in desk.outcomes if o.status == "finished"}
+        assert {(0.9, 0), (0.9, 1)} <= through and len(through) < 12
 
     def test_unknown_and_unfit_pruners_are_refused(self) -> None:
         with pytest.raises(UnknownName, match="median"):

@@ -26,6 +26,8 @@ def find_source(name: str) -> type[Source]:
     cls = find_class("search", name, SOURCES)
     if not issubclass(cls, Source):
         raise ConfigError(f"{name} must be a search class, got {cls!r}")
+    if not dataclasses.is_dataclass(cls):
+        raise ConfigError(f"search {name}: must be a dataclass, whose fields are its options, got a plain class")
     return cls
 
 

@@ -25,6 +25,8 @@ def find_stopping(name: str) -> type[Stopping]:
     cls = find_class("stopping", name, STOPPINGS)
     if not issubclass(cls, Stopping):
         raise ConfigError(f"{name} must be a stopping class, got {cls!r}")
+    if not dataclasses.is_dataclass(cls):
+        raise ConfigError(f"stopping {name}: must be a dataclass, whose fields are its options, got a plain class")
     return cls
 
 

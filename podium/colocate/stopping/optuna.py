@@ -44,7 +44,9 @@ class OptunaPruner(Stopping):
         return GO
 
     def _make(self) -> Any:
-        return make_part(self.pruner, import_optuna("stopping by Optuna's pruners").pruners, "Pruner", {"min_resource": 1})
+        return make_part(
+            self.pruner, import_optuna("stopping by Optuna's pruners").pruners, "Pruner", {"min_resource": 1}
+        )
 
 
 class _Study:

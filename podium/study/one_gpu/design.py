@@ -110,8 +110,16 @@ class Design:
     @property
     def estimate_s(self) -> float:
         """Of all cells, what longer measurements make superfluous left out."""
-        keys = {cell.key for cell in self.cells}
-        return sum(cell.estimate_s for cell in self.cells if cell.unless not in keys)
+        return sum(self.estimates_s.values())
+
+    @property
+    def estimates_s(self) -> dict[str, float]:
+        """The same by part."""
+        keys, found = {cell.key for cell in self.cells}, dict.fromkeys(map(str, PARTS), 0.0)
+        for cell in self.cells:
+            if cell.unless not in keys:
+                found[cell.key.part] += cell.estimate_s
+        return found
 
     def only(self, parts: Sequence[str] = (), tasks: Sequence[str] = ()) -> Design:
         """The cells of these parts and tasks; of all where none are named."""

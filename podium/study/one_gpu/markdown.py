@@ -273,12 +273,8 @@ def _design(rows: Sequence[Row], link: _Links) -> str:
         text += " Device time was limited to about 25 minutes, so windows long enough for energy went to the best of "
         text += "each level only, and some cells were left out; see *What was left out*."
     took = spent(rows)
-    planned = {part: _of_rows(rows).only([part]) for part in PARTS}
-    core = {part: design("core").only([part]).estimate_s for part in PARTS}
-    lines = [
-        [part, plain(planned[part].estimate_s if small else core[part], 3), plain(round(took[part], 1), 3)]
-        for part in PARTS
-    ]
+    planned = design("small" if small else "core").estimates_s
+    lines = [[part, plain(planned[part], 3), plain(round(took[part], 1), 3)] for part in PARTS]
     spent_table = table(["part", "estimated, s", "took, s"], lines, left=1)
     return f"## Design\n\n{text}\n\n{arms}\n\n{spent_table}"
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from podium.cluster.ending import termination_unwinds
 from podium.errors import PodiumError
 from podium.study.one_gpu.design import Key
 from podium.study.one_gpu.rows import read
@@ -21,6 +24,8 @@ from podium.study.store import Row
 
 _TAIL = 300
 """Characters of what a process that failed said last."""
+_GRACE_S = 15.0
+_POLL_S = 0.5
 
 
 def sweep_row(session: int, key: Key, asked: Mapping[str, Any], *, deadline_s: float) -> Row:
@@ -47,31 +52,50 @@ def _run(folder: Path, env: Mapping[str, str], deadline_s: float) -> str:
         except subprocess.TimeoutExpired:
             return f"it took longer than {deadline_s:.0f} s"
         finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)  # with whatever it has started
-                child.wait()
+            _end(child)
     if code:
         text = (folder / "said.txt").read_text(encoding="utf-8", errors="replace").strip()
         return f"exit status {code}: {text[-_TAIL:]}"
     return ""
 
 
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Let it put away what it has started, an MPS daemon or Ray; then kill what is left of it."""
+    if child.poll() is None:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE_S)
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
 def main(folder: Path) -> None:
     """In the process of its own: train what `asked.json` asks for, and leave `found.json`."""
     asked = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
+    stop = threading.Event()
+    threading.Thread(target=_watch_parent, args=(os.getppid(), stop), daemon=True).start()
     try:
-        found = sweep_facts(asked, folder / "sweep")
+        with termination_unwinds():
+            found = sweep_facts(asked, folder / "sweep", stop)
     except PodiumError as error:
         found = {"why": f"{type(error).__name__}: {error}"}
     (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def sweep_facts(asked: Mapping[str, Any], folder: Path) -> Row:
+def _watch_parent(parent: int, stop: threading.Event) -> None:
+    """A sweep that nobody waits for any more would be in the way of the next call's measurements."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    stop.set()
+
+
+def sweep_facts(asked: Mapping[str, Any], folder: Path, stop: threading.Event | None = None) -> Row:
     """Train a sweep, and keep of it what the study is about."""
     from podium.colocate.sweep import sweep
 
     wanted = {name: value for name, value in asked.items() if name != "trials"}
-    done = sweep(**wanted, keep="none", out=folder)
+    done = sweep(**wanted, keep="none", out=folder, stop=stop)
     best = done.best
     statuses = Counter(outcome.status for outcome in done.outcomes)
     why = "" if best is not None else "no trial finished"

@@ -243,7 +243,8 @@ def _axis(name: str, values: Sequence[Any], most: int = 8) -> tuple[Axis, list[f
 def _curve(point: Point, outcomes: Sequence[Outcome], metric: str) -> Curve | None:
     lines = []
     for outcome in outcomes:
-        spots = [(e.epoch, e.value_of(metric)) for e in outcome.history if math.isfinite(e.value_of(metric))]
+        known = [(e.epoch, e.loss if metric == "loss" else e.metrics.get(metric, math.nan)) for e in outcome.history]
+        spots = [(epoch, value) for epoch, value in known if math.isfinite(value)]
         if spots:
             x, y = zip(*spots, strict=True)
             lines.append(Line(outcome.trial.number, x, y))

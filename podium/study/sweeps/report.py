@@ -124,10 +124,12 @@ def _rival(sweep: Sweep, place: int) -> dict[str, Any]:
 
 def _trial(outcome: Any, metric: str) -> dict[str, Any]:
     evaluation = outcome.evaluation
+    # One that failed may have failed for not having the metric.
+    value = None if evaluation is None else evaluation.loss if metric == "loss" else evaluation.metrics.get(metric)
     return {
         "outcome": outcome,
         "options": tell_options(outcome.trial.options),
-        "value": number(evaluation.value_of(metric)) if evaluation is not None else written.ABSENT,
+        "value": written.ABSENT if value is None else number(value),
         "seconds": number(outcome.seconds, 3),
         "colour": STATUS_COLOURS[outcome.status],
     }

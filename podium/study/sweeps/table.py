@@ -38,6 +38,7 @@ def format_table(sweep: Sweep) -> Table:
 def title(sweep: Sweep) -> str:
     intervals = any(point.low is not None for point in sweep.points)
     spread = "mean ± half of the 95 % interval" if intervals else "one trial each, no interval"
+    spread += ", options as they began" if sweep.copies else ""
     shown = f"the best {MOST} of " if len(sweep.points) > MOST else ""
     return f"{sweep.task}: {shown}{len(sweep.points)} point{'s' * (len(sweep.points) != 1)}, {spread}"
 
