@@ -28,6 +28,7 @@ from podium.study.one_gpu import PARTS, SIZES, Ended, design, draw, from_bench, 
 @click.option("--out", type=click.Path(path_type=Path), default=Path("docs/studies/one-gpu.jsonl"), show_default=True)
 @click.option("--size", type=click.Choice(SIZES), default="core", show_default=True, help="small: digits, on a CPU.")
 @click.option("--again", is_flag=True, help="Try what failed once more.")
+@click.option("--commit", help="Of the code, where git cannot be asked.")
 @click.option("--add-bench", type=click.Path(path_type=Path, exists=True), help="Add a document of bench sweep --json.")
 @click.option("--plan", "only_plan", is_flag=True, help="Only list what would be measured, with estimates.")
 @click.option("--report", "only_report", is_flag=True, help="Only make page and figures again.")
@@ -39,6 +40,7 @@ def main(
     out: Path,
     size: str,
     again: bool,
+    commit: str | None,
     add_bench: Path | None,
     only_plan: bool,
     only_report: bool,
@@ -55,7 +57,8 @@ def main(
         if add_bench is not None:
             _add(add_bench, out)
         elif not only_report:
-            ended = run(asked, out, data_dir=data_dir, budget_s=budget_s, again=again, say=partial(print, flush=True))
+            say = partial(print, flush=True)
+            ended = run(asked, out, data_dir=data_dir, budget_s=budget_s, again=again, commit=commit, say=say)
         made = draw(out)
     except PodiumError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error

@@ -13,7 +13,6 @@ import click
 from podium.cli.interrupt import stop_on_interrupt
 from podium.cli.options import options
 from podium.cli.output import Output, wrapped
-from podium.config import parse_value
 from podium.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,14 +79,16 @@ def sweep(out: Output, /, task: str, overrides: tuple[str, ...], dry_run: bool, 
 
 
 def task_options(overrides: Sequence[str]) -> dict[str, Any]:
-    """`--set task.NAME=VALUE`, read as other verbs read it."""
+    """`--set task.NAME=VALUE`, read as values of a search are."""
+    from podium.colocate.search.space import read_value
+
     found = {}
     for text in overrides:
         key, equals, value = text.partition("=")
         head, _, name = key.strip().partition(".")
         if not equals or head != "task" or not name:
             raise ConfigError(f"sweep: --set takes task.NAME=VALUE, got {text!r}; all else has an option of its own")
-        found[name.replace("-", "_")] = parse_value(value.strip())
+        found[name.replace("-", "_")] = read_value(value.strip())
     return found
 
 

@@ -170,6 +170,10 @@ class TrialDesk:
         """A group's trials that have been asked for and not been taken."""
         return tuple(self._queues.get(key, ()))
 
+    def count_waiting(self) -> int:
+        """Trials of all groups that have been asked for and not been taken."""
+        return sum(map(len, self._queues.values()))
+
     def group_desk(self, key: Hashable) -> Desk:
         """A desk that gives out trials of this group only."""
         return _GroupDesk(self, key)
@@ -226,7 +230,7 @@ class TrialDesk:
 
         To sort a trial is to make its model, and a source need not end: those that wait train first.
         """
-        waiting, began = sum(map(len, self._queues.values())), time.monotonic()
+        waiting, began = self.count_waiting(), time.monotonic()
         while not self._should_stop() and (trial := self._ask()) is not None:
             key = self._sort(trial)
             if key is _NO_KEY:  # handed in as failed

@@ -17,6 +17,7 @@ class _Held:
 
     number: int
     over: int = 0
+    failed: bool = False
     values: list[float] = field(default_factory=list)
     best: Outcome | None = None
 
@@ -29,6 +30,7 @@ class BestModel:
     """Keeps the model of the best point's best trial, and deletes others as soon as they can no longer be it.
 
     A point's mean is not known before all its trials are over, so until then each point keeps its best trial's model.
+    One with trials that failed keeps it, too: they are trained again when the sweep is gone on with, and it may yet win.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
@@ -43,6 +45,7 @@ class BestModel:
         """A trial is over."""
         point = self._points.setdefault(outcome.trial.point, _Held(outcome.trial.point))
         point.over += 1
+        point.failed |= outcome.status == "failed"
         through = outcome.status == "finished" and outcome.evaluation is not None
         value = outcome.evaluation.value_of(self._metric) if through and outcome.evaluation is not None else math.nan
         if math.isfinite(value):
@@ -65,11 +68,13 @@ class BestModel:
             some, key=lambda p: (len(p.values), self._sign * p.mean, -p.number), default=None
         )  # as `swept.find_points` ranks them
         for point in some:
-            if point is not best:
+            if point is not best and not point.failed:
                 self._delete(point.best)
 
     def _weigh(self, point: _Held) -> None:
         """All trials of a point are over: it is the best so far, or its model can go."""
+        if point.failed:
+            return
         champion = self._champion
         if len(point.values) < self._per_point:
             if champion is not None:
@@ -81,7 +86,7 @@ class BestModel:
         ):
             self._champion = point
             for other in self._points.values():
-                if other is not point and other.over == self._per_point:
+                if other is not point and other.over == self._per_point and not other.failed:
                     self._delete(other.best)
         else:
             self._delete(point.best)

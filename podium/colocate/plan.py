@@ -25,6 +25,7 @@ from podium.colocate.origin import TaskLike, describe_data, describe_source, fun
 from podium.colocate.recipe import Folds, Recipe
 from podium.colocate.search import make_source
 from podium.colocate.search.base import Source
+from podium.colocate.search.crossed import Crossed
 from podium.colocate.search.folds import default_kind, make_folds, read_folds
 from podium.colocate.search.listed import Listed, read_points
 from podium.colocate.search.space import Choices, Space, read_space
@@ -93,7 +94,11 @@ def plan(
     first = _first_that_can_be(recipe, asked)
     _check_names(recipe, asked)
     metric, maximize = _aim(recipe, first, metric, maximize)
+    _check_direction(asked.search, maximize)
     made = make_the_folds(recipe, first, folds, seed)
+    source = asked.source(maximize=maximize, seeds=chosen_seeds, folds=None if made is None else len(made.folds))
+    if isinstance(source, Crossed):
+        chosen_seeds = source.seeds  # one that was made already has its own
     per_point = len(chosen_seeds) * (1 if made is None else len(made.folds))
     rule.check(epochs=_epochs(recipe, asked, first), eval_every=recipe.eval_every, per_point=per_point)
     config = {
@@ -107,8 +112,7 @@ def plan(
     }  # fmt: skip
     return Plan(
         recipe=recipe if made is None else dataclasses.replace(recipe, folds=made.folds),
-        source=asked.source(maximize=maximize, seeds=chosen_seeds, folds=None if made is None else len(made.folds)),
-        stopping=rule, executor=way, why=why, config=config,
+        source=source, stopping=rule, executor=way, why=why, config=config,
     )  # fmt: skip
 
 
@@ -294,6 +298,18 @@ def _data(recipe: Recipe, first: Trial) -> dict[str, Any] | None:
         return describe_data(recipe.data_of(recipe.task_of(first)))
     except Exception:  # the user's own code may raise anything
         return None
+
+
+def _check_direction(search: str | Source | None, maximize: bool) -> None:
+    """A source that was made already has its own mind of which way is better."""
+    inner = search.points if isinstance(search, Crossed) else search
+    theirs = getattr(inner, "maximize", maximize)
+    if isinstance(inner, Source) and theirs != maximize:
+        words = ["minimize", "maximize"]
+        raise ConfigError(
+            f"search: a {type(inner).__name__} of this sweep must {words[maximize]}, got one to {words[theirs]}; "
+            f"make it with maximize={maximize}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

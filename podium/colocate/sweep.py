@@ -16,16 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import itertools
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event
 from typing import Any, Literal
 
 import torch
@@ -33,6 +29,7 @@ import torch
 from podium.colocate.array import structure_of
 from podium.colocate.base import Executor
 from podium.colocate.desk import Keep, TrialDesk, read_outcomes
+from podium.colocate.held import held
 from podium.colocate.kept import BestModel
 from podium.colocate.origin import TaskLike
 from podium.colocate.plan import FoldsLike, Plan, SpaceLike, plan
@@ -48,10 +45,6 @@ from podium.measure.records import read_records, to_json
 from podium.measure.window import Reading, Window
 
 OnEvent = Callable[[dict[str, Any]], None]
-
-_HOLDING = Lock()
-_HELD_HERE: set[Path] = set()
-"""Folders in which this process sweeps."""
 
 MAY_DIFFER = ("executor", "device")
 """What may be another when a sweep is gone on with: how trials are trained, not what they are."""
@@ -110,7 +103,7 @@ def sweep(
         eval_every=eval_every, steps=steps, keep=keep,
     )  # fmt: skip
     folder = began_in / out if out is not None else _new_folder(found.config["task"], began_in)
-    with _held(folder):
+    with held(folder):
         _open_folder(folder, found.config, found.recipe.torch_device)
         _Work(found, folder, began_in, on_event or _ignore, stop or Event()).run()
     return read_sweep(_told(folder, began_in))
@@ -137,54 +130,6 @@ def _new_folder(task: str, within: Path) -> Path:
         except OSError as error:
             raise RecordError(f"{path} cannot be made: {error.strerror or error}") from error
     raise AssertionError("numbers do not end")
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Nobody else sweeps in this folder meanwhile. A process that dies lets go of it; the file itself means nothing.
-
-    A lock of the POSIX kind, which processes that the task forks do not inherit. It keeps out other processes only, and
-    is lost when this one opens and closes the file once more, so folders of this process are known by themselves.
-    """
-    path = folder / "lock"
-    with _HOLDING:
-        if (key := folder.resolve()) in _HELD_HERE:
-            raise _taken(folder, "this process")
-        _HELD_HERE.add(key)
-    try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise RecordError(f"{path} cannot be written: {error.strerror or error}") from error
-        try:
-            _hold(lock, folder)
-            yield
-        finally:
-            os.close(lock)
-    finally:
-        with _HOLDING:
-            _HELD_HERE.discard(key)
-
-
-def _taken(folder: Path, holder: str) -> ConfigError:
-    return ConfigError(
-        f"sweep: another one must not be at work in {folder}, got one ({holder}); wait until it has ended, or give "
-        "another folder"
-    )
-
-
-def _hold(lock: int, folder: Path) -> None:
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # the two that POSIX allows
-        raise _taken(folder, os.pread(lock, 200, 0).decode(errors="replace").strip() or "unknown") from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise RecordError(f"{folder / 'lock'} cannot be locked: {error.strerror or error}") from error
-        return  # a file system without locks: nothing can be known of others
-    os.truncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
 
 def _open_folder(folder: Path, config: Mapping[str, Any], device: torch.device) -> None:
@@ -325,6 +270,14 @@ class _Work:
                 f"{len(keys)}: leave options that change the model's shapes or the batch size out of the search"
             )
 
+    def _check_population(self) -> None:
+        """Whoever waits for a place can neither be copied nor copied from."""
+        if self.rule.copies and (waiting := self.desk.count_waiting()):
+            raise ConfigError(
+                f"stopping {self.rule.name}: all trials must train side by side, got {waiting} that wait for a row: "
+                "ask for fewer trials, or for more rows (`fused:width=N`)"
+            )
+
     # What is heard, and written down.
 
     def say(self, event: dict[str, Any]) -> None:
@@ -363,6 +316,7 @@ class _Work:
         elif event["kind"] == "outcome":
             self._over(event)
         else:
+            self._check_population()
             self.on_event({"event": "report", **{k: v for k, v in event.items() if k != "kind"}})
 
     def _over(self, event: dict[str, Any]) -> None:

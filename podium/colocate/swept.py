@@ -354,7 +354,8 @@ def _against(points: Sequence[Point], rivals: Sequence[Rival], config: Mapping[s
     second = by_number[rivals[0].point]
     next_one = f"{second.name} ({tell_mean(second)})"
     if all(rival.p is None for rival in rivals):
-        return f"; next is {next_one}. One trial of each has no interval: close points may be in this order by luck"
+        few = "One trial of each has no interval" if points[0].n == 1 else "One pair of trials is no test"
+        return f"; next is {next_one}. {few}: close points may be in this order by luck"
     level = [rival for rival in rivals if not rival.is_distinct]
     what, pairs = _what(config), count_pairs(points)
     corrected = f", corrected for all {pairs} pairs of points" if pairs > 1 else ""

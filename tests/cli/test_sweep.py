@@ -93,11 +93,16 @@ def test_refusals_have_exit_code_two_and_the_nearest_match(words: list[str], mes
     assert not (tmp_path / "a").exists()
 
 
+def test_when_no_trial_has_a_score_the_exit_code_says_so(tmp_path: Path) -> None:
+    result = sweep("digits-mlp", "--grid", "lr=1e30,1e31", *FUSED, "--out", str(tmp_path / "a"))
+    assert result.exit_code == 1 and "Nothing can be concluded" in result.stdout
+
+
 def test_a_dry_run_says_what_would_be_trained_and_the_report_how_to_ask_for_it_again(tmp_path: Path) -> None:
     words = ("--grid", "lr=0.1,0.2", "--folds", "3", "--set", "task.hidden=8", "--device", "cpu", "--dry-run",
-             "--stop", "asha:grace=2", "--metric", "loss")  # fmt: skip
+             "--stop", "asha:grace=2", "--metric", "loss", "--set", "task.clip_norm=None")  # fmt: skip
     document = json.loads(sweep(*words, "--out", str(tmp_path / "a"), "--json").stdout)
-    assert document["total"] == 6 and document["options"] == {"hidden": [8]}
+    assert document["total"] == 6 and document["options"] == {"hidden": [8], "clip_norm": None}
     assert document["folds"]["kind"] == "stratified" and not (tmp_path / "a").exists()
     again = command(document)
     assert again is not None

@@ -41,8 +41,33 @@ def test_what_is_left_is_the_best_points_best(seed: int, tmp_path: Path) -> None
     kept.end()
     best = find_points(trials, outcomes, "loss", maximize=maximize)[0]
     values = [score.value for score in best.scores]
-    left = [int(path.stem) for path in tmp_path.iterdir()]
-    assert len(left) == (1 if values else 0)
+    failed = {outcome.trial.point for outcome in outcomes if outcome.status == "failed"}  # these may yet win
+    left = {int(path.stem) // folds: int(path.stem) for path in tmp_path.iterdir()}
+    assert len(left) == len(list(tmp_path.iterdir())) and set(left) - failed == (
+        {best.number} - failed if values else set()
+    )
     if values:
         wanted = (max if maximize else min)(values)
-        assert left[0] in [score.trial for score in best.scores if score.value == wanted]
+        assert left[best.number] in [score.trial for score in best.scores if score.value == wanted]
+
+
+def test_a_point_whose_failed_trial_is_trained_again_still_has_its_model(tmp_path: Path) -> None:
+    def ended(number: int, status: Status, score: float) -> Outcome:
+        trial = Trial(number=number, point=number // 2, seed=number % 2)
+        model = f"{number}.safetensors" if status == "finished" else ""
+        if model:
+            (tmp_path / model).touch()
+        return Outcome(trial=trial, status=status, evaluation=Evaluation(1, 1.0, 1 - score, {}), model=model)
+
+    config: dict[str, Any] = {"metric": "loss", "maximize": False, "seeds": [0, 1], "folds": None}
+    before = [ended(0, "finished", 0.9), ended(1, "failed", 0.0), ended(2, "finished", 0.5), ended(3, "finished", 0.5)]
+    BestModel(tmp_path, config, before).end()
+    assert (tmp_path / "0.safetensors").is_file()
+    known = [
+        before[0],
+        *(o if (tmp_path / o.model).is_file() else dataclasses.replace(o, model="") for o in before[2:]),
+    ]
+    kept = BestModel(tmp_path, config, known)
+    kept.add(ended(1, "finished", 0.8))
+    kept.end()
+    assert [path.name for path in tmp_path.iterdir()] == ["0.safetensors"]

@@ -95,6 +95,12 @@ def test_python_gives_lists_ranges_texts_and_single_values() -> None:
     assert type(space["lr"].draw(random.Random(0))) is float
 
 
+def test_words_of_python_are_what_they_say_and_quoted_ones_are_text() -> None:
+    space = read_space(["flag=True,False", 'w=None,0.5,"None"'])
+    assert dict(space) == {"flag": Choices((True, False)), "w": Choices((None, 0.5, "None"))}
+    assert dict(read_space(space.texts())) == dict(space)
+
+
 @given(
     st.lists(st.one_of(st.integers(), st.booleans(), st.text(alphabet="ab,|'\"[]{}. 1", min_size=1), st.floats(-9, 9)))
 )

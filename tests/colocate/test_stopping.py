@@ -76,7 +76,9 @@ def test_trials_that_report_together_are_judged_whatever_their_order(stopping: S
     desk = TrialDesk(source, stopping=stopping, metric="accuracy", maximize=True)
     trials = [trial for _ in range(24) if (trial := desk.take()) is not None]
     found = desk.report_all([(t, evaluation(1, t.options["q"] + (t.fold or 0) / 1000 * t.point)) for t in trials])
-    stopped = {t.options["q"] for t, v in zip(trials, found, strict=True) if isinstance(v, Verdict) and v.action != "go"}
+    stopped = {
+        t.options["q"] for t, v in zip(trials, found, strict=True) if isinstance(v, Verdict) and v.action != "go"
+    }
     assert {0.05, 0.06, 0.07} <= stopped and 0.96 not in stopped
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import resource
+import signal
+import subprocess
 import sys
 import threading
 import xml.etree.ElementTree as ElementTree
@@ -22,12 +25,19 @@ from sklearn.model_selection import KFold
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from podium.colocate import swept
+from podium.colocate.desk import read_outcomes
+from podium.colocate.held import held
+from podium.colocate.kept import BestModel
 from podium.colocate.origin import describe_data
 from podium.colocate.plan import is_minimised, plan
 from podium.colocate.recipe import Recipe
+from podium.colocate.search.base import Source
+from podium.colocate.search.crossed import Crossed
+from podium.colocate.stopping.base import Ledger, Stopping
 from podium.colocate.sweep import _new_folder
-from podium.colocate.swept import Point, Score, Sweep, find_points, find_rivals, number, read_sweep, tell, tell_mean
-from podium.colocate.trial import Evaluation, Outcome, Trial
+from podium.colocate.swept import Point, Score, Sweep, find_points, find_rivals, read_sweep, tell, tell_mean
+from podium.colocate.trial import GO, Evaluation, Outcome, Trial, Verdict
 from podium.data.base import ArrayDataset, Data, MapDataset
 from podium.errors import ConfigError, RecordError, TrainingError, UnknownName
 from podium.measure.records import read_records, to_json
@@ -85,6 +95,25 @@ def sweep(folder: Path, **asked: Any) -> Sweep:
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return list(read_records(folder / f"{name}.jsonl"))
+
+
+class PlainRule(Stopping):
+    name = "plain"
+
+    def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
+        return GO
+
+
+class PlainSource(Source):
+    """A point with the next number, without end."""
+
+    asked = 0
+    total = None  # type: ignore[assignment]  # nobody knows
+    exhausted = False  # type: ignore[assignment]
+
+    def ask(self) -> Trial | None:
+        self.asked += 1
+        return Trial(number=self.asked - 1, point=self.asked - 1, options={"lr": 1 / self.asked})
 
 
 class TestAWholeSweep:
@@ -201,7 +230,7 @@ def test_two_sweeps_in_one_folder_at_once_are_refused_and_a_lock_left_behind_is_
     def meanwhile(event: dict[str, Any]) -> None:
         if event["event"] == "outcome" and not refused:
             with pytest.raises(
-                ConfigError, match=f"another one must not be at work in {folder}, got one .process"
+                ConfigError, match=f"another one must not be at work in {folder}, got one .this process"
             ) as e:
                 sweep(folder, grid={"lr": [0.3, 0.1]})
             refused.append(e.value)
@@ -227,12 +256,77 @@ def test_when_no_more_can_be_written_the_file_that_was_first_is_named(tmp_path: 
     assert sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}).status == "finished"
 
 
+def test_a_process_that_the_task_has_forked_does_not_hold_the_folder(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from podium.colocate.held import held\n"
+        "with held(Path(sys.argv[1])):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        time.sleep(30)\n"
+        "        os._exit(0)\n"
+        "    print(child, flush=True)\n"
+        "    time.sleep(30)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        try:
+            with pytest.raises(ConfigError, match=f"got one .process {holder.pid} on"), held(tmp_path):
+                pass
+            holder.kill()
+            holder.wait(10)
+            with held(tmp_path):  # though the child lives
+                os.kill(child, 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_search_without_end_is_trained_and_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("podium.colocate.desk.MOST_WAITING", 8)
+    stop, source = threading.Event(), PlainSource()
+
+    def after_twelve(event: dict[str, Any]) -> None:
+        if event["event"] == "outcome" and event["done"] == 12:
+            stop.set()
+
+    found = sweep(tmp_path / "a", search=source, on_event=after_twelve, stop=stop, executor="sequential", epochs=1)
+    assert found.status == "stopped" and len(found.outcomes) == 12 and source.asked < 30
+
+
+def test_a_failed_trial_without_the_metric_is_in_the_report(tmp_path: Path) -> None:
+    sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, keep="best")
+    path = tmp_path / "a" / "results.jsonl"
+    rows = lines(tmp_path / "a", "results")
+    rows[1] |= {"status": "failed", "why": "it has no accuracy"}
+    for evaluation in (*rows[1]["history"], rows[1]["evaluation"]):
+        evaluation["metrics"] = {}
+    path.write_text("".join(to_json(row) + "\n" for row in rows))
+    assert "it has no accuracy" in Path(write_all(tmp_path / "a").report).read_text()
+    config: dict[str, Any] = {"metric": "accuracy", "maximize": True, "seeds": [0], "folds": None}
+    BestModel(tmp_path / "a", config, read_outcomes(tmp_path / "a"))
+
+
 def test_sweeps_that_begin_in_the_same_second_get_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.strftime", lambda form: "20261115-213012")
     made = [_new_folder("a.py:b", tmp_path) for _ in range(3)]
     assert len(set(made)) == 3 and all(path.is_dir() for path in made)
+
+
+def test_a_search_that_looks_the_other_way_is_refused() -> None:
+    search = PlainSource()
+    search.maximize = False  # type: ignore[attr-defined]  # as a search of Optuna's has it
+    with pytest.raises(ConfigError, match="a PlainSource of this sweep must maximize, got one to minimize"):
+        plan(clouds, device="cpu", search=search)
+    assert plan(clouds, device="cpu", search=Crossed(search), metric="loss").source.total is None
+
+
+def test_a_crossed_search_that_was_made_already_brings_its_seeds() -> None:
+    made = plan(clouds, device="cpu", search=Crossed(PlainSource(), seeds=(0, 1, 5)))
+    assert made.config["seeds"] == [0, 1, 5]
 
 
 def test_rules_that_can_act_and_numbers_of_numpy_are_taken() -> None:
@@ -364,13 +458,33 @@ class TestStopping:
         became = [row for row in lines(tmp_path / "a", "reports") if row["verdict"] == "become"]
         assert became
         assert sorted(p.options["lr"] for p in found.points) == [1e-5, 1e-4, 0.1, 0.3]  # as asked for
+        assert "Best of 4 points, as it began: " in found.answer and "copied each other" in found.answer
+        assert found.rivals == () and "copied each other on the way" in Path(found.report).read_text()
         assert sweep(tmp_path / "a", executor="auto", **asked).sessions[-1]["trained"] == 0
+
+    def test_a_copied_trial_is_told_with_the_options_it_ended_with(self) -> None:
+        trials = [Trial(number=n, point=n, options={"lr": lr}) for n, lr in enumerate([1e-4, 0.3])]
+        outcomes = [
+            Outcome(
+                trial=dataclasses.replace(trial, options={"lr": 0.25 + trial.number}),
+                status="finished",
+                evaluation=Evaluation(1, 1.0, 0.0, {"accuracy": 0.9 - trial.number / 10}),
+            )
+            for trial in trials
+        ]
+        found = find_points(trials, outcomes, "accuracy", maximize=True)
+        config: dict[str, Any] = {"metric": "accuracy", "maximize": True, "folds": None, "seeds": [0], "copies": True}
+        answer = tell(found, find_rivals(found, config), outcomes, config)
+        assert "as it began: lr=0.0001" in answer
+        assert "trial (0, 0.9000) took over another's model on the way and ended with lr=0.25." in answer
 
     def test_a_population_needs_rows_and_one_structure(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="executor must be auto or fused, got sequential"):
             sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, stopping="pbt", executor="sequential")
         with pytest.raises(ConfigError, match="all must have one structure, got 2"):
             sweep(tmp_path / "b", grid={"hidden": [3, 4]}, stopping="pbt")
+        with pytest.raises(ConfigError, match="must train side by side, got 1 that wait for a row"):
+            sweep(tmp_path / "c", grid={"lr": [0.3, 0.2, 0.1]}, stopping="pbt", epochs=3, executor="fused:width=2")
 
 
 class TestTrouble:
@@ -441,6 +555,9 @@ class TestTrouble:
             ({"stopping": "asha:grace=2"}, "begins at epoch 2, so trials must be evaluated then or later"),
             ({"stopping": "median", "epochs": 4, "eval_every": 4}, "got 4 epochs and eval_every 4"),
             ({"stopping": "wilcoxon", "seeds": 3}, "at least least=4 trials, got 3"),
+            ({"stopping": "pbt:explore=lrr", "grid": {"lr": [0.1, 0.2]}}, "option 'lrr'. Did you mean 'lr'"),
+            ({"stopping": f"{__name__}:PlainRule"}, "must be a dataclass"),
+            ({"search": f"{__name__}:PlainSource"}, "must be a dataclass"),
         ],
     )
     def test_refusals_name_what_must_hold(self, asked: dict[str, Any], message: str) -> None:
@@ -550,7 +667,8 @@ class TestTellingPointsApart:
 
 def test_very_small_scores_are_told_with_an_exponent() -> None:
     small = Point(number=0, options={}, n=2, mean=2.345e-10, low=1.345e-10, high=3.345e-10)
-    assert (number(1e-10), number(2.3e-6), tell_mean(small)) == ("1.000e-10", "0.00000230", "2.3450000e-10 ± 1.0e-10")
+    assert (swept.number(1e-10), swept.number(2.3e-6)) == ("1.000e-10", "0.00000230")
+    assert tell_mean(small) == "2.3450000e-10 ± 1.0e-10"
 
 
 def test_a_score_that_is_no_number_is_said_to_be_none() -> None:

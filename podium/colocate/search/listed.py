@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, final
 
 from podium.colocate.search.base import Source
-from podium.colocate.search.space import Choices, read_space
+from podium.colocate.search.space import Choices, read_space, read_value
 from podium.colocate.trial import Trial
-from podium.config import parse_value
 from podium.errors import ConfigError, UnknownName
 
 Row = Mapping[str, Any]
@@ -88,7 +87,7 @@ def _read_csv(text: str) -> Any:
     for row in reader:
         if None in row or None in row.values():
             raise ValueError(f"line {reader.line_num} must have as many cells as there are names")
-        rows.append({name.strip(): parse_value(cell.strip()) for name, cell in row.items() if cell and cell.strip()})
+        rows.append({name.strip(): read_value(cell.strip()) for name, cell in row.items() if cell and cell.strip()})
     return rows
 
 

@@ -7,7 +7,8 @@
     width=16..128:int      a range of whole numbers, both ends included; `:int:log` too
     lr=1e-4..1e-1:log:5    five values spread evenly from end to end: choices again
 
-A value reads as in `--set task.NAME=VALUE`: as TOML would read it, bare words stay text. Commas and bars inside quotes
+A value reads as in `--set task.NAME=VALUE`: as TOML would read it, bare words stay text, but for Python's True, False
+and None, which are what they say. Commas and bars inside quotes
 or brackets do not separate, so `betas=[0.9,0.99],[0.9,0.999]` is two choices; text with two dots in it needs quotes.
 """
 
@@ -26,6 +27,7 @@ from podium.errors import ConfigError
 
 _NUMBER = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})((?::\w+)*)")
+_WORDS = {"True": True, "False": False, "None": None}
 _NOT_OPTIONS = {"seed": "--seeds", "seeds": "--seeds", "fold": "--folds", "folds": "--folds"}
 
 
@@ -185,7 +187,12 @@ def _read(name: str, text: str) -> Dimension:
                 f"search space: {name}: a range is LOW..HIGH, both numbers, then :log, :int or how many values, "
                 f"got {text!r}; text with two dots in it needs quotes"
             )
-    return _choices(name, [parse_value(part) for part in parts])
+    return _choices(name, [read_value(part) for part in parts])
+
+
+def read_value(text: str) -> Any:
+    """A value of a sweep from its text."""
+    return _WORDS[text] if text in _WORDS else parse_value(text)
 
 
 def _read_range(name: str, low: str, high: str, flags: str) -> Dimension:
@@ -267,7 +274,7 @@ def _told(value: Any, inside: bool = False) -> str:
     """A value as `parse_value` reads it; `inside` a list or table text is always quoted."""
     if isinstance(value, str):
         bare = parse_value(value) == value == value.strip() != "" and not set(value) & set("|,\"'[]{}")
-        bare = bare and ".." not in value
+        bare = bare and ".." not in value and value not in _WORDS
         return value if bare and not inside else json.dumps(value, ensure_ascii=False)
     if isinstance(value, bool):
         return str(value).lower()

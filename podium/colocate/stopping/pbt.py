@@ -24,7 +24,7 @@ from typing import Any, ClassVar, final
 from podium.colocate.search.space import Choices, Range, Space
 from podium.colocate.stopping.base import SLACK, Ledger, Page, Stopping
 from podium.colocate.trial import GO, Evaluation, Trial, Verdict
-from podium.errors import ConfigError
+from podium.errors import ConfigError, UnknownName
 
 _BELOW_ONE = ("dropout", "label_smoothing", "momentum")  # where no space says so
 _NOT_IN_MID_TRAINING = ("batch_size", "epochs", "init_seed", "order_seed")
@@ -71,6 +71,12 @@ class PBT(Stopping):
         need(self.space is None or isinstance(self.space, Space), "space", "a Space")
         never = [name for name in self._names() if name in _NOT_IN_MID_TRAINING]
         need(not never, "explore", f"options that may change while a trial trains, not {', '.join(never)}")
+
+    def check(self, *, epochs: int | None, eval_every: int, per_point: int) -> None:
+        super().check(epochs=epochs, eval_every=eval_every, per_point=per_point)
+        for name in self._names():
+            if self.space is not None and name not in self.space:
+                raise UnknownName("stopping pbt: explored option", name, self.space)
 
     @property
     def first_at(self) -> float:

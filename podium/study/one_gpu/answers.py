@@ -105,6 +105,8 @@ def limits(rows: Sequence[Row], panels: Sequence[Panel]) -> str:
         f"results. Windows shorter than {ENERGY_WINDOW_S:.0f} s are marked ~: a hint, not a result.",
         "Joules per trial are the window's divided by its model-steps, times the steps of ten epochs; no counter knows "
         "one trial. *Over idle* takes off what the board draws with a context and no work.",
+        "Scores are of the images that were in the data folder, which may be a part of the whole set, and of short "
+        "trainings: they show that executors train the same models, and are not comparable with published ones.",
         "Spread is over rounds of one run, one after the other: it says how steady a step is, not how runs differ.",
         "Processes, MPS and Ray run as many models at a time as there are host cores; their rows for more trials are "
         "that same measurement. Ray's actors step without a graph, as users' own code mostly does; `mps-graph` shows "

@@ -79,7 +79,7 @@ def _bars(panel: Panel) -> list[Bar]:
 
 
 def draw_curves(panels: Sequence[Curves]) -> str:
-    return _svg(len(panels), 3.8, lambda axes, place: _draw_curves(axes, panels[place]))
+    return _svg(len(panels), 3.6, lambda axes, place: _draw_curves(axes, panels[place]))
 
 
 def draw_bars(panels: Sequence[Bars]) -> str:
@@ -117,7 +117,7 @@ def _draw_curves(axes: Any, panel: Curves) -> None:
     axes.set_title(f"{panel.title}, {panel.precision}", fontsize=9)
     axes.set(xlabel="trials", ylabel="µs per model-step")
     axes.grid(alpha=0.25, linewidth=0.5)
-    axes.legend(fontsize=6, framealpha=0.9, edgecolor="none")
+    axes.legend(fontsize=6, edgecolor="none", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _draw_bars(axes: Any, panel: Bars) -> None:

@@ -97,6 +97,8 @@ def _cell(one: Panel, link: _Links) -> str:
     rows = [_cell_row(line, one, link, reasons) for line in one.lines]
     text = "The fastest first. *± %*: half of what lies between the slowest and the fastest round. *× fused*: over the "
     text += "best fused arm. *Memory* is the device's over what it held before. *~*: a window too short for energy."
+    if one.steps is not None:
+        text += f" A trial is one of ten epochs, {one.steps:,} steps."
     return f"## {_where(one)}\n\n{text}\n\n{table(head, rows, left=2)}{reasons.told()}"
 
 

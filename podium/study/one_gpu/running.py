@@ -60,13 +60,15 @@ def run(
     data_dir: str = "",
     budget_s: float | None = None,
     again: bool = False,
+    commit: str | None = None,
     say: Callable[[str], None] = print,
     measure: Callable[[Cell, int], Row] | None = None,
 ) -> Ended:
     """Measure what `out` does not hold yet; each record is on disk before the next cell begins.
 
     A cell is begun only where its estimate fits into what is left of `budget_s`, so short ones may overtake long ones.
-    `again` tries what failed once more. `measure` stands in for the device in tests of the order.
+    `again` tries what failed once more. `commit` is the code's, where git cannot be asked. `measure` stands in for the
+    device in tests of the order.
     """
     began = time.perf_counter()
     store = open_store(out)
@@ -82,7 +84,7 @@ def run(
         bench = _Measuring(design, data_dir)
         measure = bench.measure
     facts: dict[str, Any] = {"device": {"type": design.device}} if bench is None else {"device": bench.device_facts()}
-    commit = git_commit(Path(__file__).parent)
+    commit = git_commit(Path(__file__).parent) or commit
     store.append(session_row(number, design, **facts, versions=versions(), hardware=hardware(), commit=commit))
     measured: set[Key] = set()
     for place, cell in enumerate(cells):
@@ -113,13 +115,14 @@ class _Measuring:
     def __init__(self, design: Design, data_dir: str) -> None:
         from podium.bench import sweep as bench
 
-        self.design, self.data_dir = design, data_dir
+        self.design = design
+        self.data_dir = str(Path(data_dir).resolve()) if data_dir else ""  # other processes may stand elsewhere
         if design.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("one_gpu: needs a GPU, and torch finds none; --size small runs on a CPU")
         if design.device == "cuda" and not data_dir:
             raise ConfigError("one_gpu: --data-dir must hold the folders mnist and cifar10, got none")
         self._module = bench
-        self._recipe_of = bench._Recipes(data_dir, design.device)
+        self._recipe_of = bench._Recipes(self.data_dir, design.device)
         self._bench: Any = None
         self._steps: dict[str, int] = {}
 

@@ -87,6 +87,8 @@ class Panel:
     trials: int
     precision: str
     lines: tuple[Line, ...]
+    steps: int | None
+    """Of a trial of ten epochs, whose joules are told."""
 
     @property
     def title(self) -> str:
@@ -189,8 +191,9 @@ def panel(rows: Sequence[Row], task: str, trials: int, precision: str) -> Panel:
     fused = [row["us"] for row in chosen if row["arm"] in FUSED and row.get("us")]
     least = min(fused, default=None)
     lines = [_line(row, least) for row in chosen]
+    steps = next((row["steps_per_trial"] for row in chosen if row.get("steps_per_trial")), None)
     lines.sort(key=lambda line: (line.us is None, line.us or 0.0))
-    return Panel(task=task, trials=trials, precision=precision, lines=tuple(lines))
+    return Panel(task=task, trials=trials, precision=precision, lines=tuple(lines), steps=steps)
 
 
 def _record(rows: Sequence[Row], mine: Sequence[Row], trials: int, arm: str) -> Row | None:

@@ -14,8 +14,6 @@ _PLAIN = {"metric": "--metric", "precision": "--precision", "executor": "--execu
 def command(config: Mapping[str, Any]) -> str | None:
     """One command; None for what only Python can say (objects of the caller's own, chosen seeds, steps)."""
     search, folds, seeds = config["search"], config["folds"], list(config["seeds"])
-    if None in config["options"].values():  # no text on the command line says so
-        return None
     own = config["own_task"] or search["own"] or (folds is not None and folds["asked"] is None)
     if own or "trials" in search or config["steps"] is not None or seeds != list(range(len(seeds))):
         return None
