@@ -5,6 +5,7 @@ The optimizer is torch's own and steps a module's own parameters; nothing is sta
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from podium.building import derived_seed
-from podium.colocate.recipe import Parts, Recipe, computing
+from podium.colocate.recipe import Parts, Recipe, computing, seeded
 from podium.colocate.resident import Resident, Shelf
 from podium.colocate.trial import Evaluation, Outcome, Trial, Verdict
 from podium.errors import ConfigError
@@ -39,6 +40,7 @@ class Alone:
             moved = {k: v.to(param.device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
             state.update(moved)
         self.schedule = self.parts.schedule()
+        self._loss = on_device(self.parts.task.loss, recipe.torch_device)
         self.steps_done = 0
         self.loss: Tensor | None = None
         self._epoch = -1
@@ -52,7 +54,7 @@ class Alone:
         """One step; the loss stays on the device."""
         inputs, targets = self.batch()
         with computing(self.recipe, self.parts.task):
-            loss = self.parts.task.loss(self.model(inputs), targets)
+            loss = self._loss(self.model(inputs), targets)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if self.parts.task.clip_norm is not None:
@@ -96,9 +98,7 @@ def train_alone(
 
     What the model draws from torch's generators it draws from the trial's seed; they are as before afterwards.
     """
-    device = alone.recipe.torch_device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed_of_training(alone.trial))
+    with seeded(seed_of_training(alone.trial), alone.recipe.torch_device):
         return _train(alone, report, executor, stop)
 
 
@@ -133,6 +133,11 @@ def _train(
             return None
         alone.step()
     return outcome_of(alone.parts, status, why, alone.steps_done, history, executor, time.perf_counter() - began)
+
+
+def on_device(loss: Callable[[Any, Any], Tensor], device: torch.device) -> Callable[[Any, Any], Tensor]:
+    """A loss that is a module may hold tensors (class weights); evaluation, on the CPU, keeps its own."""
+    return copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) else loss
 
 
 def outcome_of(

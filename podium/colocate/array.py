@@ -29,14 +29,23 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.optim import SGD, Adagrad
 
-from podium.colocate.alone import at_least_single, plain_state, validation
+from podium.colocate.alone import at_least_single, on_device, plain_state, validation
 from podium.colocate.dropout import CountedDropout
 from podium.colocate.keys import callable_key, module_key, optimizer_key
 from podium.colocate.losses import lifted
 from podium.colocate.modules import stack_form
 from podium.colocate.recipe import Parts, Recipe, computing, has_hooks
 from podium.colocate.resident import Resident
-from podium.colocate.stacked_optim import ALIGN, OwnOptimizers, Place, Stretch, Timetable, stack_optimizer, stretches_of
+from podium.colocate.stacked_optim import (
+    ALIGN,
+    OwnOptimizers,
+    Place,
+    Stretch,
+    Timetable,
+    columns_of,
+    stack_optimizer,
+    stretches_of,
+)
 from podium.colocate.trial import Evaluation
 from podium.errors import ConfigError, TrainingError
 
@@ -61,6 +70,8 @@ class Structure(NamedTuple):
     dropped: bool
     """Whether any dropout may happen at all."""
     autocast: str
+    hooked: bool
+    """Whether there are hooks on parameters or on the optimizer."""
 
 
 def structure_of(parts: Parts) -> Structure:
@@ -69,7 +80,7 @@ def structure_of(parts: Parts) -> Structure:
     task = parts.task
     return Structure(
         model=module_key(parts.model),
-        optimizer=optimizer_key(parts.optimizer, names, parts.varies),
+        optimizer=optimizer_key(parts.optimizer, names, parts.may_vary),
         loss=lifted(task.loss, varies="label_smoothing" in parts.varies).key,
         data=callable_key(task.data),
         batch_size=parts.batch_size,
@@ -77,6 +88,7 @@ def structure_of(parts: Parts) -> Structure:
         scheduled=task.schedule is not None,
         dropped="dropout" in parts.varies or _drops(parts.model),
         autocast=task.autocast,
+        hooked=_hooked(parts),
     )
 
 
@@ -129,7 +141,8 @@ class Array:
         self.loss = torch.zeros(rows, dtype=torch.float32, device=self.device)
         """Each row's loss at its last step."""
         self._places_in_batch = torch.arange(self.batch_size, device=self.device)
-        self._call = lifted(first.task.loss, varies="label_smoothing" in first.varies).call
+        loss = on_device(first.task.loss, self.device)
+        self._call = lifted(loss, varies="label_smoothing" in first.varies).call
         self._losses: Callable[..., Tensor] = self._stacked_losses
         self._apply: Callable[..., None] = self._update
         if compiled:
@@ -231,7 +244,7 @@ class Array:
             tensor[row].copy_(buffers[name])
         self.clip[row] = parts.task.clip_norm or 1.0
         self.smoothing[row] = lifted(parts.task.loss).number
-        self._timetables[row] = Timetable(parts) if self.optimizer.capturable else None
+        self._timetables[row] = Timetable(parts, self.columns) if self.optimizer.capturable else None
         self.optimizer.load(row, parts)
         self.held[row] = parts
 
@@ -246,7 +259,7 @@ class Array:
             self.buffers[name][row].copy_(fresh[name])
         self.clip[row] = parts.task.clip_norm or 1.0
         self.smoothing[row] = lifted(parts.task.loss).number
-        self._timetables[row] = Timetable(parts) if self.optimizer.capturable else None
+        self._timetables[row] = Timetable(parts, self.columns) if self.optimizer.capturable else None
         self.held[row] = parts
         if (timetable := self._timetables[row]) is not None:
             self.numbers[row].copy_(timetable.rows(done, self.window_of_numbers).to(self.device))
@@ -362,7 +375,10 @@ class Array:
         model, rows = self.base, self.rows
         params = dict(model.named_parameters())
         self._check(params)
-        self._check_hooks(first)
+        if self.structure.hooked:
+            raise ConfigError(
+                "fused: there must be no hooks on parameters or on the optimizer, which rows of an array do not call"
+            )
         names = {id(p): name for name, p in first.model.named_parameters()}
         group_of = {names[id(p)]: i for i, g in enumerate(first.optimizer.param_groups) for p in g["params"]}
         used = self._used(first, [name for name, p in params.items() if name in group_of and p.requires_grad])
@@ -376,7 +392,7 @@ class Array:
             self._gaps.append(torch.zeros(rows, gap, dtype=dtype, device=self.device) if gap else None)
             at += size + gap
         self.flat = torch.zeros(rows, at, dtype=dtype, device=self.device)
-        self.stretches = stretches_of(self.places)
+        self.stretches = stretches_of(self.places, self.flat)
         self.leaves = [self.flat[:, p.start : p.stop].view(rows, *p.shape) for p in self.places]
         self.frozen = {name: _stacked(p.detach(), rows) for name, p in params.items() if name not in used}
         # Rows that are written to in place must be contiguous, or running statistics are silently not updated.
@@ -387,18 +403,15 @@ class Array:
             if isinstance(module, CountedDropout)
             for own in ("rate", "key")
         ]
-        timetable_of = copy.copy(first)
-        timetable_of.optimizer = copy.deepcopy(first.optimizer)  # a schedule writes into it
-        columns = Timetable(timetable_of).columns
-        self.optimizer = stack_optimizer(self.flat, self.places, self.stretches, timetable_of, columns)
+        self.columns = columns_of(first.optimizer)
+        self.optimizer = stack_optimizer(self.flat, self.places, self.stretches, first, self.columns)
         self.window_of_numbers = 1
-        self._columns = len(columns)
 
     def _window_of(self, first: Parts) -> int:
         per_step = self.rows * self.batch_size * 8
         window = max(_SHORTEST_WINDOW, min(_LONGEST_WINDOW, _WINDOW_BYTES // per_step, first.steps))
         self.window_of_numbers = window if self.structure.scheduled else 1
-        shape = (self.rows, self.window_of_numbers, self._columns)
+        shape = (self.rows, self.window_of_numbers, len(self.columns))
         self.numbers = torch.zeros(shape, dtype=torch.float64, device=self.device)
         return window
 
@@ -410,17 +423,9 @@ class Array:
         keys = torch.zeros_like(index)
         inputs, targets = self.resident.train.batch(index, keys)
         with computing(self.recipe, self.task):
-            loss = self.task.loss(model(inputs), targets)
+            loss = on_device(self.task.loss, self.device)(model(inputs), targets)
         grads = torch.autograd.grad(loss, [params[name] for name in names], allow_unused=True)
         return {name for name, grad in zip(names, grads, strict=True) if grad is not None}
-
-    def _check_hooks(self, first: Parts) -> None:
-        """Gradients of rows are nobody's `.grad`: what hangs on them or on the optimizer would never be called."""
-        owners: list[Any] = list(first.model.parameters())
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in owners):
-            raise ConfigError("fused: there must be no hooks on parameters, which rows of an array do not call")
-        if has_hooks(first.optimizer):
-            raise ConfigError("fused: there must be no hooks on the optimizer, which rows of an array do not call")
 
     def _check(self, params: dict[str, nn.Parameter]) -> None:
         kinds = {p.dtype for p in params.values()}
@@ -445,9 +450,8 @@ def prepared(model: nn.Module, *, fast: bool, drops: bool, dense: bool = False) 
                 continue
             if isinstance(child, CountedDropout) and not drops:
                 module._modules[name] = _Idle(child)
-            elif dense and type(child) is nn.Embedding and child.sparse:
-                module._modules[name] = copy.copy(child)
-                module._modules[name].sparse = False  # type: ignore[union-attr]  # an nn.Embedding, as above
+            elif type(child) is nn.Embedding and (child.sparse or child.padding_idx is not None):
+                module._modules[name] = _embedding(child, dense=dense)
             elif fast and (swapped := stack_form(child)) is not None:
                 module._modules[name] = _like(swapped, child)
     if fast and (whole := stack_form(model)) is not None:
@@ -461,6 +465,32 @@ def _like(stand_in: nn.Module, original: nn.Module) -> nn.Module:
         if not name.startswith("_") and not hasattr(stand_in, name):
             setattr(stand_in, name, value)
     return stand_in.train(original.training)
+
+
+def _embedding(original: nn.Embedding, *, dense: bool) -> nn.Module:
+    """One whose gradient `vmap` can stack: it is not sparse, and padding gets none in any row."""
+    table = copy.copy(original)
+    table.sparse = original.sparse and not dense
+    plain = original.max_norm is None and not original.scale_grad_by_freq and not table.sparse
+    return PaddedEmbedding(table) if original.padding_idx is not None and plain else table
+
+
+class PaddedEmbedding(nn.Module):
+    """An embedding with padding: `vmap`'s own rule keeps gradients from the padding of the first model only."""
+
+    weight: Tensor
+    padding_idx: int
+
+    def __init__(self, original: nn.Embedding) -> None:
+        super().__init__()
+        self.register_parameter("weight", original._parameters["weight"])
+        assert original.padding_idx is not None
+        self.padding_idx = original.padding_idx
+        self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = nn.functional.embedding(x, self.weight)
+        return torch.where((x == self.padding_idx).unsqueeze(-1), found.detach(), found)
 
 
 def skips_zero_gradients(parts: Parts) -> bool:
@@ -494,6 +524,11 @@ def upcoming(parts: Parts, done: int, count: int) -> tuple[np.ndarray, np.ndarra
         keys.append(their_keys[cut])
         step, left = step + take, left - take
     return np.concatenate(index), np.concatenate(keys)
+
+
+def _hooked(parts: Parts) -> bool:
+    owners: list[Any] = list(parts.model.parameters())
+    return has_hooks(parts.optimizer) or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in owners)
 
 
 def _stacked(tensor: Tensor, rows: int) -> Tensor:

@@ -30,7 +30,7 @@ class BestModel:
     """Keeps the model of the best point's best trial, and deletes others as soon as they can no longer be it.
 
     A point's mean is not known before all its trials are over, so until then each point keeps its best trial's model.
-    One with trials that failed keeps it, too: they are trained again when the sweep is gone on with, and it may yet win.
+    One with trials that failed keeps it, too: they are trained again when the sweep goes on, and it may yet win.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:

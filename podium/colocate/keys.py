@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.optim import Optimizer
 
-MAY_BE_ABSENT = ("momentum", "weight_decay")
+MAY_BE_ABSENT = ("momentum", "weight_decay", "dampening")
 """Numbers that cost something only where they are not 0."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = set(vars(nn.Module())) | {"_is_full_backward_hook"}
@@ -156,7 +156,8 @@ def _function(function: types.FunctionType, on: tuple[int, ...]) -> Any:
         except ValueError:  # nothing is in it yet
             cells.append("empty")
     defaults = _value(function.__defaults__ or (), on), _value(function.__kwdefaults__ or {}, on)
-    return ("function", function.__code__, *defaults, tuple(cells))
+    where = (function.__module__, function.__globals__.get("__file__"))  # equal code may look at other constants
+    return ("function", function.__code__, where, *defaults, tuple(cells))
 
 
 def _cell(value: Any, on: tuple[int, ...]) -> Any:

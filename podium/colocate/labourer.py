@@ -37,7 +37,7 @@ import torch
 from podium.allocator import keep_freed_memory
 from podium.colocate.alone import Alone, seed_of_training
 from podium.colocate.keys import callable_key
-from podium.colocate.recipe import Folds, Recipe, precision_of
+from podium.colocate.recipe import Folds, Recipe, precision_of, seed_others
 from podium.colocate.resident import Resident
 from podium.colocate.sequential import make_alone
 from podium.colocate.trial import Evaluation, Status, Trial, Verdict
@@ -290,6 +290,7 @@ class Labourer:
 def train(runner: Alone, page: Page) -> Generator[Evaluation, Verdict, Over]:
     """Train to the end: gives out each evaluation and takes the verdict on it."""
     torch.manual_seed(seed_of_training(runner.trial))  # what the model draws itself comes from the trial's seed
+    seed_others(seed_of_training(runner.trial))
     began, over, parts = time.perf_counter(), Over("finished"), runner.parts
     while True:
         if parts.is_due(runner.steps_done, runner.recipe.eval_every):

@@ -1,12 +1,13 @@
-"""Can these trials be fused? Found out by doing it: two rows, a few steps, in float64, against the same trials alone.
+"""Can these trials be fused? Found out by doing it: a few rows and steps, in float64, against the same trials alone.
 
 The structures that cannot be fused fail in many ways, loudly (a branch on a tensor's value) and silently (a counter in
 Python, randomness from a generator, a buffer that is not written to). A list of them would never be whole, so nothing
 is listed: parameters, buffers and an evaluation after a few steps are held against those of each trial trained by
-itself, and anything further apart than rounding refuses. The second row begins one step after the first, as rows do
-that take the place of others. A forward pass that goes on changing anything but parameters and buffers refuses, too:
-whatever it does at a later step, it would do once for all rows. So does one that draws from any generator. Batches are
-small, since only the structure is in question; where a model does not take them, its own are used.
+itself, and anything further apart than rounding refuses. Rows differ in whatever varies, and each begins one step after
+the one before it, as rows do that take the place of others. A forward pass that goes on changing anything but
+parameters and buffers refuses, too: whatever it does at a later step, it would do once for all rows. So does one that
+draws from any generator. Batches are small, since only the structure is in question; where a model does not take them,
+its own are used.
 
 One-row arrays (`streams`, captured steps of single trials) are put to the same test, two trials one after the other.
 
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from podium.colocate.alone import Alone
 from podium.colocate.array import Array, Mode
@@ -49,8 +51,10 @@ OF_A_STEP = {"fp32": 0.02, "tf32": 0.15, "bf16": 0.5}
 """… besides this share of what one step moves. A wrong kernel is off by all of it; short numbers, deep down, by some,
 and a library may choose to compute a layer of a single model in longer ones."""
 STEPS = 2
-"""Of the second trial; the first takes one more."""
+"""Of the last trial; each before it takes one more than the next."""
 _BATCH = 8
+_MOST = 4
+"""Trials that are held against themselves alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +85,18 @@ class _NotFusable(Exception):
 
 
 def probe(recipe: Recipe, trials: Sequence[Trial], resident: Resident, *, rows: int = 2) -> Verified:
-    """Train two of these trials (all of one structure) in an array of `rows` (1 or 2) and alone, and compare."""
+    """Train some of these trials (all of one structure) in one array and alone, and compare.
+
+    `rows`: 1 trains them one after another in a single row, more side by side.
+    """
     if resident.train.why_not:
         return Verified(fuses=False, why=f"the data do not lie on the device: {resident.train.why_not}")
     said: list[str] = []
     modes: tuple[Mode, ...] = ("forward", "gradient") if rows > 1 else ("forward",)
     for small in (True, False):
-        pair = _pair(trials, small=small)
+        chosen = _chosen(trials, small=small)
         try:
-            yardstick = _Yardstick(recipe, pair, resident)
+            yardstick = _Yardstick(recipe, chosen, resident)
         except Exception as error:  # the user's own code: perhaps it minds the size of the batch
             said.append(f"alone, {'small batches' if small else 'its own batches'}: {_first_line(error)}")
             continue
@@ -104,11 +111,18 @@ def probe(recipe: Recipe, trials: Sequence[Trial], resident: Resident, *, rows: 
     return Verified(fuses=False, why="; ".join(dict.fromkeys(said)))
 
 
-def _pair(trials: Sequence[Trial], *, small: bool) -> list[Trial]:
-    """Two trials that differ: the first and the last, or the first under another seed."""
-    first = trials[0]
-    other = trials[-1] if len(trials) > 1 else dataclasses.replace(first, seed=first.seed ^ 1)
-    return [_small(first), _small(other)] if small else [first, other]
+def _chosen(trials: Sequence[Trial], *, small: bool) -> list[Trial]:
+    """A few trials that differ: the first, and for each option that varies one in which it is another.
+
+    Where there is but one, the same under another seed.
+    """
+    first, found = trials[0], [trials[0]]
+    for name in dict.fromkeys(name for trial in trials for name in trial.options):
+        if len(found) < _MOST and all(t.options.get(name) == first.options.get(name) for t in found):
+            found += [t for t in trials if t.options.get(name) != first.options.get(name)][:1]
+    if len(found) < 2:
+        found.append(trials[-1] if len(trials) > 1 else dataclasses.replace(first, seed=first.seed ^ 1))
+    return [_small(trial) for trial in found] if small else found
 
 
 def _small(trial: Trial) -> Trial:
@@ -117,10 +131,10 @@ def _small(trial: Trial) -> Trial:
 
 
 class _Yardstick:
-    """Both trials alone: in float64, or in float32 where a model insists."""
+    """The trials alone: in float64, or in float32 where a model insists."""
 
-    def __init__(self, recipe: Recipe, pair: Sequence[Trial], resident: Resident) -> None:
-        self.pair, self.given, self.is_exact = pair, resident, True
+    def __init__(self, recipe: Recipe, trials: Sequence[Trial], resident: Resident) -> None:
+        self.trials, self.given, self.is_exact = trials, resident, True
         try:
             self._train(recipe, "float64")
         except (RuntimeError, TypeError):
@@ -135,7 +149,7 @@ class _Yardstick:
         self.recipe = recipe.varied(dtype=dtype, precision="fp32", steps=None)
         self.resident = self.given.converted(self.recipe.torch_dtype)
         with precision_of(self.recipe):
-            self.results = [self._alone(trial, STEPS + 1 - i) for i, trial in enumerate(self.pair)]
+            self.results = [self._alone(t, steps_of(i, len(self.trials))) for i, t in enumerate(self.trials)]
 
     def _alone(self, trial: Trial, steps: int) -> _Result:
         alone = Alone(self.recipe, trial, self.resident)
@@ -157,7 +171,7 @@ class _Yardstick:
 
 def _compare(yardstick: _Yardstick, mode: Mode, rows: int) -> Verified:
     with precision_of(yardstick.recipe):
-        fused, looped = _in_an_array(yardstick.recipe, yardstick.pair, yardstick.resident, mode, STEPS, rows)
+        fused, looped = _in_an_array(yardstick.recipe, yardstick.trials, yardstick.resident, mode, STEPS, rows)
     worst, where = 0.0, ""
     for mine, theirs in zip(fused, yardstick.results, strict=True):
         for name in theirs.state.keys() - theirs.silent:
@@ -181,9 +195,9 @@ def _in_own_precision(recipe: Recipe, yardstick: _Yardstick, resident: Resident,
     Short numbers scatter, more in some layers than in others, so the yardstick is what the same trial alone does in the
     same precision: neither may be much further from float64 than the other.
     """
-    trial = yardstick.pair[1]  # the row that takes one step
+    trial = yardstick.trials[-1]  # the row that takes one step
     with precision_of(recipe):
-        fused, _ = _in_an_array(recipe, yardstick.pair, resident, found.mode, 1, 2)
+        fused, _ = _in_an_array(recipe, yardstick.trials, resident, found.mode, 1, 2)
         alone = Alone(recipe, trial, resident)
         before = alone.state()
         alone.step()
@@ -193,7 +207,7 @@ def _in_own_precision(recipe: Recipe, yardstick: _Yardstick, resident: Resident,
     for name in dict(alone.model.named_parameters()):
         moved = float((true_state[name] - before[name].double()).norm())
         its_own = float((own_state[name].double() - true_state[name]).norm())
-        apart = float((fused[1].state[name].double() - true_state[name]).norm())
+        apart = float((fused[-1].state[name].double() - true_state[name]).norm())
         rounding = 1e-6 * float(true_state[name].norm())
         if not apart <= TIMES_ITS_OWN * its_own + OF_A_STEP[recipe.precision] * moved + rounding:
             why = (
@@ -205,14 +219,14 @@ def _in_own_precision(recipe: Recipe, yardstick: _Yardstick, resident: Resident,
 
 
 def _in_an_array(
-    recipe: Recipe, pair: Sequence[Trial], resident: Resident, mode: Mode, steps: int, rows: int
+    recipe: Recipe, trials: Sequence[Trial], resident: Resident, mode: Mode, steps: int, rows: int
 ) -> tuple[list[_Result], list[str]]:
-    """What both trials come to in an array, the first after one step more than the second."""
+    """What the trials come to in an array; each begins a step after the one before it."""
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             drawn = _generators(recipe.torch_device)
-            results = (_side_by_side if rows > 1 else _in_turn)(recipe, pair, resident, mode, steps)
+            results = (_side_by_side if rows > 1 else _in_turn)(recipe, trials, resident, mode, steps)
             if _generators(recipe.torch_device) != drawn:
                 raise _NotFusable("it draws from a generator (torch's, Python's or numpy's) that rows would share")
     except _NotFusable:
@@ -223,35 +237,53 @@ def _in_an_array(
     return results, looped
 
 
-def _side_by_side(recipe: Recipe, pair: Sequence[Trial], resident: Resident, mode: Mode, steps: int) -> list[_Result]:
-    parts = [recipe.make(trial) for trial in pair]
-    array = Array(recipe, parts[0], resident, len(pair), mode=mode, tells=True)
+def _side_by_side(recipe: Recipe, trials: Sequence[Trial], resident: Resident, mode: Mode, steps: int) -> list[_Result]:
+    parts, count = [recipe.make(trial) for trial in trials], len(trials)
+    array = Array(recipe, parts[0], resident, count, mode=mode, tells=True)
     python: Any = None
-    for row, one in enumerate(parts):
-        array.load(row, one)
-        array.refill([0 if row == i else None for i in range(len(pair))])
-        array.step()
-        python = python or attributes_key(array.base)  # what is made once, at the first step, stays as it is
-    for _ in range(steps - 1):
-        array.step()
-    evaluations = array.evaluate(range(len(pair)), [steps] * len(pair), most=_BATCH)
+    with _Watching():
+        for row, one in enumerate(parts):
+            array.load(row, one)
+            array.refill([0 if row == i else None for i in range(count)])
+            array.step()
+            python = python or attributes_key(array.base)  # what is made once, at the first step, stays as it is
+        for _ in range(steps - 1):
+            array.step()
+    evaluations = array.evaluate(range(count), [steps] * count, most=_BATCH)
     _check_python(array, python)
-    return [_Result(array.save(row), evaluations[row]) for row in range(len(pair))]
+    return [_Result(array.save(row), evaluations[row]) for row in range(count)]
 
 
-def _in_turn(recipe: Recipe, pair: Sequence[Trial], resident: Resident, mode: Mode, steps: int) -> list[_Result]:
-    parts, results = [recipe.make(trial) for trial in pair], []
+def _in_turn(recipe: Recipe, trials: Sequence[Trial], resident: Resident, mode: Mode, steps: int) -> list[_Result]:
+    parts, results = [recipe.make(trial) for trial in trials], []
     array = Array(recipe, parts[0], resident, 1, mode=mode)
     python: Any = None
     for place, one in enumerate(parts):
         array.load(0, one)
         array.refill([0])
-        for _ in range(steps + 1 - place):
+        for _ in range(steps_of(place, len(trials), steps)):
             array.step()
             python = python or attributes_key(array.base)
         results.append(_Result(array.save(0), array.evaluate([0], [steps], most=_BATCH)[0]))
     _check_python(array, python)
     return results
+
+
+def steps_of(place: int, count: int, steps: int = STEPS) -> int:
+    """How many steps the trial at this place has taken when the last one has taken `steps`."""
+    return steps + count - 1 - place
+
+
+class _Watching(TorchFunctionMode):
+    """Refuses what `vmap` computes wrongly for all models but the first: embeddings with padding."""
+
+    def __torch_function__(
+        self, function: Any, kinds: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        given = named or {}
+        if function is torch.nn.functional.embedding and (given.get("padding_idx") is not None or len(args) > 2):
+            raise _NotFusable("an embedding with padding_idx that is not an nn.Embedding of the model's own")
+        return function(*args, **given)
 
 
 def _check_python(array: Array, before: Any) -> None:

@@ -14,10 +14,13 @@ The rules of a trial, the same for every executor:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
 import math
+import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from podium.building import check_parts, device_of
 from podium.colocate.dropout import set_dropout, with_counted_dropout
-from podium.colocate.keys import callable_key
+from podium.colocate.keys import MAY_BE_ABSENT, callable_key
 from podium.colocate.losses import smoothed
 from podium.colocate.resident import Resident
 from podium.colocate.trial import Evaluation, Trial
@@ -85,6 +88,11 @@ class Recipe:
         return {}
 
     @functools.cached_property
+    def _made(self) -> dict[int, weakref.ref[nn.Module]]:
+        """The models that were made and are still there."""
+        return {}
+
+    @functools.cached_property
     def _data(self) -> dict[Any, Data]:
         return {}
 
@@ -127,6 +135,12 @@ class Recipe:
         given = {**self.options, **trial.options}
         with seeded(_seed("init_seed", given.get("init_seed", trial.seed))):
             model = task.model()
+        if id(model) in self._made and self._made[id(model)]() is model:
+            raise ConfigError(f"{task.name}: model must make a new module at each call, got one that was given before")
+        if isinstance(model, nn.Module):
+            self._made[id(model)] = weakref.ref(model)
+        if isinstance(task.loss, nn.Module):  # it may keep something from step to step
+            task = dataclasses.replace(task, loss=copy.deepcopy(task.loss))
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{task.name}: model must make a torch.nn.Module, got {type(model).__name__}")
         model = model.to(self.torch_dtype) if self.dtype != "float32" else model
@@ -266,6 +280,11 @@ class Parts:
         """What may differ between this trial and others, even where here it is 0 and would need nothing."""
         return frozenset(self.trial.options)
 
+    @property
+    def may_vary(self) -> frozenset[str]:
+        """The same, and what a schedule may move away from 0 at a later step."""
+        return self.varies | (frozenset(MAY_BE_ABSENT) if self.task.schedule is not None else frozenset())
+
     def schedule(self) -> LRScheduler | None:
         if self.task.schedule is None:
             return None
@@ -290,11 +309,25 @@ class Parts:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw from this seed inside, and leave the generator as it was."""
-    with torch.random.fork_rng(devices=[]):
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Let torch, Python and numpy draw from this seed inside, and leave their generators as they were."""
+    kept: Any = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
-        yield
+        if device is not None and device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        seed_others(seed)
+        try:
+            yield
+        finally:
+            random.setstate(kept[0])
+            np.random.set_state(kept[1])
+
+
+def seed_others(seed: int) -> None:
+    """The generators of Python and numpy, which models now and then draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 @contextmanager
@@ -360,8 +393,15 @@ def _made_again(optimizer: Optimizer, options: Mapping[str, Any], who: str) -> O
     torch's own are made anew, so that they check them and act on those that they read only then. Of anybody else's it
     is not known what else they were given.
     """
+    for name in options:
+        held = [group.get(name) for group in optimizer.param_groups]
+        if any(value != held[0] for value in held):
+            raise ConfigError(
+                f"trial of {who}: {name} differs between the optimizer's groups ({', '.join(map(str, held))}), so one "
+                "number cannot take its place; make it an option of the task's function, which knows what each gets"
+            )
     if type(optimizer).__module__.startswith("torch.optim") and not has_hooks(optimizer):
-        groups = [{**group, **_unsaid(group, optimizer, options)} for group in optimizer.param_groups]
+        groups = [{**group, **options} for group in optimizer.param_groups]
         taken = inspect.signature(type(optimizer)).parameters
         named = {name: value for name, value in {**optimizer.defaults, **options}.items() if name in taken}
         try:
@@ -369,13 +409,8 @@ def _made_again(optimizer: Optimizer, options: Mapping[str, Any], who: str) -> O
         except Exception as error:
             raise ConfigError(f"trial of {who}: {type(optimizer).__name__} refuses {dict(options)}: {error}") from error
     for group in optimizer.param_groups:
-        group.update(_unsaid(group, optimizer, options))
+        group.update(options)
     return optimizer
-
-
-def _unsaid(group: Mapping[str, Any], optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for a group that does not say otherwise: one that the task set apart (no decay for norms) stays so."""
-    return {name: value for name, value in options.items() if group.get(name) == optimizer.defaults.get(name)}
 
 
 def has_hooks(optimizer: Optimizer) -> bool:

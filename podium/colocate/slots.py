@@ -24,6 +24,8 @@ from podium.errors import ConfigError, PodiumError, TrainingError
 
 _LONGEST_RUN = 2000
 """Steps after which the host looks up, to see whether it is asked to stop."""
+_LOOK_UP_S = 0.5
+"""The same on the CPU, in seconds."""
 
 
 class Slot:
@@ -77,10 +79,14 @@ class Slots:
                 self._begin(place, parts.trial, lambda parts=parts: parts)  # type: ignore[misc]  # bound now, not later
         self._fill()
         self._refill()
+        longest = 1 if self.bundle.device.type == "cpu" else _LONGEST_RUN
         while self.slots:
             steps = min(slot.until_event(self.recipe.eval_every) for slot in self.slots.values())
-            steps = min(steps, _LONGEST_RUN)
+            steps = min(steps, longest)
+            began = time.perf_counter()
             self.bundle.run(steps)
+            if self.bundle.device.type == "cpu":  # elsewhere steps are only asked for by now
+                longest = max(1, min(_LONGEST_RUN, int(steps * _LOOK_UP_S / (time.perf_counter() - began + 1e-9))))
             self.steps += steps
             for slot in self.slots.values():
                 slot.steps += steps

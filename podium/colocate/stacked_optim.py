@@ -45,21 +45,24 @@ class Stretch(NamedTuple):
     group: int
 
 
-LARGE = 1 << 16
-"""Elements from which on a parameter is stepped by itself: joining its gradient to others would cost a copy of it."""
+LARGE = {"cpu": 1 << 14, "cuda": 1 << 20}
+"""Elements, over all rows, from which on a parameter is stepped by itself: joining its gradient to others would cost a
+copy of it, which on a GPU is cheap beside a launch, and on a CPU is not."""
 
 
-def stretches_of(places: Sequence[Place]) -> list[Stretch]:
-    """How a row is cut for stepping."""
+def stretches_of(places: Sequence[Place], flat: Tensor) -> list[Stretch]:
+    """How rows are cut for stepping."""
     found: list[Stretch] = []
+    alone = False
     for i, place in enumerate(places):
-        stop = places[i + 1].start if i + 1 < len(places) else place.stop + (-(place.stop - place.start)) % ALIGN
-        large = place.stop - place.start >= LARGE
+        stop = places[i + 1].start if i + 1 < len(places) else flat.shape[1]
+        large = (place.stop - place.start) * len(flat) >= LARGE[flat.device.type]
         before = found[-1] if found else None
-        if before is None or large or before.group != place.group or before.stop - before.start >= LARGE:
+        if before is None or large or alone or before.group != place.group:
             found.append(Stretch(i, i + 1, place.start, stop, place.group))
         else:
             found[-1] = before._replace(last=i + 1, stop=stop)
+        alone = large
     return found
 
 
@@ -99,10 +102,10 @@ def values_of(optimizer: Optimizer, columns: Sequence[Column]) -> list[float]:
 class Timetable:
     """A trial's numbers, step by step: what its schedule does to them, found by running it ahead."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._optimizer, self._steps = parts.optimizer, parts.steps
+    def __init__(self, parts: Parts, columns: Sequence[Column]) -> None:
+        """`columns`: the numbers that count. A schedule adds some of its own (`initial_lr`), which nobody steps by."""
+        self._optimizer, self._steps, self.columns = parts.optimizer, parts.steps, columns
         self._schedule: LRScheduler | None = parts.schedule()
-        self.columns = columns_of(parts.optimizer)  # a schedule may add some of its own (initial_lr)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks at
         self._rows = np.array([values_of(self._optimizer, self.columns)])
         self._known = 1
@@ -139,7 +142,7 @@ class StackedOptimizer(ABC):
         self.groups = [dict(group) for group in first.optimizer.param_groups]
         for group in self.groups:
             for name in MAY_BE_ABSENT:
-                if name in first.varies and group.get(name) == 0:
+                if name in first.may_vary and group.get(name) == 0:
                     group[name] = 1.0  # other rows have some: only whether there is any is read from here
         self.state: dict[str, Tensor] = {name: torch.zeros_like(flat) for name in self.moments()}
 
@@ -181,7 +184,14 @@ class StackedOptimizer(ABC):
 
     def _decayed(self, grad: Tensor, params: Tensor, fixed: Mapping[str, Any], now: Numbers) -> Tensor:
         """The gradient with weight decay in it."""
-        return torch.addcmul(grad, params, self._as(now["weight_decay"])) if fixed["weight_decay"] != 0 else grad
+        return grad + params * self._as(now["weight_decay"]) if fixed["weight_decay"] != 0 else grad
+
+    def _add(self, target: Tensor, what: Tensor, number: Tensor) -> None:
+        """target += what × number, in place."""
+        if target.is_cuda:
+            target.addcmul_(what, self._as(number))
+        else:  # a product of three, one of them a column, is not vectorised there
+            target.add_(what * self._as(number))
 
     def _as(self, number: Tensor) -> Tensor:
         return number.to(self.flat.dtype)
@@ -207,11 +217,13 @@ class StackedSgd(StackedOptimizer):
         if fixed["momentum"] != 0:
             momentum = self._as(now["momentum"])
             buffer = self.state["momentum_buffer"][:, cut]
-            # The first step takes the gradient as it is, undamped.
-            fresh = torch.where(self.count[:, None] == 0, 1.0, 1 - now["dampening"])
-            buffer.mul_(momentum).addcmul_(grad, self._as(fresh))
-            grad = torch.addcmul(grad, buffer, momentum) if fixed["nesterov"] else buffer
-        params.addcmul_(grad, self._as(-now["lr"]))
+            buffer.mul_(momentum)
+            if fixed["dampening"] == 0:
+                buffer.add_(grad)
+            else:  # the first step takes the gradient as it is, undamped
+                self._add(buffer, grad, torch.where(self.count[:, None] == 0, 1.0, 1 - now["dampening"]))
+            grad = grad + buffer * momentum if fixed["nesterov"] else buffer
+        self._add(params, grad, -now["lr"])
 
 
 @final
@@ -238,7 +250,7 @@ class StackedAdam(StackedOptimizer):
             torch.maximum(largest, square, out=largest)
             square = largest
         denominator = (square.sqrt() / self._as((1 - second**steps).sqrt())).add_(self._as(now["eps"]))
-        params.addcmul_(mean / denominator, self._as(-now["lr"] / (1 - first**steps)))
+        self._add(params, mean / denominator, -now["lr"] / (1 - first**steps))
 
 
 @final
@@ -266,7 +278,7 @@ class StackedRmsProp(StackedOptimizer):
             buffer = self.state["momentum_buffer"][:, cut]
             buffer.mul_(self._as(now["momentum"])).add_(grad)
             grad = buffer
-        params.addcmul_(grad, self._as(-now["lr"]))
+        self._add(params, grad, -now["lr"])
 
 
 @final
@@ -289,7 +301,7 @@ class StackedAdagrad(StackedOptimizer):
         grad = self._decayed(grad, params, fixed, now)
         rate = now["lr"] / (1 + (self._steps - 1) * now["lr_decay"])
         total.addcmul_(grad, grad)
-        params.addcmul_(grad / total.sqrt().add_(self._as(now["eps"])), self._as(-rate))
+        self._add(params, grad / total.sqrt().add_(self._as(now["eps"])), -rate)
 
 
 @final

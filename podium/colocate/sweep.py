@@ -134,12 +134,12 @@ def _new_folder(task: str, within: Path) -> Path:
 
 def _open_folder(folder: Path, config: Mapping[str, Any], device: torch.device) -> None:
     """Write the manifest, or see that it is of the same sweep."""
-    if not (folder / "manifest.json").is_file():
+    found = _manifest_of(folder)
+    if found is None:
         if (folder / "trials.jsonl").is_file():
-            raise ConfigError(f"sweep: {folder} holds trials without a manifest.json; take another folder")
+            raise ConfigError(f"sweep: {folder} holds trials without a whole manifest.json; take another folder")
         write_manifest(folder, dict(config), board=_board_facts(device))
         return
-    found = read_manifest(folder)["config"]
     wanted = json.loads(to_json(dict(config)))  # compared as JSON has them: a tuple written is a list read
     for name, value in wanted.items():
         if name not in MAY_DIFFER and found.get(name) != value:
@@ -153,6 +153,17 @@ def _open_folder(folder: Path, config: Mapping[str, Any], device: torch.device) 
                 f"sweep: {folder} holds another one, with {name} {before}; wanted {now}. Give another folder, or ask "
                 "for the same sweep to go on with it"
             )
+
+
+def _manifest_of(folder: Path) -> Mapping[str, Any] | None:
+    """What a sweep in this folder was asked for; None where nobody has come so far as to write that down."""
+    if not (folder / "manifest.json").is_file():
+        return None
+    try:
+        found: Mapping[str, Any] = read_manifest(folder)["config"]
+    except RecordError:  # killed in the middle of writing it
+        return None
+    return found
 
 
 def _apart(before: Any, now: Any) -> tuple[Any, Any]:

@@ -80,8 +80,28 @@ def falling(optimizer: Optimizer, steps: int) -> LambdaLR:
 
 def odd(*, kind: str, k: float = 0.0, lr: float = 0.1) -> Task:
     """Models that differ by `k` in a way that neither names nor shapes show."""
+    task = task_of(partial(odd_model, kind=kind, k=k), lr=lr)
+    if kind == "loss tuple":
+        return dataclasses.replace(task, loss=_Weighted((1.0, 1.0 + k)))
+    if kind == "loss inside":
+        return dataclasses.replace(task, loss=_Outer(_Weighted((1.0, 1.0 + k))))
+    if kind == "autocast":
+        return dataclasses.replace(task, autocast="bf16" if k else "off")
+    if kind == "recursive":
+        return dataclasses.replace(task, data=_recursive_data())
+    if kind == "hooked gradient":
+        return dataclasses.replace(task, optimizer=partial(_hooking, k))
+    return task
+
+
+def _hooking(k: float, model: nn.Module) -> Optimizer:
+    if k:
+        next(model.parameters()).register_hook(lambda grad: grad * 0.1)
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def odd_model(kind: str, k: float) -> nn.Module:
     model = nn.Linear(FEATURES, CLASSES)
-    task = task_of(lambda: model, lr=lr)
     if kind == "hook":
         model.register_forward_hook(lambda module, inputs, output: output * (1 + k))
     elif kind == "numpy":
@@ -92,12 +112,6 @@ def odd(*, kind: str, k: float = 0.0, lr: float = 0.1) -> Task:
         model.mask[8000] += k
     elif kind == "sparse":  # compared by identity: better apart than wrongly together
         model.mask, model.scale = _SPARSE[bool(k)], torch.tensor(1.0, dtype=torch.bfloat16)
-    elif kind == "loss tuple":
-        return dataclasses.replace(task, loss=_Weighted((1.0, 1.0 + k)))
-    elif kind == "loss inside":
-        return dataclasses.replace(task, loss=nn.Sequential(_Weighted((1.0, 1.0 + k))).__getitem__(0))
-    elif kind == "autocast":
-        return dataclasses.replace(task, autocast="bf16" if k else "off")
     elif kind == "parametrized":
         weight_norm(model)
     elif kind == "local class":
@@ -111,14 +125,8 @@ def odd(*, kind: str, k: float = 0.0, lr: float = 0.1) -> Task:
             def twice(x: Tensor) -> Tensor:
                 return 2 * x
 
-        return task_of(lambda: Own(FEATURES, CLASSES), lr=lr)
-    else:
-
-        def again(depth: int) -> nn.Module:
-            return nn.Linear(FEATURES, CLASSES) if depth == 0 else again(depth - 1)
-
-        return dataclasses.replace(task_of(lambda: again(2), lr=lr), data=_recursive_data())
-    return task
+        return Own(FEATURES, CLASSES)
+    return model
 
 
 _SPARSE = [torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse()]
@@ -138,6 +146,29 @@ class _Weighted(nn.Module):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets) * self.weights[1]
+
+
+class _Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.inner(outputs, targets)
+        return loss
+
+
+class Words(nn.Module):
+    """Reads its numbers as words, some of them padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 6, padding_idx=0), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = (x > 0.5).long() + (x > 1.8).long() * 2
+        out: Tensor = self.head(self.words(words).mean(1))
+        return out
 
 
 class Tied(nn.Module):

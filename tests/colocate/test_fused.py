@@ -103,15 +103,36 @@ class TestOneRow:
         made = recipe_of(task).make(Trial(number=0, options={"lr": 0.2})).optimizer
         assert isinstance(made, Scaled) and made.factor == 9.0 and made.param_groups[0]["lr"] == 0.2
 
-    def test_groups_that_the_task_set_apart_stay_apart(self) -> None:
+    def test_a_number_that_groups_differ_in_is_refused(self) -> None:
         def optimizer(model: nn.Module) -> torch.optim.Optimizer:
             return torch.optim.SGD([{"params": model[0].parameters(), "weight_decay": 0.0},
                                     {"params": model[3].parameters()}], lr=0.1, weight_decay=0.01)  # fmt: skip
 
-        task = dataclasses.replace(nets.task_of(partial(nets.net, norm=False)), optimizer=optimizer)
-        made = recipe_of(task).make(Trial(number=0, options={"weight_decay": 0.5, "lr": 0.2})).optimizer
-        assert [group["weight_decay"] for group in made.param_groups] == [0.0, 0.5]
-        assert [group["lr"] for group in made.param_groups] == [0.2, 0.2]
+        recipe = recipe_of(dataclasses.replace(nets.task_of(partial(nets.net, norm=False)), optimizer=optimizer))
+        made = recipe.make(Trial(number=0, options={"lr": 0.2})).optimizer
+        assert [(g["lr"], g["weight_decay"]) for g in made.param_groups] == [(0.2, 0.0), (0.2, 0.01)]
+        with pytest.raises(ConfigError, match="weight_decay differs between the optimizer's groups"):
+            recipe.make(Trial(number=0, options={"weight_decay": 0.5}))
+
+    def test_a_model_that_is_given_out_twice_is_refused(self) -> None:
+        shared = nets.net()
+        recipe = recipe_of(nets.task_of(lambda: shared))
+        kept = recipe.make(Trial(number=0))
+        with pytest.raises(ConfigError, match="must make a new module at each call"):
+            recipe.make(Trial(number=1))
+        assert kept.model is shared
+
+    def test_initial_parameters_drawn_from_numpy_come_from_the_seed_too(self) -> None:
+        import numpy as np
+
+        def model() -> nn.Module:
+            made = nets.net()
+            made[0].weight.data.copy_(torch.from_numpy(np.random.randn(16, nets.FEATURES)))
+            return made
+
+        recipe = recipe_of(nets.task_of(model))
+        one, two = (recipe.make(Trial(number=i, seed=5)).model.state_dict() for i in range(2))
+        assert all(torch.equal(one[name], two[name]) for name in one)
 
     def test_an_optimizer_of_other_parameters_than_the_models_is_refused(self) -> None:
         stray = nn.Parameter(torch.ones(1))
@@ -157,6 +178,31 @@ class TestOneRow:
 
     def test_frozen_and_unused_parameters_stay_as_they_are(self) -> None:
         assert_equals_alone(nets.task_of(nets.Partly, weight_decay=0.1), trials_of({"lr": 0.1}, {"lr": 0.2}))
+
+    def test_padding_of_an_embedding_gets_no_gradient_in_any_row(self) -> None:
+        trials = trials_of({"lr": 0.1}, {"lr": 0.2}, {"lr": 0.3})
+        assert_equals_alone(nets.task_of(nets.Words), trials)
+        recipe = recipe_of(nets.task_of(nets.Words))
+        found = probe(recipe, trials, nets.resident_of(recipe, trials[0]))
+        assert found.fuses, found.why
+
+    def test_schedules_of_different_kinds_in_one_array(self) -> None:
+        def make(*, kind: str) -> Task:
+            schedule = {"cycle": nets.plain_one_cycle, "fall": nets.falling, "cycle all": nets.one_cycle}[kind]
+            return dataclasses.replace(nets.task_of(partial(nets.net, norm=False), momentum=0.9), schedule=schedule)
+
+        assert_equals_alone(make, trials_of({"kind": "cycle"}, {"kind": "fall"}, {"kind": "cycle all"}))
+
+    def test_decay_that_a_schedule_brings_in_later(self) -> None:
+        class Later(torch.optim.lr_scheduler.LRScheduler):
+            def get_lr(self) -> list[float]:
+                for group in self.optimizer.param_groups:
+                    group["weight_decay"] = 0.5 if self.last_epoch > 5 else 0.0
+                return [group["lr"] for group in self.optimizer.param_groups]
+
+        task = nets.task_of(partial(nets.net, norm=False))
+        task = dataclasses.replace(task, schedule=lambda optimizer, steps: Later(optimizer))
+        assert_equals_alone(task, trials_of({"lr": 0.1}, {"lr": 0.2}))
 
     def test_recurrent_nets_go_through_the_gradient(self) -> None:
         trials = trials_of({"lr": 0.1}, {"lr": 0.2})
@@ -382,7 +428,9 @@ class TestNeighbours:
 class TestWhatMustNotShareAnArray:
     """Models that only look alike: each pair must be two structures, or its second trial would train as the first."""
 
-    @pytest.mark.parametrize("kind", ["hook", "numpy", "tensor", "sparse", "loss tuple", "loss inside", "autocast"])
+    @pytest.mark.parametrize(
+        "kind", ["hook", "numpy", "tensor", "sparse", "loss tuple", "loss inside", "autocast", "hooked gradient"]
+    )
     def test_trials_that_differ_in(self, kind: str) -> None:
         recipe = recipe_of(partial(nets.odd, kind=kind))
         trials = trials_of({"k": 0.0}, {"k": 3.0}, {"k": 0.0, "lr": 0.2})

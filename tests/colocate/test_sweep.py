@@ -224,6 +224,14 @@ def test_another_sweep_in_the_same_folder_is_refused_with_what_differs(tmp_path:
     assert sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, executor="sequential").status == "finished"
 
 
+def test_a_manifest_that_was_half_written_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"podium": "0.')
+    assert sweep(tmp_path, grid={"lr": [0.3]}, executor="sequential", epochs=1).status == "finished"
+    (tmp_path / "manifest.json").write_text('{"podium": "0.')
+    with pytest.raises(ConfigError, match="holds trials without a whole manifest"):
+        sweep(tmp_path, grid={"lr": [0.3]}, executor="sequential", epochs=1)
+
+
 def test_two_sweeps_in_one_folder_at_once_are_refused_and_a_lock_left_behind_is_none(tmp_path: Path) -> None:
     folder, refused = tmp_path / "a", []
 
