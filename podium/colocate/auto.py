@@ -48,6 +48,8 @@ COMPILE_S = 90.0
 COMPILED_GAIN = 1.6
 """How much faster compiled steps are expected to be, before it is tried."""
 PROCESS_START_S = 5.0
+TOO_FEW_STEPS = 100
+"""Verifying and timing take some dozens of steps themselves."""
 WORTH_FUSING = 1.1
 SHARE_OF_TOTAL = 0.25
 """Timing ends when it has taken this share of what the best candidate so far would take for all trials."""
@@ -121,6 +123,10 @@ class Auto(Executor):
 
     def choose(self, recipe: Recipe, taken: Sequence[Parts], on_event: OnEvent = lambda event: None) -> Choice:
         """Time the candidates for these trials (all of one structure)."""
+        steps = sum(parts.steps for parts in taken)
+        if steps < TOO_FEW_STEPS:
+            why = f"one after another: {steps} steps in all are done before anything could be timed"
+            return Choice(Sequential(), why, [])
         with precision_of(recipe):
             resident = recipe.resident_of(taken[0].task)
             found = probe(recipe, [parts.trial for parts in taken], resident)

@@ -511,7 +511,7 @@ class TestProbe:
 class TestFallBack:
     @pytest.mark.parametrize("executor", [Fused(), Auto(seconds=0.01)], ids=["fused", "auto"])
     def test_what_cannot_be_fused_is_trained_all_the_same_and_the_reason_said(self, executor: Any) -> None:
-        trials = trials_of({"lr": 0.1}, {"lr": 0.2}, {"lr": 0.3})
+        trials = trials_of(*[{"lr": 0.1 * (i + 1), "epochs": 6} for i in range(3)])
         recipe, heard = recipe_of(nets.task_of(nets.Looking)), []
         desk, alone = Desk(trials), Desk(trials)
         executor.run(recipe, desk, heard.append)
@@ -558,6 +558,11 @@ class TestFallBack:
         executor.run(recipe_of(task), desk, lambda event: None)
         assert [desk.outcomes[i].status for i in range(3)] == ["finished", "failed", "finished"]
         assert desk.outcomes[1].why == "ValueError: too large"
+
+    def test_auto_does_not_time_what_is_sooner_done(self) -> None:
+        recipe = recipe_of(nets.toy)
+        choice = Auto().choose(recipe, [recipe.make(t) for t in trials_of({"epochs": 1}, {"epochs": 2})])
+        assert choice.executor == Sequential() and not choice.candidates and "21 steps in all" in choice.why
 
     def test_auto_fuses_recurrent_nets_in_the_way_that_they_need(self) -> None:
         trials, heard = trials_of(*[{"lr": 0.01 * (i + 1)} for i in range(6)]), []

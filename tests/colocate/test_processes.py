@@ -193,7 +193,7 @@ def test_one_that_is_killed_or_raises_fails_with_the_cause_and_harms_no_other(tr
     assert_same(found, alone(trapped, ListDesk([trials[i] for i in (0, 2, 5)])), "processes")
     (told,) = [event for event in found.events if event["event"] == "trial failed"]
     assert "trapped.py" in told["traceback"]
-    assert len(found.pids()) == 4  # two that began, and one for each that was lost
+    assert 3 <= len(found.pids()) <= 4  # two that began, and one for each that was lost while trials were left
 
 
 def test_a_death_is_noticed_though_a_process_of_the_tasks_own_holds_the_connection(tmp_path: Path) -> None:
