@@ -41,8 +41,10 @@ from podium.colocate.streams import Streams
 from podium.colocate.widths import widest
 from podium.errors import ConfigError
 
-MEASURE_S = 0.15
-"""How long each candidate is timed, after its warm-up."""
+MEASURE_S = 0.3
+"""How long each candidate is timed at most, after its warm-up; the first, of which nothing is known, a tenth of it."""
+SHARE_OF_ONE = 0.01
+"""The same, as a share of what the trials would take one after another."""
 COMPILE_S = 90.0
 """What compiling a step is expected to take."""
 COMPILED_GAIN = 1.6
@@ -91,7 +93,7 @@ class Auto(Executor):
     """Times the executors on each group of trials and takes the fastest."""
 
     seconds: float = MEASURE_S
-    """How long each candidate is timed."""
+    """How long each candidate is timed, at most."""
     compiled: bool | None = None
     """Whether compiled steps are tried; None tries them where they can pay."""
 
@@ -135,11 +137,12 @@ class Auto(Executor):
         return _decide(timed, found, len(taken))
 
     def _time_all(self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified) -> list[Candidate]:
-        timing, began = _Timing(recipe, taken, resident, found, self.seconds), time.perf_counter()
+        timing, began = _Timing(recipe, taken, resident, found, self.seconds / 10), time.perf_counter()
         on_cpu, timed = recipe.torch_device.type == "cpu", []
         for candidate in self._candidates(recipe, timing, taken, resident, found):
             timed.append(candidate())
             left = min(c.total_s for c in timed)
+            timing.seconds = max(self.seconds / 10, min(self.seconds, SHARE_OF_ONE * timed[0].total_s))
             if len(timed) > 1 and time.perf_counter() - began > SHARE_OF_TOTAL * left:
                 break  # what is left takes no longer than looking for something faster would
         if on_cpu:

@@ -103,7 +103,7 @@ def probe(recipe: Recipe, trials: Sequence[Trial], resident: Resident, *, rows: 
         for mode in modes:
             try:
                 found = _compare(yardstick, mode, rows)
-                if found.fuses and rows > 1 and recipe.dtype != "float64" and yardstick.is_exact:
+                if found.fuses and rows > 1 and yardstick.is_exact and recipe.torch_device.type == "cuda":
                     found = _in_own_precision(recipe, yardstick, resident, found)
                 return found
             except _NotFusable as error:
@@ -190,7 +190,7 @@ def _compare(yardstick: _Yardstick, mode: Mode, rows: int) -> Verified:
 
 
 def _in_own_precision(recipe: Recipe, yardstick: _Yardstick, resident: Resident, found: Verified) -> Verified:
-    """One step again as the sweep will take it, with the kernels that it will use.
+    """One step again as the sweep will take it, with the kernels that it will use on a GPU.
 
     Short numbers scatter, more in some layers than in others, so the yardstick is what the same trial alone does in the
     same precision: neither may be much further from float64 than the other.

@@ -263,6 +263,19 @@ class DroppingByItsOwn(Dropping):
         return out
 
 
+class Shortened(nn.Module):
+    """Right in double precision; in single, wrong wherever there is more than one row, as a kernel might be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        in_rows = torch._C._functorch.is_batchedtensor(out)
+        return out if x.dtype == torch.float64 or not in_rows else out * 1.5
+
+
 class Caching(nn.Module):
     """Makes a table at its first step, and keeps it."""
 

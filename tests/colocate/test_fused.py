@@ -479,6 +479,16 @@ class TestProbe:
         found = self.verify(dataclasses.replace(nets.task_of(nets.net), optimizer=optimizer))
         assert not found.fuses and "hooks" in found.why
 
+    @pytest.mark.parametrize(("model", "right"), [(nets.net, True), (nets.Shortened, False)])
+    def test_in_the_sweeps_own_precision_a_wrong_kernel_is_seen(self, model: Any, right: bool) -> None:
+        from podium.colocate.probe import Verified, _in_own_precision, _Yardstick
+
+        trials = trials_of({"lr": 0.1}, {"lr": 0.2})
+        recipe = recipe_of(nets.task_of(model), dtype="float32")
+        resident = nets.resident_of(recipe, trials[0])
+        found = _in_own_precision(recipe, _Yardstick(recipe, trials, resident), resident, Verified(fuses=True))
+        assert found.fuses is right, found.why
+
     def test_a_nan_in_one_row_is_not_forgotten(self) -> None:
         from podium.colocate.probe import _apart
 

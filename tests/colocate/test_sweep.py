@@ -651,6 +651,12 @@ class TestTellingPointsApart:
         found = find_points([o.trial for o in outcomes], outcomes, "accuracy", maximize=True)
         assert [(point.number, point.n) for point in found] == [(1, 4), (0, 1)]
 
+    def test_one_pair_is_no_test_though_the_best_has_an_interval(self) -> None:
+        config = {"metric": "accuracy", "maximize": True, "folds": None, "seeds": [0, 1]}
+        some = points([0.9, 0.91], [0.8])
+        answer = tell(some, find_rivals(some, config), [], config)
+        assert "One pair of trials is no test" in answer and "One trial of each" not in answer
+
     def test_one_that_is_better_in_fewer_trials_is_not_called_worse(self) -> None:
         ahead = [0.95, 0.961, 0.97, 0.959]
         config = {"metric": "accuracy", "maximize": True, "folds": None, "seeds": list(range(6))}
