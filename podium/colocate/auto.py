@@ -145,11 +145,11 @@ class Auto(Executor):
             timing.seconds = max(self.seconds / 10, min(self.seconds, SHARE_OF_ONE * timed[0].total_s))
             if len(timed) > 1 and time.perf_counter() - began > SHARE_OF_TOTAL * left:
                 break  # what is left takes no longer than looking for something faster would
-        if on_cpu:
+        if on_cpu and not timed[0].why_not:
             timed.append(timing.processes(timed[0]))
         fused = [c for c in timed if c.executor.name == "fused" and not c.why_not]
         if fused and self._may_compile(recipe, timed, found):
-            timed.append(timing.fused(min(fused, key=lambda c: c.total_s).width, None, compiled=True))
+            timed.append(timing.fused(min(fused, key=lambda c: c.total_s).width, compiled=True))
         return timed
 
     def _candidates(
@@ -157,20 +157,13 @@ class Auto(Executor):
     ) -> Iterator[Callable[[], Candidate]]:
         """One after another first, then whatever is most likely to be faster."""
         on_cpu = recipe.torch_device.type == "cpu"
-        several = on_cpu and torch.get_num_threads() > 1
-        one = 1 if several else None
-        yield lambda: timing.sequential(one)
+        yield timing.sequential
         widths: list[int] = []
         if found.fuses and len(taken) > 1:
             most = widest(recipe, taken[0], resident, len(taken), found.mode)
             widths = sorted({w for w in _WIDTHS if w < most} | {most})[:-5:-1]
-            yield lambda: timing.fused(widths[0], one)
-        if several:
-            yield lambda: timing.sequential(None)
-            for width in widths[:1]:
-                yield lambda width=width: timing.fused(width, None)  # type: ignore[misc]  # bound now
-        for width in widths[1:]:
-            yield lambda width=width: timing.fused(width, one)  # type: ignore[misc]  # bound now
+        for width in widths:
+            yield lambda width=width: timing.fused(width)  # type: ignore[misc]  # bound now
         for width in (16, 32, 8) if timing.captures and not on_cpu else ():
             if width <= 2 * len(taken):
                 yield lambda width=width: timing.streams(width)  # type: ignore[misc]  # bound now
@@ -194,8 +187,12 @@ class _Timing:
         self.steps = sum(parts.steps for parts in taken)
         self.captures = found.fuses or probe(recipe, [parts.trial for parts in taken], resident, rows=1).fuses
         """Whether a step is the same step when it is captured: what fuses, can be."""
+        several = recipe.torch_device.type == "cpu" and torch.get_num_threads() > 1
+        self.threads: tuple[int | None, ...] = (1, None) if several else (None,)
+        self.on_one_thread: dict[str, float] = {}
+        """Microseconds per model-step, by executor."""
 
-    def sequential(self, threads: int | None) -> Candidate:
+    def sequential(self) -> Candidate:
         on_gpu = self.recipe.torch_device.type == "cuda" and self.captures
 
         def begin() -> Callable[[], None]:
@@ -203,7 +200,7 @@ class _Timing:
             alone: Any = (GraphedAlone if on_gpu else Alone)(self.recipe, again.trial, self.resident, again)
             return alone.step  # type: ignore[no-any-return]  # both have it
 
-        return self._timed(Sequential(mode="graph" if on_gpu else "eager", threads=threads), 1, begin, threads)
+        return self._timed(Sequential(mode="graph" if on_gpu else "eager"), 1, begin)
 
     def processes(self, one: Candidate) -> Candidate:
         """From one trial on one thread: each process has one, and as many run as there are cores."""
@@ -212,7 +209,7 @@ class _Timing:
         if cores < 2 or not isinstance(self.recipe.task, str):
             reason = "one core" if cores < 2 else "the task has no name by which another process could make it"
             return one._replace(executor=Processes(), why_not=reason)
-        step_us = one.step_us / width
+        step_us = self.on_one_thread["sequential"] / width
         return Candidate(
             Processes(count=width), width, step_us, PROCESS_START_S, PROCESS_START_S + self.steps * step_us / 1e6
         )
@@ -230,7 +227,7 @@ class _Timing:
 
         return self._timed(Streams(width=width), rows, begin)
 
-    def fused(self, width: int, threads: int | None, *, compiled: bool = False) -> Candidate:
+    def fused(self, width: int, *, compiled: bool = False) -> Candidate:
         def begin() -> Callable[[], None]:
             array = Array(self.recipe, self.taken[0], self.resident, width, mode=self.found.mode, compiled=compiled)
             for row in range(width):
@@ -238,24 +235,25 @@ class _Timing:
             array.refill([0] * width)
             return _stepping(Bundle([array]))
 
-        executor = Fused(width=width, compiled=compiled, probed=False, mode=self.found.mode, threads=threads)
-        return self._timed(executor, width, begin, threads)
+        executor = Fused(width=width, compiled=compiled, probed=False, mode=self.found.mode)
+        return self._timed(executor, width, begin)
 
-    def _timed(
-        self,
-        executor: Executor,
-        width: int,
-        begin: Callable[[], Callable[[], None]],
-        threads: int | None = None,
-    ) -> Candidate:
+    def _timed(self, executor: Any, width: int, begin: Callable[[], Callable[[], None]]) -> Candidate:
+        """Time an executor; on the CPU with one thread and with all, and keep the faster."""
         began = time.perf_counter()
         try:
-            with with_threads(threads):
+            with with_threads(self.threads[0]):
                 step = begin()
                 step()
                 self._wait()
                 start_s = time.perf_counter() - began
-                step_us = self._step_seconds(step) / width * 1e6
+            took = {}
+            for count in self.threads:
+                with with_threads(count):
+                    took[count] = self._step_seconds(step) / width * 1e6
+            best = min(took, key=lambda count: took[count])
+            step_us, executor = took[best], dataclasses.replace(executor, threads=best)
+            self.on_one_thread[executor.name] = took[self.threads[0]]
         except Exception as error:  # the user's own code, or memory: this way is not open
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
             return Candidate(executor, width, float("inf"), 0.0, float("inf"), why)
