@@ -43,7 +43,7 @@ from podium.errors import ConfigError
 
 MEASURE_S = 0.3
 """How long each candidate is timed at most, after its warm-up; the first, of which nothing is known, a tenth of it."""
-SHARE_OF_ONE = 0.01
+SHARE_OF_ONE = 0.004
 """The same, as a share of what the trials would take one after another."""
 COMPILE_S = 90.0
 """What compiling a step is expected to take."""
