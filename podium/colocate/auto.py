@@ -114,7 +114,9 @@ class Auto(Executor):
             taken = take_parts(recipe, desk, WIDTH[recipe.torch_device.type], self.name)
             if not taken:
                 continue
-            choice = self.choose(recipe, taken, on_event)
+            choice = self.choose(recipe, taken, on_event, desk.stop_requested)
+            if desk.stop_requested():
+                return
             on_event({
                 "event": "chose", "group": number, "executor": describe(choice.executor), "why": choice.why,
                 "table": [candidate.to_dict() for candidate in choice.candidates],
@@ -123,27 +125,35 @@ class Auto(Executor):
         for executor, group in chosen.items():
             executor.run_groups(recipe, group, on_event)
 
-    def choose(self, recipe: Recipe, taken: Sequence[Parts], on_event: OnEvent = lambda event: None) -> Choice:
-        """Time the candidates for these trials (all of one structure)."""
+    def choose(
+        self,
+        recipe: Recipe,
+        taken: Sequence[Parts],
+        on_event: OnEvent = lambda event: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Choice:
+        """Time the candidates for these trials (all of one structure); `stop` ends it between two of them."""
         steps = sum(parts.steps for parts in taken)
         if steps < TOO_FEW_STEPS:
             why = f"one after another: {steps} steps in all are done before anything could be timed"
             return Choice(Sequential(), why, [])
         with precision_of(recipe):
             resident = recipe.resident_of(taken[0].task)
-            found = probe(recipe, [parts.trial for parts in taken], resident)
+            found = probe(recipe, [parts.trial for parts in taken], resident, stop=stop)
             on_event({"event": "probe", **dataclasses.asdict(found), "trials": len(taken)})
-            timed = self._time_all(recipe, taken, resident, found)
+            timed = self._time_all(recipe, taken, resident, found, stop)
         return _decide(timed, found, len(taken))
 
-    def _time_all(self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified) -> list[Candidate]:
+    def _time_all(
+        self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified, stop: Callable[[], bool]
+    ) -> list[Candidate]:
         timing, began = _Timing(recipe, taken, resident, found, self.seconds / 10), time.perf_counter()
         on_cpu, timed = recipe.torch_device.type == "cpu", []
         for candidate in self._candidates(recipe, timing, taken, resident, found):
             timed.append(candidate())
             left = min(c.total_s for c in timed)
             timing.seconds = max(self.seconds / 10, min(self.seconds, SHARE_OF_ONE * timed[0].total_s))
-            if len(timed) > 1 and time.perf_counter() - began > SHARE_OF_TOTAL * left:
+            if stop() or (len(timed) > 1 and time.perf_counter() - began > SHARE_OF_TOTAL * left):
                 break  # what is left takes no longer than looking for something faster would
         if on_cpu and not timed[0].why_not:
             timed.append(timing.processes(timed[0]))

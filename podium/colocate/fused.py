@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -62,11 +62,13 @@ class Fused(Executor):
         left: list[Desk] = []
         with precision_of(recipe), with_threads(self.threads):
             for desk in desks:
+                if desk.stop_requested():
+                    return
                 taken = take_parts(recipe, desk, self.width or WIDTH[recipe.torch_device.type], self.name)
                 if not taken:
                     continue
                 resident = recipe.resident_of(taken[0].task)
-                found = self._verify(recipe, taken, resident, on_event)
+                found = self._verify(recipe, taken, resident, on_event, desk.stop_requested)
                 if not found.fuses:
                     left.append(WithReturned(desk, [parts.trial for parts in taken]))
                     continue
@@ -78,10 +80,17 @@ class Fused(Executor):
         for desk in left:
             Sequential(threads=self.threads).run(recipe, desk, on_event)
 
-    def _verify(self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, on_event: OnEvent) -> Verified:
+    def _verify(
+        self,
+        recipe: Recipe,
+        taken: Sequence[Parts],
+        resident: Resident,
+        on_event: OnEvent,
+        stop: Callable[[], bool],
+    ) -> Verified:
         if not self.probed:
             return Verified(fuses=True, mode=self.mode)
-        found = probe(recipe, [parts.trial for parts in taken], resident)
+        found = probe(recipe, [parts.trial for parts in taken], resident, stop=stop)
         on_event({"event": "probe", **dataclasses.asdict(found), "trials": len(taken)})
         return found
 

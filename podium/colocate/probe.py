@@ -21,7 +21,7 @@ import math
 import random
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,10 +84,22 @@ class _NotFusable(Exception):
     pass
 
 
-def probe(recipe: Recipe, trials: Sequence[Trial], resident: Resident, *, rows: int = 2) -> Verified:
+class _Stopped(Exception):
+    pass
+
+
+def probe(
+    recipe: Recipe,
+    trials: Sequence[Trial],
+    resident: Resident,
+    *,
+    rows: int = 2,
+    stop: Callable[[], bool] = lambda: False,
+) -> Verified:
     """Train some of these trials (all of one structure) in one array and alone, and compare.
 
-    `rows`: 1 trains them one after another in a single row, more side by side.
+    `rows`: 1 trains them one after another in a single row, more side by side. `stop`: whether nobody wants to know any
+    more, looked at between steps.
     """
     if resident.train.why_not:
         return Verified(fuses=False, why=f"the data do not lie on the device: {resident.train.why_not}")
@@ -96,7 +108,9 @@ def probe(recipe: Recipe, trials: Sequence[Trial], resident: Resident, *, rows: 
     for small in (True, False):
         chosen = _chosen(trials, small=small)
         try:
-            yardstick = _Yardstick(recipe, chosen, resident)
+            yardstick = _Yardstick(recipe, chosen, resident, stop)
+        except _Stopped:
+            return Verified(fuses=False, why="it was asked to stop before that was known")
         except Exception as error:  # the user's own code: perhaps it minds the size of the batch
             said.append(f"alone, {'small batches' if small else 'its own batches'}: {_first_line(error)}")
             continue
@@ -133,8 +147,10 @@ def _small(trial: Trial) -> Trial:
 class _Yardstick:
     """The trials alone: in float64, or in float32 where a model insists."""
 
-    def __init__(self, recipe: Recipe, trials: Sequence[Trial], resident: Resident) -> None:
-        self.trials, self.given, self.is_exact = trials, resident, True
+    def __init__(
+        self, recipe: Recipe, trials: Sequence[Trial], resident: Resident, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.trials, self.given, self.stop, self.is_exact = trials, resident, stop, True
         try:
             self._train(recipe, "float64")
         except (RuntimeError, TypeError):
@@ -155,6 +171,8 @@ class _Yardstick:
         alone = Alone(self.recipe, trial, self.resident)
         largest: dict[str, float] = {}
         for _ in range(steps):
+            if self.stop():
+                raise _Stopped
             alone.step()
             for name, p in alone.model.named_parameters():
                 if p.grad is not None and p.grad.numel():

@@ -238,7 +238,12 @@ class Recipe:
             task = self.task(**own)
             if not isinstance(task, Task):
                 raise ConfigError(f"sweep: the task function must return a podium.Task, got {type(task).__name__}")
-        changed: dict[str, Any] = {name: left[name] for name in ("batch_size", "epochs") if name in left}
+        # A function that takes any option may have left these lie.
+        changed: dict[str, Any] = {
+            name: given[name]
+            for name in ("batch_size", "epochs")
+            if name in given and getattr(task, name) != given[name]
+        }
         if left.get("clip_norm") is not None:
             changed["clip_norm"] = _number("clip_norm", left["clip_norm"])
         if "label_smoothing" in left:

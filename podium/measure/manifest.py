@@ -33,7 +33,9 @@ def write_manifest(run_dir: Path, config: dict[str, Any], **facts: Any) -> None:
     }
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "manifest.json").write_text(json.dumps(json.loads(to_json(content)), indent=1) + "\n")
+        partial = run_dir / "manifest.partial"
+        partial.write_text(json.dumps(json.loads(to_json(content)), indent=1) + "\n")
+        partial.replace(run_dir / "manifest.json")  # whole or not at all
     except OSError as error:
         raise RecordError(f"{run_dir} cannot be written: {error.strerror or error}") from error
 

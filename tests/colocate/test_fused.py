@@ -142,6 +142,13 @@ class TestOneRow:
         with pytest.raises(ConfigError, match="of its model only"):
             recipe_of(task).make(Trial(number=0))
 
+    def test_a_function_that_takes_any_option_and_lets_it_lie_does_not_decide_over_the_sweeps_own(self) -> None:
+        def make(**given: Any) -> Task:
+            return nets.task_of(nets.net)
+
+        parts = recipe_of(make).make(Trial(number=0, options={"epochs": 5, "batch_size": 10}))
+        assert parts.batch_size == 10 and parts.steps == 5 * 12
+
     def test_numbers_of_other_kinds_are_numbers(self) -> None:
         import numpy as np
 
@@ -488,6 +495,12 @@ class TestProbe:
         resident = nets.resident_of(recipe, trials[0])
         found = _in_own_precision(recipe, _Yardstick(recipe, trials, resident), resident, Verified(fuses=True))
         assert found.fuses is right, found.why
+
+    def test_a_request_to_stop_is_heard_between_its_steps(self) -> None:
+        trials = trials_of({"lr": 0.1}, {"lr": 0.2})
+        recipe = recipe_of(nets.toy)
+        found = probe(recipe, trials, nets.resident_of(recipe, trials[0]), stop=lambda: True)
+        assert not found.fuses and "asked to stop" in found.why
 
     def test_a_nan_in_one_row_is_not_forgotten(self) -> None:
         from podium.colocate.probe import _apart
