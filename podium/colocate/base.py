@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 from torch import Tensor
 
@@ -69,14 +69,14 @@ class Executor(ABC):
             self.run(recipe, desk, on_event)
 
 
-class WithReturned:
-    """A desk that some trials were taken from and given back to: they come first."""
+class InFront(ABC):
+    """A desk in front of another: it has its own way to give out trials, and passes on all else."""
 
-    def __init__(self, desk: Desk, trials: Sequence[Trial]) -> None:
-        self._desk, self._returned = desk, list(trials)
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
 
-    def take(self) -> Trial | None:
-        return self._returned.pop(0) if self._returned else self._desk.take()
+    @abstractmethod
+    def take(self) -> Trial | None: ...
 
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         return self._desk.report(trial, evaluation)
@@ -92,3 +92,15 @@ class WithReturned:
 
     def stop_requested(self) -> bool:
         return self._desk.stop_requested()
+
+
+@final
+class WithReturned(InFront):
+    """A desk that some trials were taken from and given back to: they come first."""
+
+    def __init__(self, desk: Desk, trials: Sequence[Trial]) -> None:
+        super().__init__(desk)
+        self._returned = list(trials)
+
+    def take(self) -> Trial | None:
+        return self._returned.pop(0) if self._returned else self._desk.take()

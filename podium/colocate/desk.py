@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
-from podium.colocate.base import Desk, State
+from podium.colocate.base import Desk, InFront, State
 from podium.colocate.search.base import Source
 from podium.colocate.stopping.base import Ledger, NoStopping, Stopping
 from podium.colocate.trial import GO, Evaluation, Outcome, Trial, Verdict
@@ -313,29 +313,15 @@ _NO_KEY = object()  # None may be a group's key
 
 
 @final
-class _GroupDesk:
-    """A desk for one group; everything but `take` goes to the sweep's desk."""
+class _GroupDesk(InFront):
+    """A desk for one group."""
 
     def __init__(self, desk: TrialDesk, key: Hashable) -> None:
-        self._desk, self._key = desk, key
+        super().__init__(desk)
+        self._whole, self._key = desk, key
 
     def take(self) -> Trial | None:
-        return self._desk._take(self._key)
-
-    def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
-        return self._desk.report(trial, evaluation)
-
-    def report_all(self, rows: Sequence[tuple[Trial, Evaluation]]) -> list[Verdict | ConfigError]:
-        return self._desk.report_all(rows)
-
-    def begin_again(self, trial: Trial) -> None:
-        self._desk.begin_again(trial)
-
-    def hand_in(self, outcome: Outcome, state: State | None) -> None:
-        self._desk.hand_in(outcome, state)
-
-    def stop_requested(self) -> bool:
-        return self._desk.stop_requested()
+        return self._whole._take(self._key)
 
 
 def read_outcomes(folder: str | Path) -> list[Outcome]:
