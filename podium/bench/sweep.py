@@ -29,12 +29,11 @@ import torch
 
 from podium.colocate.alone import Alone
 from podium.colocate.array import Array
-from podium.colocate.auto import Auto, describe
+from podium.colocate.auto import Auto, describe, repeated, seconds_per_step
 from podium.colocate.base import Executor, State
 from podium.colocate.bundle import Bundle
 from podium.colocate.graphed import GraphedAlone
 from podium.colocate.recipe import Recipe, precision_of, with_threads
-from podium.colocate.resident import Resident
 from podium.colocate.trial import GO, Evaluation, Outcome, Trial, Verdict
 from podium.colocate.widths import widest
 from podium.errors import ConfigError, PodiumError, UnknownName
@@ -100,7 +99,7 @@ def bench_sweep(
 
     `most_processes`: how many run at a time; 0 takes 16 on a GPU and the number of cores on a CPU.
     """
-    recipe_of = _Recipes(data_dir, device)
+    recipe_of = Recipes(data_dir, device)
     wanted = [*filter(None, arms.split(",")), *peers] or [*IN_PROCESS, *APART]
     for name in wanted:
         if name not in (*IN_PROCESS, *APART):
@@ -110,7 +109,7 @@ def bench_sweep(
     named = [*filter(None, tasks.split(","))] or recipe_of.default_tasks()
     counts = [int(n) for n in trials.split(",")]
     cells = [Cell(task, n, p) for task in named for p in precisions.split(",") for n in counts]
-    bench = _Bench(recipe_of, wanted, rounds or 3, seconds, energy_s, most_processes, random.Random(seed))
+    bench = Bench(recipe_of, wanted, rounds or 3, seconds, energy_s, most_processes, random.Random(seed))
     rows = [row for cell in cells for row in bench.measure(cell)]
     chosen = [bench.judge(cell, rows) for cell in cells] if auto else []
     regrets = [cell["auto_regret"] for cell in chosen if cell["auto_regret"] is not None]
@@ -126,7 +125,7 @@ def bench_sweep(
     }
 
 
-class _Recipes:
+class Recipes:
     def __init__(self, data_dir: str, device: str) -> None:
         self.data_dir, self.device = data_dir, device
 
@@ -140,10 +139,10 @@ class _Recipes:
         return Recipe(task=task, data_dir=folder, device=self.device, precision=precision, **settings)  # type: ignore[arg-type]  # checked by Recipe
 
 
-class _Bench:
+class Bench:
     def __init__(
         self,
-        recipe_of: _Recipes,
+        recipe_of: Recipes,
         arms: Sequence[str],
         rounds: int,
         seconds: float,
@@ -160,7 +159,7 @@ class _Bench:
         if on_gpu:
             self.board = open_board(0)
             self.idle = None if self.board is None else _idle(self.board, 5.0 if energy_s else 0.5)
-        self._apart: dict[tuple[str, str, str, int], Row] = {}
+        self.apart: dict[tuple[str, str, str, int], Row] = {}
 
     def device_facts(self) -> dict[str, Any]:
         if self.board is None:
@@ -238,8 +237,8 @@ class _Bench:
     def _apart_row(self, arm: str, cell: Cell, row: Row) -> Row:
         count = min(cell.trials, self.most_processes)
         key = (arm, cell.task, cell.precision, count)
-        if key in self._apart:
-            known = self._apart[key]
+        if key in self.apart:
+            known = self.apart[key]
             return Row(**{**asdict(known), "trials": cell.trials, "same_as": f"{known.trials} trials"})
         row.width = count
         recipe = self.recipe_of(cell.task, cell.precision, options={"epochs": _FOR_EVER})
@@ -261,7 +260,7 @@ class _Bench:
                 self._note(row, recipe.make(trials_of(1)[0]), watch.reading, watch.read_steps)
         except (PodiumError, RuntimeError, OSError) as error:
             row.why_absent = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-        self._apart[key] = row
+        self.apart[key] = row
         return row
 
     # What `auto` would have done.
@@ -277,7 +276,7 @@ class _Bench:
         began = time.perf_counter()
         choice = Auto(compiled=compiled).choose(recipe, [recipe.make(trial) for trial in trials_of(cell.trials)])
         took = time.perf_counter() - began
-        arm = _arm_of(choice.executor)
+        arm = arm_of(choice.executor)
         chosen = next((r for r in timed if r.executor == arm), None)
         regret = None
         if chosen is not None and best.us_per_model_step and chosen.us_per_model_step:
@@ -296,15 +295,15 @@ class _Runner:
         self.recipe = recipe
         made = [recipe.make(trial) for trial in trials]
         self.parts = made[0]
-        resident = Resident(recipe.data_of(self.parts.task), recipe.torch_device, recipe.torch_dtype)
+        resident = recipe.resident_of(self.parts.task)
         self.width = 1
         if arm == "eager":
-            self._step = _repeated(Alone(recipe, trials[0], resident, made[0]).step)
+            self._step = repeated(Alone(recipe, trials[0], resident, made[0]).step)
             return
         if recipe.torch_device.type != "cuda" and arm not in ("streams", "fused"):
             raise ConfigError(f"{arm}: needs a GPU")
         if arm in ("graph", "compiled"):
-            self._step = _repeated(GraphedAlone(recipe, trials[0], resident, made[0], compiled=arm == "compiled").step)
+            self._step = repeated(GraphedAlone(recipe, trials[0], resident, made[0], compiled=arm == "compiled").step)
             return
         if arm == "streams":
             self.width = min(32, len(trials))
@@ -328,24 +327,13 @@ class _Runner:
             torch.cuda.synchronize(self.recipe.torch_device)
 
     def step_us(self, seconds: float) -> float:
-        """Microseconds per model-step: twice as many steps until they take long enough."""
-        steps = 1
-        while True:
-            began = time.perf_counter()
-            self.run(steps)
-            self.wait()
-            took = time.perf_counter() - began
-            if took >= seconds:
-                return took / steps / self.width * 1e6
-            steps = max(2 * steps, min(int(steps * 1.2 * seconds / max(took, 1e-6)), 64 * steps))
+        """Microseconds per model-step."""
+        return seconds_per_step(self.run, self.wait, seconds) / self.width * 1e6
 
     def run_for(self, seconds: float) -> int:
         """Steps for so long; how many model-steps it did."""
-        end, done, at_a_time = (
-            time.perf_counter() + seconds,
-            0,
-            max(1, int(0.05 / (self.step_us(0.05) * self.width / 1e6))),
-        )
+        at_a_time = max(1, int(0.05 / (self.step_us(0.05) * self.width / 1e6)))
+        end, done = time.perf_counter() + seconds, 0
         while time.perf_counter() < end:
             self.run(at_a_time)
             self.wait()
@@ -447,21 +435,13 @@ def _executor(arm: str, count: int) -> Executor:
     return RayActors(count=count, mps=arm == "ray-mps")
 
 
-def _arm_of(executor: Any) -> str:
+def arm_of(executor: Any) -> str:
     """The arm that times this executor."""
     if executor.name == "sequential":
         return str(executor.mode)
     if executor.name == "fused":
         return "fused-compiled" if executor.compiled else "fused"
     return str(executor.name)
-
-
-def _repeated(step: Callable[[], None]) -> Callable[[int], None]:
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            step()
-
-    return run
 
 
 def _ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from podium.colocate.alone import at_least_single, on_device, plain_state, valid
 from podium.colocate.dropout import CountedDropout
 from podium.colocate.keys import callable_key, module_key, optimizer_key
 from podium.colocate.losses import lifted
-from podium.colocate.modules import stack_form
+from podium.colocate.modules import prepared
 from podium.colocate.recipe import Parts, Recipe, computing, has_hooks
 from podium.colocate.resident import Resident
 from podium.colocate.stacked_optim import (
@@ -242,10 +242,14 @@ class Array:
             tensor[row].copy_(params[name].detach())
         for name, tensor in self.buffers.items():
             tensor[row].copy_(buffers[name])
+        self.optimizer.load(row, parts)
+        self._hold(row, parts)
+
+    def _hold(self, row: int, parts: Parts) -> None:
+        """The row's numbers are this trial's from now on."""
         self.clip[row] = parts.task.clip_norm or 1.0
         self.smoothing[row] = lifted(parts.task.loss).number
         self._timetables[row] = Timetable(parts, self.columns) if self.optimizer.capturable else None
-        self.optimizer.load(row, parts)
         self.held[row] = parts
 
     def change_numbers(self, row: int, parts: Parts, done: int) -> None:
@@ -257,10 +261,7 @@ class Array:
         fresh = dict(parts.model.named_buffers())
         for name in self._own_buffers:
             self.buffers[name][row].copy_(fresh[name])
-        self.clip[row] = parts.task.clip_norm or 1.0
-        self.smoothing[row] = lifted(parts.task.loss).number
-        self._timetables[row] = Timetable(parts, self.columns) if self.optimizer.capturable else None
-        self.held[row] = parts
+        self._hold(row, parts)
         if (timetable := self._timetables[row]) is not None:
             self.numbers[row].copy_(timetable.rows(done, self.window_of_numbers).to(self.device))
 
@@ -439,76 +440,10 @@ class Array:
         return parts
 
 
-def prepared(model: nn.Module, *, fast: bool, drops: bool, dense: bool = False) -> nn.Module:
-    """The model with layers swapped for forms made for many models at once; names stay.
-
-    `dense`: sparse embeddings give ordinary gradients, which `vmap` can stack.
-    """
-    for module in list(model.modules()):
-        for name, child in list(module._modules.items()):
-            if child is None:
-                continue
-            if isinstance(child, CountedDropout) and not drops:
-                module._modules[name] = _Idle(child)
-            elif type(child) is nn.Embedding and (child.sparse or child.padding_idx is not None):
-                module._modules[name] = _embedding(child, dense=dense)
-            elif fast and (swapped := stack_form(child)) is not None:
-                module._modules[name] = _like(swapped, child)
-    if fast and (whole := stack_form(model)) is not None:
-        return _like(whole, model)
-    return model
-
-
-def _like(stand_in: nn.Module, original: nn.Module) -> nn.Module:
-    """With the original's attributes too: a model may ask its layer how wide it is."""
-    for name, value in vars(original).items():
-        if not name.startswith("_") and not hasattr(stand_in, name):
-            setattr(stand_in, name, value)
-    return stand_in.train(original.training)
-
-
-def _embedding(original: nn.Embedding, *, dense: bool) -> nn.Module:
-    """One whose gradient `vmap` can stack: it is not sparse, and padding gets none in any row."""
-    table = copy.copy(original)
-    table.sparse = original.sparse and not dense
-    plain = original.max_norm is None and not original.scale_grad_by_freq and not table.sparse
-    return PaddedEmbedding(table) if original.padding_idx is not None and plain else table
-
-
-class PaddedEmbedding(nn.Module):
-    """An embedding with padding: `vmap`'s own rule keeps gradients from the padding of the first model only."""
-
-    weight: Tensor
-    padding_idx: int
-
-    def __init__(self, original: nn.Embedding) -> None:
-        super().__init__()
-        self.register_parameter("weight", original._parameters["weight"])
-        assert original.padding_idx is not None
-        self.padding_idx = original.padding_idx
-        self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = nn.functional.embedding(x, self.weight)
-        return torch.where((x == self.padding_idx).unsqueeze(-1), found.detach(), found)
-
-
 def skips_zero_gradients(parts: Parts) -> bool:
     """Whether a row without a gradient stays as it is under this optimizer, so that sparse and dense are the same."""
     plain = all(g.get("momentum", 0) == 0 and g.get("weight_decay", 0) == 0 for g in parts.optimizer.param_groups)
     return type(parts.optimizer) in (SGD, Adagrad) and plain
-
-
-class _Idle(nn.Module):
-    """Dropout where no row drops anything: its buffers, and nothing else."""
-
-    def __init__(self, dropout: CountedDropout) -> None:
-        super().__init__()
-        for name, buffer in dropout.named_buffers():
-            self.register_buffer(name, buffer, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
 
 
 def upcoming(parts: Parts, done: int, count: int) -> tuple[np.ndarray, np.ndarray]:

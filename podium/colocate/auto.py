@@ -11,8 +11,8 @@ from. Nothing that was timed counts as training: rows are loaded anew afterwards
 memory or because its step cannot be captured, is left out and the reason kept.
 
 Compiling takes from half a minute to several, so it is tried only where the group would train for long enough to get
-that back. Processes are timed by what one trial costs on one thread, and are considered on the CPU only: on a GPU one
-process that fuses or branches always had more (see docs/studies/one-gpu.md).
+that back. Processes are timed by what one trial costs on one thread, and are considered on the CPU only: starting them
+on a GPU, to time them, would take longer than most groups train.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Auto(Executor):
         with precision_of(recipe):
             resident = recipe.resident_of(taken[0].task)
             found = probe(recipe, [parts.trial for parts in taken], resident, stop=stop)
-            on_event({"event": "probe", **dataclasses.asdict(found), "trials": len(taken)})
+            on_event(found.to_event(len(taken)))
             timed = self._time_all(recipe, taken, resident, found, stop)
         return _decide(timed, found, len(taken))
 
@@ -205,10 +205,10 @@ class _Timing:
     def sequential(self) -> Candidate:
         on_gpu = self.recipe.torch_device.type == "cuda" and self.captures
 
-        def begin() -> Callable[[], None]:
+        def begin() -> Callable[[int], None]:
             again = self.recipe.make(self.taken[0].trial)
             alone: Any = (GraphedAlone if on_gpu else Alone)(self.recipe, again.trial, self.resident, again)
-            return alone.step  # type: ignore[no-any-return]  # both have it
+            return repeated(alone.step)
 
         return self._timed(Sequential(mode="graph" if on_gpu else "eager"), 1, begin)
 
@@ -227,40 +227,40 @@ class _Timing:
     def streams(self, width: int) -> Candidate:
         rows = min(width, len(self.taken))
 
-        def begin() -> Callable[[], None]:
+        def begin() -> Callable[[int], None]:
             arrays = []
             for parts in self.taken[:rows]:
                 arrays.append(Array(self.recipe, parts, self.resident, 1))
                 arrays[-1].load(0, self.recipe.make(parts.trial))
                 arrays[-1].refill([0])
-            return _stepping(Bundle(arrays))
+            return Bundle(arrays).run
 
         return self._timed(Streams(width=width), rows, begin)
 
     def fused(self, width: int, *, compiled: bool = False) -> Candidate:
-        def begin() -> Callable[[], None]:
+        def begin() -> Callable[[int], None]:
             array = Array(self.recipe, self.taken[0], self.resident, width, mode=self.found.mode, compiled=compiled)
             for row in range(width):
                 array.load(row, self.recipe.make(self.taken[row % len(self.taken)].trial))
             array.refill([0] * width)
-            return _stepping(Bundle([array]))
+            return Bundle([array]).run
 
         executor = Fused(width=width, compiled=compiled, probed=False, mode=self.found.mode)
         return self._timed(executor, width, begin)
 
-    def _timed(self, executor: Any, width: int, begin: Callable[[], Callable[[], None]]) -> Candidate:
+    def _timed(self, executor: Any, width: int, begin: Callable[[], Callable[[int], None]]) -> Candidate:
         """Time an executor; on the CPU with one thread and with all, and keep the faster."""
         began = time.perf_counter()
         try:
             with with_threads(self.threads[0]):
-                step = begin()
-                step()
+                run = begin()
+                run(1)
                 self._wait()
                 start_s = time.perf_counter() - began
             took = {}
             for count in self.threads:
                 with with_threads(count):
-                    took[count] = self._step_seconds(step) / width * 1e6
+                    took[count] = seconds_per_step(run, self._wait, self.seconds) / width * 1e6
             best = min(took, key=lambda count: took[count])
             step_us, executor = took[best], dataclasses.replace(executor, threads=best)
             self.on_one_thread[executor.name] = took[self.threads[0]]
@@ -274,26 +274,32 @@ class _Timing:
         waves = -(-len(self.taken) // width) * width / len(self.taken)
         return Candidate(executor, width, step_us, start_s, start_s + self.steps * step_us * waves / 1e6)
 
-    def _step_seconds(self, step: Callable[[], None]) -> float:
-        """Seconds per step: twice as many until they take long enough, the last stretch counts."""
-        steps = 1
-        while True:
-            began = time.perf_counter()
-            for _ in range(steps):
-                step()
-            self._wait()
-            took = time.perf_counter() - began
-            if took >= self.seconds:
-                return took / steps
-            steps *= 2
-
     def _wait(self) -> None:
         if self.recipe.torch_device.type == "cuda":
             torch.cuda.synchronize(self.recipe.torch_device)
 
 
-def _stepping(bundle: Bundle) -> Callable[[], None]:
-    return lambda: bundle.run(1)
+def seconds_per_step(run: Callable[[int], None], wait: Callable[[], None], seconds: float) -> float:
+    """What a step takes: more and more of them until they take long enough, and the last stretch counts."""
+    steps = 1
+    while True:
+        began = time.perf_counter()
+        run(steps)
+        wait()
+        took = time.perf_counter() - began
+        if took >= seconds:
+            return took / steps
+        steps = max(2 * steps, min(int(steps * 1.2 * seconds / max(took, 1e-6)), 64 * steps))
+
+
+def repeated(step: Callable[[], None]) -> Callable[[int], None]:
+    """So many steps, from one that takes one."""
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            step()
+
+    return run
 
 
 def _decide(timed: list[Candidate], found: Verified, trials: int) -> Choice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -91,7 +90,7 @@ class Fused(Executor):
         if not self.probed:
             return Verified(fuses=True, mode=self.mode)
         found = probe(recipe, [parts.trial for parts in taken], resident, stop=stop)
-        on_event({"event": "probe", **dataclasses.asdict(found), "trials": len(taken)})
+        on_event(found.to_event(len(taken)))
         return found
 
     def _array(

@@ -6,11 +6,14 @@ alone, since nobody knows what the class changed, and so is one with hooks.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from podium.colocate.convolution import conv2d
+from podium.colocate.dropout import CountedDropout
 from podium.colocate.normalization import BatchNorm
 
 
@@ -156,3 +159,69 @@ class Conv(nn.Module):
             x, weight = x.unsqueeze(-2), weight.unsqueeze(-2)
         y = conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         return y.squeeze(-2) if self.flat else y
+
+
+def prepared(model: nn.Module, *, fast: bool, drops: bool, dense: bool = False) -> nn.Module:
+    """The model with layers swapped for forms made for many models at once; names stay.
+
+    `dense`: sparse embeddings give ordinary gradients, which `vmap` can stack.
+    """
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if child is None:
+                continue
+            if isinstance(child, CountedDropout) and not drops:
+                module._modules[name] = _Idle(child)
+            elif type(child) is nn.Embedding and (child.sparse or child.padding_idx is not None):
+                module._modules[name] = _embedding(child, dense=dense)
+            elif fast and (swapped := stack_form(child)) is not None:
+                module._modules[name] = _like(swapped, child)
+    if fast and (whole := stack_form(model)) is not None:
+        return _like(whole, model)
+    return model
+
+
+def _like(stand_in: nn.Module, original: nn.Module) -> nn.Module:
+    """With the original's attributes too: a model may ask its layer how wide it is."""
+    for name, value in vars(original).items():
+        if not name.startswith("_") and not hasattr(stand_in, name):
+            setattr(stand_in, name, value)
+    return stand_in.train(original.training)
+
+
+def _embedding(original: nn.Embedding, *, dense: bool) -> nn.Module:
+    """One whose gradient `vmap` can stack: it is not sparse, and padding gets none in any row."""
+    table = copy.copy(original)
+    table.sparse = original.sparse and not dense
+    plain = original.max_norm is None and not original.scale_grad_by_freq and not table.sparse
+    return PaddedEmbedding(table) if original.padding_idx is not None and plain else table
+
+
+class PaddedEmbedding(nn.Module):
+    """An embedding with padding: `vmap`'s own rule keeps gradients from the padding of the first model only."""
+
+    weight: Tensor
+    padding_idx: int
+
+    def __init__(self, original: nn.Embedding) -> None:
+        super().__init__()
+        self.register_parameter("weight", original._parameters["weight"])
+        assert original.padding_idx is not None
+        self.padding_idx = original.padding_idx
+        self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = nn.functional.embedding(x, self.weight)
+        return torch.where((x == self.padding_idx).unsqueeze(-1), found.detach(), found)
+
+
+class _Idle(nn.Module):
+    """Dropout where no row drops anything: its buffers, and nothing else."""
+
+    def __init__(self, dropout: CountedDropout) -> None:
+        super().__init__()
+        for name, buffer in dropout.named_buffers():
+            self.register_buffer(name, buffer, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x

@@ -70,6 +70,10 @@ class Verified:
     looped: Sequence[str] = ()
     """Operations that go row by row."""
 
+    def to_event(self, trials: int) -> dict[str, Any]:
+        """What whoever listens to an executor hears of it."""
+        return {"event": "probe", **dataclasses.asdict(self), "trials": trials}
+
 
 class _Result(NamedTuple):
     """What a trial came to in a probe."""

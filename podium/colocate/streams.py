@@ -6,7 +6,6 @@ is that small kernels of different models run at the same time. On the CPU the m
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -52,7 +51,7 @@ class Streams(Executor):
                     continue
                 resident = recipe.resident_of(taken[0].task)
                 found = probe(recipe, [parts.trial for parts in taken], resident, rows=1)
-                on_event({"event": "probe", **dataclasses.asdict(found), "trials": len(taken)})
+                on_event(found.to_event(len(taken)))
                 if not found.fuses:
                     left.append(WithReturned(desk, [parts.trial for parts in taken]))
                     continue

@@ -122,7 +122,7 @@ class _Measuring:
         if design.device == "cuda" and not data_dir:
             raise ConfigError("one_gpu: --data-dir must hold the folders mnist and cifar10, got none")
         self._module = bench
-        self._recipe_of = bench._Recipes(self.data_dir, design.device)
+        self._recipe_of = bench.Recipes(self.data_dir, design.device)
         self._bench: Any = None
         self._steps: dict[str, int] = {}
 
@@ -160,7 +160,7 @@ class _Measuring:
             # One for all cells: it reads memory before this process has a context, and that can be read but once.
             d = self.design
             shuffle = random.Random(1)
-            self._bench = self._module._Bench(
+            self._bench = self._module.Bench(
                 self._recipe_of, (), d.rounds, d.seconds, d.energy_s, d.most_processes, shuffle
             )
         return self._bench
@@ -170,7 +170,7 @@ class _Measuring:
         main = key.trials == MAIN[key.task]
         bench.arms = (key.arm,)
         bench.energy_s = self.design.energy_s if key.part == "energy" else self.design.reading_s if main else 0.0
-        bench._apart.clear()
+        bench.apart.clear()
         try:
             (row,) = bench.measure(self._module.Cell(key.task, key.trials, key.precision))
         finally:
@@ -192,7 +192,7 @@ class _Measuring:
         began = time.perf_counter()
         choice = Auto().choose(recipe, parts)
         torch.compiler.reset()
-        facts = {"auto": describe(choice.executor), "auto_arm": self._module._arm_of(choice.executor)}
+        facts = {"auto": describe(choice.executor), "auto_arm": self._module.arm_of(choice.executor)}
         took = time.perf_counter() - began
         return auto_row(0, key, {**facts, "why": choice.why, "calibration_s": took}, took_s=took)
 
