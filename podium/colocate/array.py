@@ -130,7 +130,7 @@ class Array:
             self.base = prepared(self.base, fast=fast, drops=self.structure.dropped, dense=dense)
         self.judge = copy.deepcopy(self.base).eval()
         """The same module for evaluation: its mode never changes under a compiled step."""
-        self._lay_out(first)
+        self._lay_out(first, compiled=compiled)
         self._timetables: list[Timetable | None] = [None] * rows
         self.window = self._window_of(first)
         self.order = torch.zeros(rows, self.window * self.batch_size, dtype=torch.int64, device=self.device)
@@ -372,7 +372,7 @@ class Array:
 
     # How it is laid out.
 
-    def _lay_out(self, first: Parts) -> None:
+    def _lay_out(self, first: Parts, *, compiled: bool) -> None:
         model, rows = self.base, self.rows
         params = dict(model.named_parameters())
         self._check(params)
@@ -393,7 +393,7 @@ class Array:
             self._gaps.append(torch.zeros(rows, gap, dtype=dtype, device=self.device) if gap else None)
             at += size + gap
         self.flat = torch.zeros(rows, at, dtype=dtype, device=self.device)
-        self.stretches = stretches_of(self.places, self.flat)
+        self.stretches = stretches_of(self.places, self.flat, compiled=compiled)
         self.leaves = [self.flat[:, p.start : p.stop].view(rows, *p.shape) for p in self.places]
         self.frozen = {name: _stacked(p.detach(), rows) for name, p in params.items() if name not in used}
         # Rows that are written to in place must be contiguous, or running statistics are silently not updated.

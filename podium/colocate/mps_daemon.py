@@ -228,11 +228,17 @@ class _Seat:
             os.close(self._lock)
 
     def _see_clients_off(self, patience_s: float) -> None:
-        if not _wait_for(lambda: not self.clients(), patience_s):
+        if not _wait_for(self._is_left, patience_s):
             for client in self.clients():
                 with _UNANSWERED:  # it has left by itself meanwhile
                     self._ask(f"terminate_client {client.server} {client.pid}")
-            _wait_for(lambda: not self.clients(), _GRACE_S)
+            _wait_for(self._is_left, _GRACE_S)
+
+    def _is_left(self) -> bool:
+        """Whether all clients are gone; a daemon that misses one question may answer the next."""
+        with _UNANSWERED:
+            return not self.clients()
+        return not self._processes()
 
     def _kill(self) -> None:
         left = self._processes()

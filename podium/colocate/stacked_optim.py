@@ -11,6 +11,7 @@ of its row. Exact for any optimizer, those that look at whole tensors included, 
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -50,13 +51,18 @@ LARGE = {"cpu": 1 << 14, "cuda": 1 << 20}
 copy of it, which on a GPU is cheap beside a launch, and on a CPU is not."""
 
 
-def stretches_of(places: Sequence[Place], flat: Tensor) -> list[Stretch]:
-    """How rows are cut for stepping."""
+def stretches_of(places: Sequence[Place], flat: Tensor, *, compiled: bool = False) -> list[Stretch]:
+    """How rows are cut for stepping: where the step is compiled, not at all.
+
+    A compiler reads gradients where they lie, so that nothing is saved by cutting; and it turns a write to a part of a
+    row into one of the whole, once per part.
+    """
     found: list[Stretch] = []
     alone = False
+    least = math.inf if compiled else LARGE[flat.device.type]
     for i, place in enumerate(places):
         stop = places[i + 1].start if i + 1 < len(places) else flat.shape[1]
-        large = (place.stop - place.start) * len(flat) >= LARGE[flat.device.type]
+        large = (place.stop - place.start) * len(flat) >= least
         before = found[-1] if found else None
         if before is None or large or alone or before.group != place.group:
             found.append(Stretch(i, i + 1, place.start, stop, place.group))

@@ -16,6 +16,7 @@ from podium.colocate.auto import Auto
 from podium.colocate.fused import Fused
 from podium.colocate.probe import TOLERANCE, probe
 from podium.colocate.sequential import Sequential
+from podium.colocate.stacked_optim import Place, stretches_of
 from podium.colocate.streams import Streams
 from podium.colocate.trial import GO, Evaluation, Trial, Verdict
 from podium.errors import ConfigError
@@ -634,3 +635,12 @@ def test_a_hundred_steps_in_single_precision_stay_within_what_another_kernel_wou
         exact = alone_after(recipe_of(nets.toy), trial, 100).state()
         rounding = apart(exact, alone)  # what single precision itself does to this trial
         assert apart(exact, array.save(row)) < 5 * max(rounding, 1e-7)
+
+
+def test_a_compiled_step_is_not_cut_where_a_parameter_is_large() -> None:
+    """A compiler makes of each cut a pass over the whole row."""
+    places = [Place(f"p{i}", i << 20, (i + 1) << 20, torch.Size([1 << 20]), group=i // 2) for i in range(4)]
+    flat = torch.empty(1, 4 << 20, device="meta").expand(1, -1)
+    plain = torch.empty(1, 4 << 20)
+    assert [s.start >> 20 for s in stretches_of(places, plain)] == [0, 1, 2, 3]
+    assert [(s.start >> 20, s.group) for s in stretches_of(places, flat, compiled=True)] == [(0, 0), (2, 1)]

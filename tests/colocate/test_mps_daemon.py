@@ -51,6 +51,9 @@ else:
         file.write(command + "\\n")
     word = command.split()[0]
     clients = "{home}/clients"
+    if "forgetful" in manner and os.path.exists(clients):
+        open("{home}/manner", "w").close()
+        sys.exit("stand-in: what was the question?")
     if word == "get_server_list":
         print(7 if os.path.exists(clients) else "")
     elif word == "get_client_list":
@@ -158,6 +161,16 @@ def test_ctrl_c_while_it_waits_for_clients_leaves_no_daemon(stand_in: StandIn) -
         pytest.fail("it did not wait")
     interrupt.join(5)
     assert gone_soon(pids[0]) and not stand_in.folders()
+
+
+def test_a_daemon_that_misses_a_question_is_asked_again(stand_in: StandIn) -> None:
+    with stand_in.daemon(patience_s=10):
+        stand_in.has_client(8)
+        stand_in.behave("forgetful")
+        leaves = threading.Timer(0.5, (stand_in.home / "clients").unlink)
+        leaves.start()
+    leaves.join(5)
+    assert stand_in.heard() == ["quit -t 2"], "the client left by itself, and was waited for"
 
 
 def test_clients_that_stay_are_taken_off_before_the_daemon_quits(stand_in: StandIn) -> None:
