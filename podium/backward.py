@@ -46,14 +46,14 @@ class Backward:
         for p in self.flat.parameters:
             p.grad = None
         loss = torch.zeros(())
-        parts = batch.split(worker.accumulate) if batch.samples else []
+        parts = batch.split(worker.accumulate, worker.weigh) if batch.samples else []
         for part in parts:
             self._fired = [False] * len(self._fired)
             self._on_ready = on_ready if part is parts[-1] else None
             worker.comm.clock.begin_pass(part.samples)
             mean = self._pass(part)
             worker.comm.clock.reach(1.0)
-            loss = loss + mean.detach().cpu() * (part.samples / batch.samples)
+            loss = loss + mean.detach().cpu() * _part_of(part, batch, weighed=worker.weigh is not None)
         self._flush(on_ready, batch.samples, float(loss) * batch.weight)
         return loss
 
@@ -116,6 +116,13 @@ class Backward:
         self.flat.tail.copy_(torch.tensor(tail))
         self._missing = [0] * len(self._missing)
         self._announce(on_ready, keep=0)
+
+
+def _part_of(part: Batch, batch: Batch, *, weighed: bool) -> float:
+    """How much of the batch's mean loss is the part's."""
+    if not weighed:
+        return part.samples / batch.samples
+    return part.weight / batch.weight if batch.weight else 0.0
 
 
 def _own_hook(p: nn.Parameter, hook: Callable[[Tensor], None]) -> None:

@@ -134,6 +134,7 @@ def build_worker(job: Job, comm: Communicator, total_steps: int, device: torch.d
             rows=job.sends_rows,
             collective=collective_of(config),
             packing=fitted(job.packing, optimizer),
+            weigh=task.weigh,
             seed=config.seed,
         )
         if comm.rank != 0:

@@ -51,6 +51,8 @@ class RunConfig:
     buffers: Literal["mean", "broadcast", "local"] | None = None
     shares: tuple[float, ...] | None = None
     """Each worker's part of a global step, in any unit; equal when not given. Asynchronous training has no parts."""
+    balance: str = "equal"
+    """Who gets how much of a global step, where `shares` does not say: `NAME[:K=V;…]`."""
     eval_every: int = 1
     """Epochs between validations; 0 validates at the end only."""
     checkpoint_every: int = 0
@@ -325,7 +327,7 @@ def format_spec(name: str, options: Mapping[str, Any]) -> str:
     return f"{name}:{';'.join(f'{key}={value}' for key, value in options.items())}" if options else name
 
 
-LIFTED = ("codec", "collective")
+LIFTED = ("codec", "collective", "balance")
 """Settings of a run that may stand among a strategy's options, so that a comparison can have them differ."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -9,9 +10,11 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from podium.balance.fixed import Fixed
+from podium.balancing import Balancing
 from podium.comm.base import Meta
 from podium.data.base import Dataset
-from podium.data.order import GlobalOrder, Slice, divide, share_of
+from podium.data.order import GlobalOrder, Slice, divide, part_of
 from podium.errors import ConfigError
 from podium.nests import map_tensors
 from podium.servers.server import PATIENCE
@@ -41,19 +44,33 @@ class Feed(ABC):
 class StepFeed(Feed):
     """This worker's share of each global step."""
 
-    def __init__(self, *args: Any, shares: Sequence[float] | None = None) -> None:
+    def __init__(self, *args: Any, balancing: Balancing | None = None, weighed: bool = False) -> None:
+        """`weighed`: by what the task says that targets weigh; one more, small, exchange per step."""
         super().__init__(*args)
-        self._shares = shares
+        self._balancing, self._weighed = balancing, weighed and self.worker.weigh is not None
 
     def next(self) -> Batch | None:
         worker = self.worker
         if worker.position >= worker.horizon:
             return None
         step = self.order.rest_of_step(worker.position, worker.batch_size, worker.horizon)
-        members = worker.comm.workers
-        shares = [1.0] * len(members) if self._shares is None else [self._shares[r] for r in members]
-        mine = share_of(step, shares, worker.comm.index)
-        return self._batch(mine, mine.count / step.count, step.position + step.count)
+        size = worker.comm.size
+        counts = divide(step.count, [1.0] * size) if self._balancing is None else self._balancing.counts(step.count)
+        mine = part_of(step, counts, worker.comm.index)
+        batch = self._batch(mine, mine.count / step.count, step.position + step.count)
+        return batch._replace(weight=self._weight(batch)) if self._weighed else batch
+
+    def _weight(self, batch: Batch) -> float:
+        """This batch's part of what the whole step weighs. Collective."""
+        weigh, comm = self.worker.weigh, self.worker.comm
+        assert weigh is not None
+        mine = float(weigh(batch.targets)) if batch.samples else 0.0
+        if not 0 <= mine < math.inf:
+            raise ConfigError(f"weigh must say how much targets count, a number of at least 0, got {mine}")
+        total = torch.tensor([mine], dtype=torch.float64)
+        if comm.size > 1:
+            comm.wait(comm.all_reduce(total))
+        return mine / float(total) if total > 0 else 0.0
 
 
 class RoundPlan(NamedTuple):
@@ -194,16 +211,21 @@ def make_feed(
     order: GlobalOrder,
     worker: Worker,
     device: torch.device,
-    shares: Sequence[float] | None = None,
+    balancing: Balancing | None = None,
+    *,
+    weighed: bool = False,
 ) -> Feed:
-    """The feed that a strategy asks for."""
+    """The feed that a strategy asks for.
+
+    Where it is fed by global steps, `balancing` divides them, and they are `weighed` as the task says.
+    """
     if kind == "cursor":
         return CursorFeed(dataset, order, worker, device)
     if kind == "round":
-        if shares is not None:
+        if balancing is not None and isinstance(balancing.balancer, Fixed):
             raise ConfigError("shares divide a global step, and here workers do unequal numbers of steps; use steps")
         return RoundFeed(dataset, order, worker, device)
-    return StepFeed(dataset, order, worker, device, shares=shares)
+    return StepFeed(dataset, order, worker, device, balancing=balancing, weighed=weighed)
 
 
 def _first_of(lease: Meta) -> tuple[Meta, Meta | None]:

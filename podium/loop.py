@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from podium.balance import balancer_of
+from podium.balancing import Balancing
 from podium.building import derived_seed, fitted, packing_for
 from podium.cluster.process import Node, NodeSpec, settle_in
 from podium.collectives import collective_of
@@ -84,6 +86,7 @@ class Run:
             seed=seed,
         )
         self._control, self._recorder, self._codec = control, recorder, asked.codec
+        self._balancing = Balancing(balancer_of(asked), self.worker, recorder)
         self._phasing: Phasing | None = None
         self._batch: Batch | None = None
         self._state: Any = None
@@ -132,7 +135,7 @@ class Run:
         end = worker.position + epochs * order.samples
         phasing = self._lead(Course(order.samples, batch_size, max(end, (total_epochs or 0) * order.samples)))
         while worker.position < end and not worker.stop_agreed:
-            feed = make_feed(self.strategy.feed, dataset, order, worker, worker.device)
+            feed = make_feed(self.strategy.feed, dataset, order, worker, worker.device, self._balancing)
             worker.horizon = min(end, phasing.horizon)
             worker.outgoing.prepare()
             if self.strategy.by_rounds and self.strategy.survives_loss:
@@ -169,6 +172,7 @@ class Run:
             yield batch.inputs, batch.targets
             if self._batch is not None:
                 raise ConfigError("run.batches: every batch needs one call of run.step before the next")
+        self._balancing.settle()
 
     def step(self, closure: Callable[[], Tensor] | None) -> Tensor:
         """One step of the strategy on the batch in hand; `closure` computes its mean loss.
@@ -192,6 +196,9 @@ class Run:
         if retried and strategy.by_rounds and worker.round.steps == 0:
             worker.mark()
         took_ns = meter.record(self._recorder, batch, float(loss))
+        if strategy.feed == "step":
+            together = not strategy.by_rounds or worker.round.steps == 0
+            self._balancing.saw_step(batch, worker.pass_ns / 1e9, may_tell=together)
         if self._phasing is not None:
             self._phasing.step_s = took_ns / 1e9
             self._phasing.saw_step(float(loss))
@@ -203,6 +210,7 @@ class Run:
         """Go on with whoever is left: from the last step, or from where the round began."""
         worker, phasing = self.worker, self._phasing
         assert phasing is not None
+        self._balancing.drop()
         if self.strategy.by_rounds:
             worker.return_to_mark()
         carried = {"phasing": phasing.state()}

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from podium import checkpoint
+from podium.balance import balancer_of
+from podium.balancing import Balancing
 from podium.building import Job, build_worker, device_of, open_data
 from podium.comm.base import Communicator
 from podium.data.base import Dataset
@@ -72,6 +74,7 @@ class Training:
         self.worker.samples, self.worker.batch_size = self.order.samples, job.batch_size
         packing, course = self.worker.outgoing.packing, course._replace(end=self.end)
         self.phasing = Phasing(job.strategy, self.worker, course, recorder, job.config.codec, packing)
+        self.balancing = Balancing(balancer_of(job.config), self.worker, recorder)
         self.feed = self._make_feed()
         self.evaluated_at = -1  # the position of the last validation
         self.saved_at = -1
@@ -148,6 +151,7 @@ class Training:
             self._step(state, batch)
             self._validate_when_due()
             self._step_ended = self.comm.clock.now_ns()
+        self.balancing.settle()
 
     def _is_agreed_to_end(self) -> bool:
         """Whether the stretch ends here although there is more to train on."""
@@ -219,6 +223,8 @@ class Training:
             worker.mark()
         self.phasing.step_s = meter.record(self.recorder, batch, loss) / 1e9
         worker.outgoing.tell_news(self.recorder, worker.steps_done)
+        if self.strategy.feed == "step":
+            self.balancing.saw_step(batch, worker.pass_ns / 1e9, may_tell=not by_rounds or worker.round.steps == 0)
         worker.check_loss(loss, batch, worker.steps_done)
         self.phasing.saw_step(loss)
         self.control.progress(progress_of(worker, loss, total_steps=self.total_steps, total_samples=self.end))
@@ -387,6 +393,7 @@ class Training:
             "began_at": self._began_at,
             "phasing": self.phasing.state(),
         }
+        self.balancing.drop()
         servers, before = self.comm.servers, self.comm.workers
         in_round = self._undone is not None
         how = {"in_step": self._in_step, "in_round": in_round, "late": self._late}
@@ -484,9 +491,9 @@ class Training:
         return report
 
     def _make_feed(self) -> Feed:
-        return make_feed(
-            self.strategy.feed, self.data.train, self.order, self.worker, self.device, self.job.config.shares
-        )
+        weighed = not self.strategy.by_rounds
+        parts = (self.data.train, self.order, self.worker, self.device, self.balancing)
+        return make_feed(self.strategy.feed, *parts, weighed=weighed)
 
 
 def run_server(server: Server) -> None:

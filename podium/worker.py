@@ -49,12 +49,12 @@ class Batch(NamedTuple):
     lease: int = -1  # names the slice when it was leased from a cursor
     closure: Callable[[], Tensor] | None = None  # the user's own forward pass, in place of model and loss
 
-    def split(self, parts: int) -> list[Batch]:
-        """Micro-batches whose weights add up to this one's."""
+    def split(self, parts: int, weigh: Callable[[Any], float] | None = None) -> list[Batch]:
+        """Micro-batches whose weights add up to this one's: in proportion to their samples, or to what they weigh."""
         if parts == 1 or self.samples < 2 or self.closure is not None:
             return [self]
         cuts = [self.samples * i // parts for i in range(parts + 1)]
-        return [
+        found = [
             self._replace(
                 inputs=map_tensors(lambda rows, a=a, b=b: rows[a:b], self.inputs),  # type: ignore[misc]  # bound now
                 targets=map_tensors(lambda rows, a=a, b=b: rows[a:b], self.targets),  # type: ignore[misc]  # bound now
@@ -64,6 +64,11 @@ class Batch(NamedTuple):
             for a, b in itertools.pairwise(cuts)
             if b > a
         ]
+        if weigh is None:
+            return found
+        weights = [float(weigh(part.targets)) for part in found]
+        total = sum(weights) or 1.0
+        return [part._replace(weight=self.weight * w / total) for part, w in zip(found, weights, strict=True)]
 
 
 class Worker:
@@ -84,11 +89,12 @@ class Worker:
         rows: bool = False,
         collective: Collective | None = None,
         packing: Packing | None = None,
+        weigh: Callable[[Any], float] | None = None,
         seed: int = 0,
     ) -> None:
         """Moves the model's parameters into flat buffers; cast and move the model before, not after."""
         self.model, self.optimizer, self.comm, self.schedule = model, optimizer, comm, schedule
-        self.loss, self.clip_norm, self.accumulate = loss, clip_norm, accumulate
+        self.loss, self.weigh, self.clip_norm, self.accumulate = loss, weigh, clip_norm, accumulate
         self.flat = Flat(model, optimizer, bucket_bytes, allocate=comm.allocate, rows=rows)
         self.steps_done = 0
         self.position = 0
@@ -138,6 +144,10 @@ class Worker:
         self.kept: dict[str, list[Tensor]] = {}
         """What a strategy wants to find again after a checkpoint: flat tensors, laid out as the parameters are."""
         self._mark: Mark | None = None
+        self.pass_ns = 0
+        """What the last step's forward and backward passes took."""
+        self.exchange_s = 0.0
+        """Seconds of an exchange that this worker's own link takes and its computing does not hide, where known."""
         self.busy_ns = self.busy_samples = 0
         """Time spent on gradients since somebody asked, and on how many samples."""
         self.tells_pace = False
@@ -181,7 +191,8 @@ class Worker:
         """
         began = self.comm.clock.now_ns()
         loss = self._backward.run(batch, on_ready)
-        self.busy_ns += self.comm.clock.now_ns() - began
+        self.pass_ns = self.comm.clock.now_ns() - began
+        self.busy_ns += self.pass_ns
         self.busy_samples += batch.samples
         return loss
 

@@ -33,7 +33,19 @@ WIDE = 100
 )
 @click.option("--seeds", type=click.IntRange(min=1), default=3, metavar="N", help="Runs of each strategy. [3]")
 @click.option("--target", type=float, metavar="X", help="The value of the metric that time to target waits for.")
-@options("codec", "collective", "workers", "epochs", "steps", "batch_size", "launcher", "cluster", "device", "data_dir")
+@options(
+    "codec",
+    "collective",
+    "balance",
+    "workers",
+    "epochs",
+    "steps",
+    "batch_size",
+    "launcher",
+    "cluster",
+    "device",
+    "data_dir",
+)
 @options("out", "config", "set", "dry_run", "quiet", "json")
 @click.pass_obj
 def compare(

@@ -17,7 +17,8 @@ from podium.cli.output import Output
 @options("json")
 @click.pass_obj
 def list_names(out: Output) -> None:
-    """List tasks, strategies, triggers, codecs, collectives, launchers, and what a sweep takes."""
+    """List tasks, strategies, triggers, codecs, collectives, balancers, launchers, and what a sweep takes."""
+    from podium.balance import BALANCERS, find_balancer
     from podium.codecs import CODECS, find_codec
     from podium.collectives import COLLECTIVES, find_collective
     from podium.colocate import EXECUTORS
@@ -34,6 +35,7 @@ def list_names(out: Output) -> None:
         "triggers": _described(TRIGGERS, _find_trigger),
         "codecs": _described(CODECS, find_codec),
         "collectives": _described(COLLECTIVES, find_collective),
+        "balancers": _described(BALANCERS, find_balancer),
         "executors": _described(("auto", *(name for name in EXECUTORS if name != "auto")), _find_executor),
         "stopping rules": _described(STOPPINGS, find_stopping),
         "searches": _described(SOURCES, find_source),

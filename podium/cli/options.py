@@ -20,6 +20,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="How replicas come to agree; in phases: 'A until TRIGGER | B'. [all-reduce]",
     ),
     "codec": click.option("--codec", metavar="NAME[:K=V,…]", help="How gradients are packed for the wire. [dense]"),
+    "balance": click.option("--balance", metavar="NAME[:K=V,…]", help="Who gets how much of a step. [equal]"),
     "collective": click.option(
         "--collective", metavar="NAME[:K=V,…]", help="How workers add up what they send each other. [default]"
     ),

@@ -17,7 +17,20 @@ from podium.errors import ConfigError
 )
 @click.argument("script", type=click.Path())
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-@options("workers", "strategy", "codec", "collective", "launcher", "cluster", "out", "set", "dry_run", "quiet", "json")
+@options(
+    "workers",
+    "strategy",
+    "codec",
+    "collective",
+    "balance",
+    "launcher",
+    "cluster",
+    "out",
+    "set",
+    "dry_run",
+    "quiet",
+    "json",
+)
 @click.pass_obj
 def run(
     out: Output,

@@ -13,7 +13,19 @@ from podium.cli.output import Output
 
 @click.command(short_help="Train one task with one strategy.")
 @click.argument("task", required=False)
-@options("strategy", "codec", "collective", "workers", "seed", "epochs", "steps", "batch_size", "launcher", "cluster")
+@options(
+    "strategy",
+    "codec",
+    "collective",
+    "balance",
+    "workers",
+    "seed",
+    "epochs",
+    "steps",
+    "batch_size",
+    "launcher",
+    "cluster",
+)
 @options(
     "device", "data_dir", "out", "resume", "replay", "checkpoint_every", "config", "set", "dry_run", "quiet", "json"
 )

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from podium.balance import balancer_of
 from podium.building import Job
 from podium.cluster.base import Event, Launcher, Plan, Planned
 from podium.cluster.ending import termination_unwinds
@@ -250,6 +251,12 @@ def check(config: RunConfig) -> Strategy[Any]:
     check_packing(config, strategy)
     check_phases(config, strategy)
     collective_of(config)
+    balancer = balancer_of(config)
+    if balancer.learns and not any(phase.strategy.feed == "step" for phase in strategy.phases):
+        raise ConfigError(
+            f"{label_of(config.strategy, strategy)}: its workers lease samples as they come for them, or have numbers "
+            f"of steps of their own (steps=speed), so there is nothing to balance, got balance={config.balance}"
+        )
     if config.shares is not None and strategy.feed != "step":
         raise ConfigError(
             f"{label_of(config.strategy, strategy)}: its workers lease samples as they come for them, or have numbers "

@@ -81,7 +81,11 @@ def divide(count: int, shares: Sequence[float]) -> list[int]:
 
 def share_of(piece: Slice, shares: Sequence[float], index: int) -> Slice:
     """The part of a global step that belongs to the worker at `index`."""
-    counts = divide(piece.count, shares)
+    return part_of(piece, divide(piece.count, shares), index)
+
+
+def part_of(piece: Slice, counts: Sequence[int], index: int) -> Slice:
+    """The samples of the worker at `index`, where each has so many of them."""
     before = sum(counts[:index])
     return Slice(piece.position + before, counts[index], piece.epoch, piece.offset + before)
 

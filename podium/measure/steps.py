@@ -29,6 +29,7 @@ class StepMeter:
             samples=batch.samples,
             loss=loss,
             step_ns=now - self._began[0],
+            pass_ns=self.worker.pass_ns,
             wait_ns=waited - self._began[1],
             sent=sent - self._began[2],
             received=received - self._began[3],

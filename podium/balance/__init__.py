@@ -1,0 +1,41 @@
+"""Who gets how much work: one file per balancer, and a plain dict from name to where it lives."""
+
+from __future__ import annotations
+
+from podium.balance.base import Balancer
+from podium.config import RunConfig, build, parse_spec
+from podium.errors import ConfigError
+from podium.names import find_class
+
+BALANCERS: dict[str, str] = {
+    "equal": "podium.balance.equal:Equal",
+    "proportional": "podium.balance.proportional:Proportional",
+    "equal-finish": "podium.balance.equal_finish:EqualFinish",
+}
+
+
+def find_balancer(name: str) -> type[Balancer]:
+    """The class of a balancer: a name from the list, or `file.py:Class` / `module:Class` of the user's own."""
+    cls = find_class("balance", name, BALANCERS)
+    if not issubclass(cls, Balancer):
+        raise ConfigError(f"{name} must be a balancer class, got {cls!r}")
+    return cls
+
+
+def make_balancer(spec: str) -> Balancer:
+    """From `name[:key=value;…]`."""
+    name, options = parse_spec(spec, "balance")
+    return build(find_balancer(name), options, who=f"balance {name}")
+
+
+def balancer_of(config: RunConfig) -> Balancer:
+    """The balancer that a run was asked for."""
+    from podium.balance.fixed import Fixed
+
+    if config.shares is None:
+        return make_balancer(config.balance)
+    if config.balance != "equal":
+        raise ConfigError(
+            f"shares fix who gets how much, and balance={config.balance} would change it: give one of them"
+        )
+    return Fixed(shares=config.shares)
