@@ -6,7 +6,7 @@ go. Reducing may begin on a bucket while autograd is still busy with the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,17 +45,37 @@ class Backward:
         self._next = 0
         for p in self.flat.parameters:
             p.grad = None
-        loss = torch.zeros(())
-        parts = batch.split(worker.accumulate, worker.weigh) if batch.samples else []
-        for part in parts:
+        means: list[tuple[Batch, Tensor]] = []
+        for part, is_last in self._parts(batch):
             self._fired = [False] * len(self._fired)
-            self._on_ready = on_ready if part is parts[-1] else None
+            self._on_ready = on_ready if is_last else None
             worker.comm.clock.begin_pass(part.samples)
             mean = self._pass(part)
             worker.comm.clock.reach(1.0)
-            loss = loss + mean.detach().cpu() * _part_of(part, batch, weighed=worker.weigh is not None)
+            means.append((part, mean.detach().cpu()))  # waits for a GPU, which would draw more than it can compute
+        worker.pass_samples = sum(part.samples for part, _ in means)
+        loss = torch.zeros(())
+        for part, mean in means:
+            loss = loss + mean * _part_of(part, batch, weighed=worker.weigh is not None)
         self._flush(on_ready, batch.samples, float(loss) * batch.weight)
         return loss
+
+    def _parts(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:
+        """What to pass over, and whether nothing can follow it.
+
+        A micro-batch is drawn when the one before it is through, not earlier: a slow worker that has one in hand
+        beside the one it is at would hold up the others at the end of the step for longer than it would gain by
+        knowing which is its last. So only who has the step's last samples sends buckets while backward still runs.
+        """
+        if batch.draws is None:
+            parts = batch.split(self.worker.accumulate, self.worker.weigh) if batch.samples else []
+            if self.worker.weigh is not None:  # the mean over nothing is no number
+                parts = [part for part in parts if part.weight > 0]
+            for part in parts:
+                yield part, part is parts[-1]
+            return
+        while (drawn := batch.draws.next()) is not None:
+            yield drawn, drawn.piece.position + drawn.piece.count == batch.end
 
     def _pass(self, part: Batch) -> Tensor:
         worker = self.worker

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from podium.codecs.dense import Dense
 from podium.collectives import collective_of
 from podium.comm.base import Communicator
-from podium.config import RunConfig
+from podium.config import RunConfig, devices_in
 from podium.data.base import Data
 from podium.data.order import GlobalOrder
 from podium.errors import ConfigError, DataError
@@ -202,14 +202,22 @@ def derived_seed(seed: int, *salts: int) -> int:
     return int(np.random.SeedSequence([seed, *salts]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def device_of(name: str, rank: int) -> torch.device:
-    """The device of a rank; ranks share the visible GPUs in turn."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError("device=cuda: PyTorch sees no GPU here; use device=cpu or device=auto")
-        return torch.device("cuda", rank % torch.cuda.device_count())
-    if name != "cpu":
-        raise ConfigError(f"device must be 'cpu', 'cuda' or 'auto', got {name!r}")
-    return torch.device("cpu")
+def device_of(setting: str, rank: int, first: int = 0) -> torch.device:
+    """The device of a rank, by the run's `device`; those of one node that are on `cuda` share its GPUs in turn.
+
+    `first`: the lowest rank of this node.
+    """
+    names = devices_in(setting)
+    name = names[rank % len(names)]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    if count == 0:
+        raise ConfigError(f"device={setting}: PyTorch sees no GPU here; use device=cpu or device=auto")
+    if ":" not in name:
+        before = [names[other % len(names)] for other in range(first, rank)]
+        return torch.device("cuda", before.count(name) % count)
+    number = int(name.partition(":")[2])
+    if number >= count:
+        raise ConfigError(f"device={setting}: PyTorch sees {count} GPUs here, numbered from 0, got {name}")
+    return torch.device("cuda", number)

@@ -7,6 +7,7 @@ gets it as JSON.
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 import types
 import typing
@@ -62,7 +63,8 @@ class RunConfig:
     cluster: str | None = None
     """A cluster file (TOML): nodes and links. Needed by `shaped`, used by `virtual`."""
     device: str = "cpu"
-    """`cpu`, `cuda` (ranks share the visible GPUs in turn) or `auto`."""
+    """`cpu`, `cuda` (the ranks of a node share its visible GPUs in turn), `cuda:1` or `auto`; or one for each worker,
+    from the front again when there are more: `cuda,cpu`."""
     threads: int | None = None
     """Intra-op threads per rank; the cores divided by the ranks when not given, 1 in threads and virtual time."""
     data_dir: str | None = None
@@ -108,12 +110,30 @@ class RunConfig:
             raise ConfigError(f"tls_cert, tls_key and tls_ca must be given together, got {', '.join(map(str, tls))}")
         if self.launcher not in LAUNCHERS:
             raise UnknownName("launcher", self.launcher, LAUNCHERS)
+        kinds = {name.partition(":")[0] for name in devices_in(self.device)}
+        if len(kinds) > 1 and self.launcher in ("threads", "virtual"):
+            raise ConfigError(
+                f"device={self.device}: workers on devices of different kinds must be processes of their own, "
+                f"got launcher={self.launcher}; use launcher=local"
+            )
         if self.shares is not None:
             need(len(self.shares) == self.workers, "shares", f"one number per worker ({self.workers})")
             need(min(self.shares) >= 0 and sum(self.shares) > 0, "shares", "0 or more each, not all 0")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def devices_in(device: str) -> tuple[str, ...]:
+    """The devices that a setting names, one for each worker, from the front again when there are more."""
+    names = tuple(name.strip() for name in device.split(","))
+    for name in names:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?|auto", name) or (name == "auto" and len(names) > 1):
+            raise ConfigError(
+                "device must be 'cpu', 'cuda', 'cuda:N' or 'auto', or several of the first three, one for each worker "
+                f"(cuda,cpu), got {device!r}"
+            )
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +202,13 @@ class RunResult:
     """Changes of phase: `before`, `after`, `rule`, `why`, `value`, `step`, `epoch`, `seconds`, `cost_ms` by part."""
     rules: Sequence[Mapping[str, Any]] = ()
     """When the rule in force fired, and when others would have: `rule`, `in_force`, `step`, `epoch`, `seconds`, …"""
+    balance: Mapping[str, Any] = field(default_factory=dict)
+    """Who did how much of the steps that workers shared; empty where they shared none.
+
+    `workers` (by rank: `samples_per_s` while computing, `wait_share` of its step time, …), `division` (`unit` each, of
+    the last whole step or round), `changes` of it, `exchange_s`, whether workers are `uneven`, and where that helps
+    their `course`.
+    """
     model: str = ""
     """Where the trained parameters are (safetensors)."""
 

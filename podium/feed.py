@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from podium.balance.fixed import Fixed
+from podium.balance.steal import Steal
 from podium.balancing import Balancing
 from podium.comm.base import Meta
 from podium.data.base import Dataset
@@ -18,7 +19,7 @@ from podium.data.order import GlobalOrder, Slice, divide, part_of
 from podium.errors import ConfigError
 from podium.nests import map_tensors
 from podium.servers.server import PATIENCE
-from podium.worker import Batch, Worker
+from podium.worker import Batch, Draws, OpenBatch, Worker
 
 
 class Feed(ABC):
@@ -31,7 +32,8 @@ class Feed(ABC):
     def next(self) -> Batch | None:
         """The next batch, or None when this stretch of training is over."""
 
-    def _batch(self, mine: Slice, weight: float, end: int, lease: int = -1) -> Batch:
+    def batch(self, mine: Slice, weight: float, end: int, lease: int = -1) -> Batch:
+        """These samples, on the device; `end`: where the step ends that they are part of."""
         if mine.count == 0:
             return Batch(None, None, 0, 0.0, mine, end, lease)
         inputs, targets = self.dataset.gather(self.order.indices(mine), self.order.keys(mine))
@@ -45,9 +47,19 @@ class StepFeed(Feed):
     """This worker's share of each global step."""
 
     def __init__(self, *args: Any, balancing: Balancing | None = None, weighed: bool = False) -> None:
-        """`weighed`: by what the task says that targets weigh; one more, small, exchange per step."""
+        """`weighed`: by what the task says that targets weigh; one more, small, exchange per step.
+
+        It also says that workers go through every step together, so that they can draw from it (`Steal`).
+        """
         super().__init__(*args)
         self._balancing, self._weighed = balancing, weighed and self.worker.weigh is not None
+        balancer = None if balancing is None else balancing.balancer
+        self._steal = balancer if isinstance(balancer, Steal) and weighed else None
+        if self._steal is not None and self._weighed:
+            raise ConfigError(
+                "balance steal: workers that draw do not know what the whole step weighs, so the task must have no "
+                "weigh; use balance=equal-finish"
+            )
 
     def next(self) -> Batch | None:
         worker = self.worker
@@ -55,9 +67,12 @@ class StepFeed(Feed):
             return None
         step = self.order.rest_of_step(worker.position, worker.batch_size, worker.horizon)
         size = worker.comm.size
+        if self._steal is not None and size > 1:
+            most = -(-worker.batch_size // (size * worker.accumulate))
+            return OpenBatch.of(step, _Stolen(self, step, self._steal.sizes(step.count, size, most)))
         counts = divide(step.count, [1.0] * size) if self._balancing is None else self._balancing.counts(step.count)
         mine = part_of(step, counts, worker.comm.index)
-        batch = self._batch(mine, mine.count / step.count, step.position + step.count)
+        batch = self.batch(mine, mine.count / step.count, step.position + step.count)
         return batch._replace(weight=self._weight(batch)) if self._weighed else batch
 
     def _weight(self, batch: Batch) -> float:
@@ -71,6 +86,23 @@ class StepFeed(Feed):
         if comm.size > 1:
             comm.wait(comm.all_reduce(total))
         return mine / float(total) if total > 0 else 0.0
+
+
+@final
+class _Stolen(Draws):
+    """Micro-batches of one step, of these sizes, for whoever comes for the next."""
+
+    def __init__(self, feed: Feed, step: Slice, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self._feed, self._step, self._sizes = feed, step, sizes
+
+    def _draw(self) -> Batch | None:
+        feed, step = self._feed, self._step
+        number = feed.worker.comm.draw(step.position)
+        if number >= len(self._sizes):
+            return None
+        piece = part_of(step, self._sizes, number)
+        return feed.batch(piece, piece.count / step.count, step.position + step.count)
 
 
 class RoundPlan(NamedTuple):
@@ -150,7 +182,7 @@ class RoundFeed(Feed):
         worker.follow_schedule(self._step_at(plan.begin) + plan.step_at(k))
         piece, is_last = plan.mine[k], k == len(plan.mine) - 1
         weight, end = piece.count / (plan.end - plan.begin), plan.end if is_last else plan.begin
-        return self._batch(piece, weight, end, lease=0)  # any lease: the schedule is followed here
+        return self.batch(piece, weight, end, lease=0)  # any lease: the schedule is followed here
 
     def _step_at(self, position: int) -> int:
         """The global step that begins here, or is under way."""
@@ -178,7 +210,7 @@ class CursorFeed(Feed):
             return None
         piece = Slice(*lease["piece"])
         self._follow_schedule(piece)
-        return self._batch(piece, piece.count / lease["of"], piece.position + piece.count, lease["lease"])
+        return self.batch(piece, piece.count / lease["of"], piece.position + piece.count, lease["lease"])
 
     def _draw(self) -> Meta:
         """Ask for a lease; the answer may have to wait until all others are through with theirs.

@@ -224,7 +224,9 @@ class Training:
         self.phasing.step_s = meter.record(self.recorder, batch, loss) / 1e9
         worker.outgoing.tell_news(self.recorder, worker.steps_done)
         if self.strategy.feed == "step":
-            self.balancing.saw_step(batch, worker.pass_ns / 1e9, may_tell=not by_rounds or worker.round.steps == 0)
+            self.balancing.saw_step(
+                worker.pass_samples, worker.pass_ns / 1e9, may_tell=not by_rounds or worker.round.steps == 0
+            )
         worker.check_loss(loss, batch, worker.steps_done)
         self.phasing.saw_step(loss)
         self.control.progress(progress_of(worker, loss, total_steps=self.total_steps, total_samples=self.end))
@@ -464,6 +466,7 @@ class Training:
             buckets=worker.buckets,
             shares_memory=self.comm.shares_memory,
             codec=self.job.config.codec,
+            balance=self.balancing.balancer.name,
             collective=worker.outgoing.reducer.collective.name,
             device=str(self.device),
             total_steps=self.total_steps,

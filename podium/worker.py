@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -37,6 +38,31 @@ from podium.reducing import Packing
 from podium.rounds import Mark, Round
 
 
+class Draws(ABC):
+    """What a worker draws of a step that all share, one micro-batch after the other."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.weight = 0.0
+        self.pieces: list[Slice] = []
+        """What was drawn so far; neighbours in the global order are one piece."""
+
+    def next(self) -> Batch | None:
+        """The next micro-batch, or None where the step has none left. Asks for it, so it may wait and raise Lost."""
+        batch = self._draw()
+        if batch is not None:
+            self.samples, self.weight = self.samples + batch.samples, self.weight + batch.weight
+            last = self.pieces[-1] if self.pieces else None
+            if last is not None and last.position + last.count == batch.piece.position:
+                self.pieces[-1] = last._replace(count=last.count + batch.piece.count)
+            else:
+                self.pieces.append(batch.piece)
+        return batch
+
+    @abstractmethod
+    def _draw(self) -> Batch | None: ...
+
+
 class Batch(NamedTuple):
     """One worker's part of a step."""
 
@@ -48,6 +74,7 @@ class Batch(NamedTuple):
     end: int = 0  # the position once the whole step is done
     lease: int = -1  # names the slice when it was leased from a cursor
     closure: Callable[[], Tensor] | None = None  # the user's own forward pass, in place of model and loss
+    draws: Draws | None = None  # where more comes from while the step lasts; see `OpenBatch`
 
     def split(self, parts: int, weigh: Callable[[Any], float] | None = None) -> list[Batch]:
         """Micro-batches whose weights add up to this one's: in proportion to their samples, or to what they weigh."""
@@ -69,6 +96,33 @@ class Batch(NamedTuple):
         weights = [float(weigh(part.targets)) for part in found]
         total = sum(weights) or 1.0
         return [part._replace(weight=self.weight * w / total) for part, w in zip(found, weights, strict=True)]
+
+
+class OpenBatch(Batch):
+    """A part of a step that grows while the worker is at it: samples and weight are those of what it has drawn so far.
+
+    `piece` is the whole step.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, step: Slice, draws: Draws) -> OpenBatch:
+        """The part of this step that is still to be drawn."""
+        return cls(None, None, 0, 0.0, step, step.position + step.count, draws=draws)
+
+    @property
+    def samples(self) -> int:  # in place of the field
+        return self._drawn.samples
+
+    @property
+    def weight(self) -> float:  # in place of the field
+        return self._drawn.weight
+
+    @property
+    def _drawn(self) -> Draws:
+        assert self.draws is not None
+        return self.draws
 
 
 class Worker:
@@ -146,8 +200,10 @@ class Worker:
         self._mark: Mark | None = None
         self.pass_ns = 0
         """What the last step's forward and backward passes took."""
-        self.exchange_s = 0.0
-        """Seconds of an exchange that this worker's own link takes and its computing does not hide, where known."""
+        self.pass_samples = 0
+        """How many samples these went through."""
+        self.exposure: Callable[[], float] | None = None
+        """Set by a strategy that can say what `exchange_s` is; asked between two steps, and may measure."""
         self.busy_ns = self.busy_samples = 0
         """Time spent on gradients since somebody asked, and on how many samples."""
         self.tells_pace = False
@@ -165,6 +221,11 @@ class Worker:
     def params(self) -> list[Tensor]:
         """The flat parameter buffers, one per dtype."""
         return self.flat.params
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of an exchange that this worker's own link takes and its computing does not hide; 0: not known."""
+        return 0.0 if self.exposure is None else self.exposure()
 
     @property
     def global_step(self) -> int:
@@ -189,11 +250,11 @@ class Worker:
         `on_ready(b)` is called once per bucket, in index order, as soon as its gradients are there: it may issue an
         exchange and must not wait. A worker without samples contributes zeros.
         """
-        began = self.comm.clock.now_ns()
+        began, waited = self.comm.clock.now_ns(), self.comm.waited_ns
         loss = self._backward.run(batch, on_ready)
-        self.pass_ns = self.comm.clock.now_ns() - began
+        self.pass_ns = self.comm.clock.now_ns() - began - (self.comm.waited_ns - waited)  # it may have waited to draw
         self.busy_ns += self.pass_ns
-        self.busy_samples += batch.samples
+        self.busy_samples += self.pass_samples
         return loss
 
     def issue(self, bucket: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,9 @@ from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
 
 import podium
+from podium.building import device_of
+from podium.cluster.torchrun import Environment, own_settings
+from podium.config import RunConfig, devices_in
 from podium.errors import CheckpointError, ConfigError
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.solo import Solo
@@ -134,3 +138,86 @@ def _doubled(task: Task) -> podium.Data:
     data = task.data()
     sets = [podium.ArrayDataset(d.inputs.double(), d.targets) for d in data]  # type: ignore[attr-defined,union-attr]
     return podium.Data(*sets)
+
+
+# Devices.
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """As though PyTorch saw so many; nothing is done on them here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def devices(setting: str, workers: int, first: int = 0) -> list[str]:
+    return [str(device_of(setting, rank, first)) for rank in range(first, first + workers)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "count", "expected"),
+    [
+        ("cpu", 2, ["cpu", "cpu", "cpu"]),
+        ("auto", 0, ["cpu", "cpu", "cpu"]),
+        ("auto", 2, ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda", 2, ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda:1", 2, ["cuda:1", "cuda:1", "cuda:1"]),
+        ("cuda,cpu", 1, ["cuda:0", "cpu", "cuda:0"]),
+        ("cpu,cuda", 2, ["cpu", "cuda:0", "cpu", "cuda:1", "cpu", "cuda:0"]),
+        ("cuda:0, cuda:0, cpu", 2, ["cuda:0", "cuda:0", "cpu", "cuda:0"]),
+        ("cpu,cpu", 0, ["cpu", "cpu", "cpu"]),
+    ],
+)
+def test_workers_have_devices_in_turn(
+    monkeypatch: pytest.MonkeyPatch, setting: str, count: int, expected: list[str]
+) -> None:
+    gpus(monkeypatch, count)
+    assert devices(setting, len(expected)) == expected
+
+
+@pytest.mark.parametrize("setting", ["", "gpu", "cuda,", "cuda:", "cuda:x", "cuda,auto", "cpu;cuda"])
+def test_what_is_no_device_is_refused_before_anything_starts(setting: str) -> None:
+    with pytest.raises(ConfigError, match="device must be 'cpu', 'cuda', 'cuda:N' or 'auto'"):
+        RunConfig(device=setting)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 0)
+    with pytest.raises(ConfigError, match=r"device=cpu,cuda: PyTorch sees no GPU here"):
+        device_of("cpu,cuda", 1)
+    gpus(monkeypatch, 2)
+    with pytest.raises(ConfigError, match=r"sees 2 GPUs here, numbered from 0, got cuda:2"):
+        device_of("cuda:2", 0)
+
+
+def test_unlike_devices_need_processes() -> None:
+    for launcher in ("threads", "virtual"):
+        with pytest.raises(ConfigError, match="must be processes of their own"):
+            RunConfig(device="cuda,cpu", launcher=launcher)
+        assert devices_in(RunConfig(device="cuda:0,cuda:1", launcher=launcher).device) == ("cuda:0", "cuda:1")
+    assert devices_in(RunConfig(device="cuda,cpu").device) == ("cuda", "cpu")
+
+
+def node(first: int, count: int, world: int) -> list[Environment]:
+    """What torchrun tells the processes of a node whose ranks begin here."""
+    return [Environment(first + i, world, i, count, "127.0.0.1", 1, True, "podium-0") for i in range(count)]
+
+
+def test_nodes_with_unequal_numbers_of_processes_share_gpus_and_cores_each_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = RunConfig(device="cuda", workers=5)
+    cores = len(os.sched_getaffinity(0))
+    gpus(monkeypatch, 2)
+    many = [own_settings(config, one) for one in node(0, 3, world=6)]
+    assert [own["device"] for own in many] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert {own["threads"] for own in many} == {max(1, cores // 3)}
+    gpus(monkeypatch, 8)
+    few = [own_settings(config, one) for one in node(3, 2, world=6)]
+    assert [own["device"] for own in few] == ["cuda:0", "cuda:1"]
+    gpus(monkeypatch, 0)
+    (server,) = [own_settings(config, one) for one in node(5, 1, world=6)]
+    assert server == {"threads": cores}
+
+
+def test_where_all_processes_are_on_one_node_the_settings_are_the_runs() -> None:
+    assert [own_settings(RunConfig(device="cuda"), one) for one in node(0, 2, world=2)] == [{}, {}]

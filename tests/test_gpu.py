@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from podium.collectives import make_collective
 from podium.comm.base import Communicator
 from podium.data.order import GlobalOrder
 from podium.files import load_tensors
+from podium.measure.records import read_records
 from podium.task import load_task
 from tests.worlds import Real
 
@@ -149,3 +151,72 @@ def test_phases_on_the_gpu(tmp_path: Path, late: str, launcher: str) -> None:
     assert result.audit == {"missing": 0, "repeated": 0}
     assert len(set(result.param_hash.values())) == 1
     assert result.metrics["accuracy"] > 0.8
+
+
+# Workers on the GPU and on the CPU in one run.
+
+
+def sums_of_a_mix(comm: Communicator) -> list[str]:
+    """Every collective that can be had here, the first worker's tensors on the GPU; what came out wrong."""
+    device = torch.device("cuda" if comm.rank == 0 else "cpu")
+    comm.allocate(1, torch.float32, device)  # as a worker does for its parameters
+    wrong = []
+    for name in ("auto", "ring", "halving-doubling", "backend"):
+        collective = make_collective(name).prepare(comm)
+        for numel in (1, 1000, 1 << 20):
+            for dtype in (torch.float32, torch.float64):
+                tensor = torch.full((numel,), comm.rank + 1.0, dtype=dtype, device=device)
+                comm.wait(collective.all_reduce(comm, tensor))
+                if not torch.equal(tensor.cpu(), torch.full((numel,), comm.size * (comm.size + 1) / 2, dtype=dtype)):
+                    wrong.append(f"{name} {numel} {dtype}")
+    on_cpu = torch.ones(3)  # small words lie on the CPU everywhere
+    comm.wait(comm.all_reduce(on_cpu))
+    if on_cpu.tolist() != [comm.size] * 3:
+        wrong.append("all-reduce of words")
+    mine, into = torch.full((2,), float(comm.rank), device=device), torch.zeros(2 * comm.size, device=device)
+    comm.wait(comm.all_gather(mine, into))
+    if into.tolist() != [float(rank) for rank in range(comm.size) for _ in range(2)]:
+        wrong.append("all-gather")
+    for source in range(comm.size):
+        told = torch.full((5,), float(comm.rank), device=device)
+        comm.wait(comm.broadcast(told, source))
+        if told.tolist() != [float(source)] * 5:
+            wrong.append(f"broadcast from {source}")
+    return wrong
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_gpu_and_the_cpu_add_up_together(workers: int, shared: bool) -> None:
+    assert Real(shared=shared).run(sums_of_a_mix, workers, deadline_s=60.0) == [[]] * workers
+
+
+MIXED = ["all-reduce", "all-reduce:collective=ring", "parameter-server", "local-sgd:period=4"]
+
+
+@pytest.mark.parametrize("strategy", MIXED)
+@pytest.mark.parametrize("device", ["cuda,cpu", "cuda:0,cuda:0,cpu"])
+def test_workers_on_the_gpu_and_on_the_cpu_train_one_model(tmp_path: Path, strategy: str, device: str) -> None:
+    workers = device.count(",") + 1
+    options: dict[str, Any] = {"epochs": EPOCHS, "out": str(tmp_path)}
+    together = podium.train(
+        "digits-mlp", strategy=strategy, workers=workers, device=device, balance="equal-finish", **options
+    )
+    begun = [row for row in read_records(Path(together.run_dir)) if row["kind"] == "begin" and row["role"] == "worker"]
+    kinds = [row["device"].partition(":")[0] for row in sorted(begun, key=lambda row: row["rank"])]
+    assert kinds == [name.partition(":")[0] for name in device.split(",")]
+    assert together.audit == {"missing": 0, "repeated": 0}
+    assert together.metrics["accuracy"] > 0.8
+    if strategy == "parameter-server":  # its optimizer runs in one place; elsewhere replicas agree to rounding
+        assert len(set(together.param_hash.values())) == 1
+    if strategy != "local-sgd:period=4":
+        alone = podium.train("digits-mlp", strategy="solo", device="cpu", **options)
+        assert difference(alone, together) < 1e-3
+
+
+def test_a_checkpoint_of_mixed_devices_is_taken_up_on_any(tmp_path: Path) -> None:
+    first = podium.train("digits-mlp", workers=2, device="cuda,cpu", epochs=1, out=str(tmp_path))
+    for device in ("cpu", "cpu,cuda", "cuda"):
+        rest = podium.train("digits-mlp", workers=2, device=device, epochs=2, resume=first.run_dir, out=str(tmp_path))
+        assert rest.audit == {"missing": 0, "repeated": 0}
+        assert rest.epochs == 2

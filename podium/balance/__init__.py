@@ -11,6 +11,7 @@ BALANCERS: dict[str, str] = {
     "equal": "podium.balance.equal:Equal",
     "proportional": "podium.balance.proportional:Proportional",
     "equal-finish": "podium.balance.equal_finish:EqualFinish",
+    "steal": "podium.balance.steal:Steal",
 }
 
 

@@ -27,8 +27,8 @@ class Member(NamedTuple):
     """Seconds of an exchange that its own link takes, and that its computing does not hide."""
 
     def finish_s(self, samples: float) -> float:
-        """When it is through with so many samples; one that has none is through at once."""
-        return self.exchange_s + self.speed.seconds(samples) if samples > 0 else 0.0
+        """When it is through with so many samples; one that has none still takes part in the exchange."""
+        return self.exchange_s + (self.speed.seconds(samples) if samples > 0 else 0.0)
 
 
 class Balancer(ABC):
@@ -56,12 +56,27 @@ class Learning(Balancer):
     """Steps between two looks at the speeds."""
     gain: float = 0.02
     """What part of a step a change must promise to save, or it is not made; more where speeds are not known well."""
+    most: str = ""
+    """Samples that a worker can hold at a time, by rank, as in `64/16`; 0: no limit. Later ranks are like the last."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ConfigError(f"balance {self.name}: every must be at least 1 step, got {self.every}")
         if not 0 <= self.gain < 1:
             raise ConfigError(f"balance {self.name}: gain must be at least 0 and below 1, got {self.gain}")
+        for number in self.most.split("/") if self.most else ():
+            if not (number.strip().isascii() and number.strip().isdigit()):
+                raise ConfigError(
+                    f"balance {self.name}: most must be whole numbers by rank, divided by /, with 0 for no limit, as "
+                    f"in 64/16, got {self.most!r}"
+                )
+
+    def limit(self, rank: int) -> int | None:
+        """What the user says that this worker can hold at a time; None: no limit."""
+        if not self.most:
+            return None
+        numbers = [int(number) for number in self.most.split("/")]
+        return numbers[min(rank, len(numbers) - 1)] or None
 
 
 def finish_s(counts: Sequence[int], members: Sequence[Member]) -> float:

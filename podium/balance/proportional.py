@@ -1,7 +1,8 @@
 """Parts in proportion to speed, as samples per second were last seen.
 
-A worker that has more to do for each pass than for its samples gets faster as its part grows, so this comes to rest
-where all finish together after a few changes rather than one.
+A worker that has something to do for each pass, whatever its samples, gets faster as its part grows. So this comes to
+rest where all finish together after several changes rather than one, each of which leaves as much of what is missing
+as a pass has that is fixed. It does not see exchanges.
 
 Chen et al., 2020, Semi-Dynamic Load Balancing (LB-BSP), arXiv 1806.02508.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from podium.balance.base import Learning, Member
+from podium.balance.equal_finish import limits_of
 from podium.data.order import divide
 
 
@@ -24,5 +26,28 @@ class Proportional(Learning):
     name: ClassVar[str] = "proportional"
 
     def divide(self, count: int, members: Sequence[Member]) -> list[int]:
-        part = count / len(members)
-        return divide(count, [part / member.speed.seconds(part) for member in members])
+        """In proportion, but no more than fits; what does not goes to the others in the same way.
+
+        Where all that fits is less than `count`, everybody gets as many times more than fits.
+        """
+        limits = limits_of(count, members)
+        if sum(limits) < count:
+            return divide(count, limits if sum(limits) else [1.0] * len(members))
+        rates = [_rate(member, count / len(members)) for member in members]
+        open_, counts = list(range(len(members))), list(limits)
+        while open_:
+            left = count - sum(limits[i] for i in range(len(members)) if i not in set(open_))
+            parts = divide(left, [rates[i] for i in open_])
+            full = {i for i, part in zip(open_, parts, strict=True) if part > limits[i]}
+            if not full:
+                for i, part in zip(open_, parts, strict=True):
+                    counts[i] = part
+                break
+            open_ = [i for i in open_ if i not in full]
+        return counts
+
+
+def _rate(member: Member, part: float) -> float:
+    """Samples per second in passes as they were last seen, or over a part like everybody's."""
+    samples = member.speed.samples or max(1.0, part)
+    return samples / max(1e-12, member.speed.seconds(samples))

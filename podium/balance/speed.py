@@ -1,8 +1,46 @@
-"""How long a worker takes for a pass over some samples: t(b) = fixed + per_sample * b, learnt while it trains."""
+"""How long a worker takes for a pass over some samples: t(b) = fixed + per_sample * b, learnt while it trains.
+
+Two things are learnt apart. The *level* is what a pass takes at the present number of samples; it is known after a few
+passes. The *shape* is how much of that would stay if the samples went; it shows only when their number changes, so it
+begins as "nothing stays", and every change of a worker's part is an experiment about it.
+
+Passes are noisy. A single stall, however long, is not believed; three slow passes in a row are: a sum of what passes
+take beyond what was expected (CUSUM) finds changes of level within a few passes, and the level begins anew from there.
+Means are told, not medians: a worker whose CPU quota lets three passes run and halts the fourth is as fast as their
+mean.
+
+Page, 1954, Continuous inspection schemes (CUSUM), https://doi.org/10.1093/biomet/41.1-2.100.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
+
+WARM_UP = 2
+"""First passes that are not counted: they allocate, compile and fill caches."""
+WINDOW = 200
+"""Passes that the level is taken from, at most."""
+KEPT_NOISE = 64
+"""Passes that the noise is taken from, at most."""
+FLOOR = 0.02
+"""No pass is believed to be steadier than this."""
+UNKNOWN_NOISE = 0.2
+"""What is assumed of the noise until there are enough passes to tell."""
+CLIP, SLACK, BAR, SUSPICION = 3.0, 0.75, 6.0, 2.5
+"""CUSUM, in units of the noise: how far one pass counts, what is forgiven, where a change is found, and from where on
+the level waits for the outcome. One pass adds CLIP - SLACK at most, so it takes three."""
+FAR = math.log(8)
+"""A stall that is farther off than this says no more of when a change began."""
+SHAPE_DOUBT = 0.3
+"""How far the part of a pass that is fixed may be from 0 before anything is known of it."""
+MOST_FIXED = 0.95
+"""The largest part of a pass that is taken to be fixed."""
+TRIES = 8
+"""Experiments from before the last change of level that are remembered."""
 
 
 class Speed(NamedTuple):
@@ -13,9 +51,11 @@ class Speed(NamedTuple):
     noise: float = 0.0
     """Coefficient of variation of a pass."""
     error: float = 0.0
-    """Relative standard error of what `seconds` says."""
+    """Relative standard error of what `seconds` says of `samples`."""
     passes: int = 0
     """How many passes this is learnt from; 0: nothing is known."""
+    samples: int = 0
+    """How many samples these passes had; 0: nothing is known."""
 
     def seconds(self, samples: float) -> float:
         """What a pass over so many samples takes."""
@@ -26,16 +66,263 @@ class SpeedModel:
     """One worker's speed, from its own passes."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[int, float]] = []
+        self._cold = WARM_UP
+        self._sizes: set[int] = set()  # numbers of samples that were seen
+        self._passes: deque[_Pass] = deque(maxlen=WINDOW)  # since the last change of level
+        self._tries: deque[_Try] = deque(maxlen=TRIES)  # from before it
+        self._residuals: deque[float] = deque(maxlen=KEPT_NOISE)  # log(pass / expected)
+        self._up, self._down = _Sum(), _Sum()
+        self._found: _Found | None = None
+        self._unread = 0  # passes since
 
     def observe(self, samples: int, seconds: float) -> None:
-        """A pass over so many samples took so long."""
-        self._seen.append((samples, seconds))
+        """A pass over so many samples took so long. One over none, or one that took no time, says nothing."""
+        if samples < 1 or not 0 < seconds < math.inf:
+            return
+        is_new = samples not in self._sizes
+        self._sizes.add(samples)
+        if self._cold > 0:
+            self._cold -= 1
+            return
+        if is_new and self._passes and self._cold == 0:
+            self._cold = -1  # the first pass of a new size allocates and compiles; but not every one is left out
+            return
+        self._cold = 0
+        self._count(_Pass(samples, seconds))
 
     @property
     def speed(self) -> Speed:
-        """What is known now."""
-        last = self._seen[-8:]
-        if len(self._seen) < 3:
+        """What is known now; nothing before two passes were counted."""
+        if self._found is None or len(self._passes) < 2:
             return Speed(0.0, 0.0)
-        return Speed(0.0, sum(s for _, s in last) / sum(n for n, _ in last), 0.0, 0.0, len(last))
+        at = self._present()
+        seconds, error = self._found.mean(at)
+        fixed = seconds * self._found.shape.fixed_part(at)
+        noise = max(FLOOR, self._found.noise)
+        return Speed(fixed, (seconds - fixed) / at, noise, error, len(self._passes), at)
+
+    # Inside.
+
+    def _count(self, one: _Pass) -> None:
+        if self._found is not None:
+            self._compare(one, self._found)
+        self._passes.append(one)
+        if max(self._up.total, self._down.total) > BAR:
+            self._begin_anew()
+        self._unread += 1
+        if max(self._up.total, self._down.total) <= SUSPICION and (self._is_young() or self._unread >= 8):
+            self._found, self._unread = self._find(list(self._passes)), 0
+
+    def _is_young(self) -> bool:
+        """Whether every pass tells much: there are few yet, or few of the present number of samples."""
+        last = list(islice(reversed(self._passes), 8))
+        return len(self._passes) <= 16 or any(one.samples != last[0].samples for one in last)
+
+    def _compare(self, one: _Pass, found: _Found) -> None:
+        """With what was expected."""
+        centre, doubt = found.centre(one.samples)
+        residual = math.log(one.seconds) - centre
+        z = residual / math.hypot(found.spread, doubt)
+        self._up.add(z)
+        self._down.add(-z)
+        self._residuals.append(residual)
+
+    def _begin_anew(self) -> None:
+        """The level has changed: what came before that says something of shape and noise only."""
+        since = self._changed_since()
+        passes = list(self._passes)
+        before = passes[:-since]
+        if before:
+            spread = self._spread()
+            self._tries.extend(_tries(_group(before, spread), spread))
+        for _ in range(min(since, len(self._residuals))):
+            self._residuals.pop()
+        self._passes = deque(passes[-since:], WINDOW)
+        self._up, self._down = _Sum(), _Sum()
+
+    def _changed_since(self) -> int:
+        """How many of the last passes are at the new level: those that differ most clearly from the old one."""
+        longest = max((self._up, self._down), key=lambda side: side.total).passes
+        best, since, total = 0.0, 1, 0.0
+        for passes, residual in enumerate(islice(reversed(self._residuals), longest), start=1):
+            total += max(-FAR, min(FAR, residual))
+            if total**2 / passes > best:  # likelihood ratio
+                best, since = total**2 / passes, passes
+        return since
+
+    def _find(self, passes: Sequence[_Pass]) -> _Found:
+        noise, spread = max(FLOOR, self._noise()), self._spread()
+        groups = _group(passes, spread)
+        shape = _shape([*self._tries, *_tries(groups, max(noise, spread))])
+        return _Found(groups, shape, noise, spread)
+
+    def _spread(self) -> float:
+        """How far most passes lie from what was expected, as a standard deviation of logarithms."""
+        if len(self._residuals) < 8:
+            return UNKNOWN_NOISE
+        ordered = sorted(self._residuals)
+        cut = max(1, len(ordered) // 10)  # one stall is none
+        return max(FLOOR, (ordered[-1 - cut] - ordered[cut]) / 2.56)
+
+    def _noise(self) -> float:
+        """Coefficient of variation of passes."""
+        if len(self._residuals) < 8:
+            return UNKNOWN_NOISE
+        ratios = _winsorised([math.exp(residual) for residual in self._residuals])
+        mean = sum(ratios) / len(ratios)
+        return math.sqrt(sum((ratio - mean) ** 2 for ratio in ratios) / (len(ratios) - 1)) / mean
+
+    def _present(self) -> int:
+        """How many samples passes have now: a short last step of an epoch is not meant."""
+        last = [one.samples for one in islice(reversed(self._passes), 3)]
+        return Counter(last).most_common(1)[0][0]
+
+
+class _Pass(NamedTuple):
+    samples: int
+    seconds: float
+
+
+class _Group(NamedTuple):
+    """Passes over the same number of samples."""
+
+    samples: int
+    passes: int
+    mean_s: float
+    """Their mean, but for the farthest."""
+    centre: float
+    """Where the logarithms of most of them lie."""
+
+
+class _Try(NamedTuple):
+    """What two numbers of samples say of the shape."""
+
+    overhead: float
+    """What is fixed takes as long as so many samples."""
+    weight: float
+    """One over the variance of the fixed part that follows."""
+
+
+class _Shape(NamedTuple):
+    overhead: float
+    doubt: float
+    """Standard error of the fixed part."""
+
+    def fixed_part(self, samples: int) -> float:
+        """What part of a pass over so many samples is fixed."""
+        return min(MOST_FIXED, self.overhead / (self.overhead + samples))
+
+
+class _Sum:
+    """One side of a CUSUM."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.passes = 0  # since it was last 0: there the change began, if it is one
+
+    def add(self, z: float) -> None:
+        self.total = max(0.0, self.total + max(-CLIP, min(CLIP, z)) - SLACK)
+        self.passes = self.passes + 1 if self.total > 0 else 0
+
+
+class _Found(NamedTuple):
+    """What all passes since the last change say together."""
+
+    groups: list[_Group]
+    shape: _Shape
+    noise: float
+    spread: float
+
+    def mean(self, samples: int) -> tuple[float, float]:
+        """What a pass over so many samples takes, and the relative standard error of that."""
+        weights = self._weights(samples, self.noise)
+        scaled = (group.mean_s * self._ratio(samples, group.samples) for group in self.groups)
+        return _weighted(scaled, weights), 1 / math.sqrt(sum(weights))
+
+    def centre(self, samples: int) -> tuple[float, float]:
+        """The logarithm around which passes over so many samples lie, and its standard error."""
+        weights = self._weights(samples, self.spread)
+        scaled = (group.centre + math.log(self._ratio(samples, group.samples)) for group in self.groups)
+        return _weighted(scaled, weights), 1 / math.sqrt(sum(weights))
+
+    def _ratio(self, samples: int, other: int) -> float:
+        return (self.shape.overhead + samples) / (self.shape.overhead + other)
+
+    def _weights(self, samples: int, noise: float) -> list[float]:
+        """Passes over other numbers of samples tell less, the farther off they are and the less the shape is known."""
+        return [
+            1 / (noise**2 / group.passes + (self.shape.doubt * math.log(samples / group.samples)) ** 2)
+            for group in self.groups
+        ]
+
+
+def _group(passes: Iterable[_Pass], spread: float) -> list[_Group]:
+    by_size: dict[int, list[float]] = {}
+    for one in passes:
+        by_size.setdefault(one.samples, []).append(one.seconds)
+    return [_group_of(samples, times, spread) for samples, times in by_size.items()]
+
+
+def _group_of(samples: int, times: Sequence[float], spread: float) -> _Group:
+    ordered = _winsorised(times)
+    logs = [math.log(time) for time in ordered]
+    centre = logs[len(logs) // 2]
+    for _ in range(3):  # where clipped distances from it add up to nothing, as in the CUSUM
+        centre += sum(max(-CLIP * spread, min(CLIP * spread, log - centre)) for log in logs) / len(logs)
+    return _Group(samples, len(times), sum(ordered) / len(ordered), centre)
+
+
+def _winsorised(values: Iterable[float]) -> list[float]:
+    """In order, with the farthest taken to be no farther than the next: one, or three of two hundred, on either side.
+
+    So a single stall does not count, and stalls that come again and again do.
+    """
+    ordered = sorted(values)
+    if len(ordered) < 3:
+        return ordered
+    cut = max(1, round(0.015 * len(ordered)))
+    low, high = ordered[cut], ordered[-1 - cut]
+    return [min(high, max(low, value)) for value in ordered]
+
+
+def _tries(groups: Sequence[_Group], noise: float) -> list[_Try]:
+    """What each number of samples says of the shape, beside that with the most passes."""
+    if len(groups) < 2:
+        return []
+    base = max(groups, key=lambda group: group.passes)
+    return [_try(base, group, noise) for group in groups if group is not base]
+
+
+def _try(one: _Group, other: _Group, noise: float) -> _Try:
+    """From t2 / t1 = (overhead + b2) / (overhead + b1)."""
+    few, many = sorted((one, other))
+    ratio = many.mean_s / few.mean_s
+    if ratio <= 1:
+        overhead = math.inf
+    else:
+        overhead = max(0.0, (many.samples - ratio * few.samples) / (ratio - 1))
+    # More than so many passes tell no more: the line is no line, and the level drifts.
+    variance = noise**2 * (1 / min(32, one.passes) + 1 / min(32, other.passes))
+    most = MOST_FIXED / (1 - MOST_FIXED) * many.samples
+    return _Try(min(overhead, most), math.log(many.samples / few.samples) ** 2 / variance)
+
+
+def _shape(tries: Sequence[_Try]) -> _Shape:
+    """The weighted median of what experiments say, so that one that fell together with a change does not decide.
+
+    Drawn towards "nothing is fixed" as long as they say little.
+    """
+    prior = SHAPE_DOUBT**-2
+    total = sum(one.weight for one in tries)
+    doubt = max(FLOOR, 1 / math.sqrt(prior + total))
+    middle, so_far = 0.0, 0.0
+    for one in sorted(tries):
+        so_far += one.weight
+        if so_far >= total / 2:
+            middle = one.overhead
+            break
+    return _Shape(middle * total / (prior + total), doubt)
+
+
+def _weighted(values: Iterable[float], weights: Sequence[float]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

@@ -14,5 +14,6 @@ BENCHES: dict[str, str] = {
     "sweep": "podium.bench.sweep:bench_sweep",
     "folds": "podium.bench.folds:bench_folds",
     "fuzz": "podium.bench.fuzz:bench_fuzz",
+    "uneven": "podium.bench.uneven:bench_uneven",
 }
 """Name to `module:function`; each takes peers, rounds and its own options, and returns one JSON document."""

@@ -33,7 +33,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "batch_size": click.option("--batch-size", type=int, metavar="N", help="Samples per step over all workers."),
     "launcher": click.option("--launcher", metavar="NAME", help=f"Where ranks live: {', '.join(LAUNCHERS)}. [local]"),
     "cluster": click.option("--cluster", metavar="FILE", help="A cluster file (TOML): nodes and links."),
-    "device": click.option("--device", metavar="NAME", help="cpu, cuda or auto. [cpu]"),
+    "device": click.option("--device", metavar="NAME", help="cpu, cuda, auto; or one per worker: cuda,cpu. [cpu]"),
     "data_dir": click.option("--data-dir", metavar="DIR", help="Where the task's data files are."),
     "out": click.option("--out", metavar="DIR", help="Where results are written."),
     "resume": click.option("--resume", metavar="DIR", help="Go on from a run's folder or one checkpoint."),

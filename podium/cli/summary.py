@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from podium.config import RunConfig, RunResult
+from podium.study.balance import MOST_PARTS, advice, division, is_told
 from podium.study.format import change, pushes, reason, restoration, switch_cost
 from podium.study.rows import other_rules
 from podium.ui import format_bytes, format_number, format_seconds
@@ -39,13 +40,40 @@ def summary(result: RunResult, config: RunConfig) -> str:
     if result.lost:
         lines.append(("lost", "rank " + ", ".join(str(rank) for rank in result.lost)))
     lines += [("restored", restoration(facts)) for facts in result.restored]
-    lines += [*_switches(result), *_other_rules(result)]
+    lines += [*_switches(result), *_other_rules(result), *_balance(result.balance)]
     lines.append(("run", result.run_dir))
     lines.append(("next", next_command(result, config)))
     workers = "1 worker" if result.workers == 1 else f"{result.workers} workers"
     width = max(10, *(len(name) for name, _ in lines))
     head = f"{result.task} · {result.strategy} · {workers} · seed {result.seed} · {result.status}"
     return "\n".join([head, *(f"  {name:<{width}} {text}" for name, text in lines)])
+
+
+def _balance(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Who was how fast, how steps were divided, and what would be better; nothing where workers are alike."""
+    lines = [("advice", line) for line in advice(facts)]
+    if not is_told(facts):
+        return lines
+    count = len(facts["changes"])
+    said = "1 change" if count == 1 else f"{count:,} changes" if count else "no change"
+    if facts["balancer"] == "steal":
+        said = "as they drew them"
+    whole = "step" if facts["unit"] == "samples" else "round"
+    parts = f"{division(list(facts['division'].values()))} {facts['unit']} of a {whole}, {said}"
+    return [("speed", _speeds(facts["workers"])), ("division", parts), *lines]
+
+
+def _speeds(workers: Sequence[Mapping[str, Any]]) -> str:
+    """By worker, in order of rank."""
+    shown = workers
+    if len(workers) > MOST_PARTS:
+        by_speed = sorted(workers, key=lambda worker: float(worker["samples_per_s"]))
+        shown = [by_speed[0], by_speed[-1]]
+    sign = "/" if shown is workers else " to "
+    speeds = sign.join(f"{worker['samples_per_s']:,.0f}" for worker in shown)
+    waits = sign.join(f"{100 * worker['wait_share']:.0f}" for worker in shown)
+    who = "by worker" if shown is workers else f"(workers {shown[0]['rank']} and {shown[1]['rank']})"
+    return f"{speeds} samples/s {who} while computing, {waits} % of step time spent waiting"
 
 
 def _switches(result: RunResult) -> list[tuple[str, str]]:

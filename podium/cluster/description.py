@@ -19,6 +19,11 @@
     between = ["fast-0", "slow"]
     mbit = 100
 
+    [[change]]                   # from this time of the run on, a node computes at another speed
+    node = "slow"
+    at_s = 60.0
+    speed = 1.0
+
     [placement]                  # worker 0 on the first name, and so on, from the front again when there are more
     workers = ["fast-0", "fast-1"]
     servers = ["slow"]
@@ -93,6 +98,20 @@ class Link:
         _need_at_least(self.latency_us, 0, "link", "latency_us", optional=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """From a time of the run on, a node computes at another speed."""
+
+    node: int
+    at_s: float
+    """Seconds since the run began, on the world's clock; a pass under way then ends at its old speed."""
+    speed: float
+
+    def __post_init__(self) -> None:
+        _need_at_least(self.at_s, 0, "change", "at_s")
+        _need_above(self.speed, 0, "change", "speed")
+
+
 class PathCost(NamedTuple):
     """What a message between two nodes meets."""
 
@@ -125,6 +144,8 @@ class Cluster:
     local_latency_us: float = 5.0
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict, hash=False)
     """By pair of node indices, the lower first."""
+    changes: tuple[Change, ...] = ()
+    """Those of one node in order of time."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -138,8 +159,10 @@ class Cluster:
             _need_at_least(getattr(self, name), 0, "cluster", name)
         _need_above(self.seconds_per_sample, 0, "cluster", "seconds_per_sample", optional=True)
         _need_above(self.local_gbs, 0, "cluster", "local_gbs")
-        for index in (*self.workers, *self.servers, *(end for pair in self.links for end in pair)):
+        ends, changed = (end for pair in self.links for end in pair), (change.node for change in self.changes)
+        for index in (*self.workers, *self.servers, *ends, *changed):
             self._need_node(index)
+        self._need_order()
         for a, b in self.links:
             if a >= b:
                 raise ConfigError(f"cluster: a link joins two nodes, the lower index first, got {(a, b)}")
@@ -168,6 +191,18 @@ class Cluster:
             load[emptiest] += 1
             placed = (*placed, emptiest)
         return placed
+
+    def changes_of(self, node: int) -> tuple[Change, ...]:
+        """How a node's speed changes, in order of time."""
+        return tuple(change for change in self.changes if change.node == node)
+
+    def speed_at(self, node: int, now_ns: int) -> float:
+        """How fast a node computes at this time of the run."""
+        speed = self.nodes[node].speed
+        for change in self.changes_of(node):
+            if now_ns >= change.at_s * 1e9:
+                speed = change.speed
+        return speed
 
     def path(self, a: int, b: int) -> PathCost:
         """What a message from node `a` to node `b` meets: a's sending rate, b's receiving rate, one-way latency."""
@@ -216,7 +251,7 @@ class Cluster:
         return 2 * (ranks - 1) * max(hop_seconds(a, b) for a, b in set(hops))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in JSON types, with nodes named rather than numbered."""
+        """Everything, in JSON types, with nodes named rather than numbered; `changes` where there are any."""
         plain = {f.name: _as_float(getattr(self, f.name)) for f in dataclasses.fields(self)}
         plain["nodes"] = [{k: _as_float(v) for k, v in dataclasses.asdict(node).items()} for node in self.nodes]
         plain["workers"] = [self.names[i] for i in self.workers]
@@ -229,12 +264,27 @@ class Cluster:
             }
             for (a, b), x in sorted(self.links.items())
         ]
+        del plain["changes"]
+        if self.changes:  # otherwise absent, as it was before there were any: fingerprints stay
+            plain["changes"] = [
+                {"node": self.names[x.node], "at_s": _as_float(x.at_s), "speed": _as_float(x.speed)}
+                for x in sorted(self.changes, key=lambda x: (x.at_s, x.node))
+            ]
         return plain
 
     def fingerprint(self) -> str:
         """Sixteen hex digits that change when, and only when, something in the description does."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _need_order(self) -> None:
+        for node in {change.node for change in self.changes}:
+            for before, after in pairwise(self.changes_of(node)):
+                if after.at_s <= before.at_s:
+                    raise ConfigError(
+                        f"change of node {self.names[node]!r}: at_s must be later than that of the change before it "
+                        f"({before.at_s:g}), got {after.at_s:g}"
+                    )
 
     def _need_node(self, index: int) -> None:
         if not 0 <= index < len(self.nodes):
@@ -293,10 +343,11 @@ _CLUSTER_KEYS = (
 )
 _NODE_KEYS = tuple(f.name for f in dataclasses.fields(Node))
 _LINK_KEYS = tuple(f.name for f in dataclasses.fields(Link))
+_CHANGE_KEYS = tuple(f.name for f in dataclasses.fields(Change))
 
 
 def _parse(table: Mapping[str, Any]) -> Cluster:
-    _refuse_unknown(table, ("cluster", "node", "link", "placement"), "table")
+    _refuse_unknown(table, ("cluster", "node", "link", "change", "placement"), "table")
     settings = _one_table(table, "cluster")
     _refuse_unknown(settings, _CLUSTER_KEYS, "key of [cluster]")
     placement = _one_table(table, "placement")
@@ -307,6 +358,7 @@ def _parse(table: Mapping[str, Any]) -> Cluster:
         **settings,
         "nodes": nodes,
         "links": _parse_links(_tables(table, "link"), index),
+        "changes": tuple(_parse_change(entry, index) for entry in _tables(table, "change")),
         "workers": _find_nodes(placement.get("workers", []), index, "[placement] workers"),
         "servers": _find_nodes(placement.get("servers", []), index, "[placement] servers"),
     }
@@ -346,6 +398,15 @@ def _parse_link(entry: Mapping[str, Any], index: Mapping[str, int]) -> tuple[tup
     if not values:
         raise ConfigError(f"[[link]] between {entry['between']}: must give mbit or latency_us, got neither")
     return (min(ends), max(ends)), build(Link, values, who=f"link {entry['between']}")
+
+
+def _parse_change(entry: Mapping[str, Any], index: Mapping[str, int]) -> Change:
+    _refuse_unknown(entry, _CHANGE_KEYS, "key of [[change]]")
+    for key in _CHANGE_KEYS:
+        if key not in entry:
+            raise ConfigError(f"[[change]]: must give {key}, got {dict(entry)}")
+    (node,) = _find_nodes([entry["node"]], index, "[[change]] node")
+    return build(Change, {**entry, "node": node}, who=f"change of node {entry['node']!r}")
 
 
 def _find_nodes(names: object, index: Mapping[str, int], who: str) -> tuple[int, ...]:

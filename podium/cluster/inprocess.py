@@ -16,7 +16,7 @@ import torch
 from podium.building import Job, make_server, open_data
 from podium.cluster.base import Event, Launched, hosts_of
 from podium.cluster.description import Cluster, read_cluster, uniform
-from podium.comm.base import Communicator
+from podium.comm.base import Communicator, Ground
 from podium.comm.memory import MemoryWorld
 from podium.comm.virtual import VirtualWorld, count_flops
 from podium.errors import Lost, PodiumError, RankFailed
@@ -59,6 +59,8 @@ def run_virtual(job: Job, on_event: Callable[[Event], None] | None, stop: thread
     workers, strategy = job.config.workers, job.strategy
     hosts = hosts_of(strategy, workers)
     world = VirtualWorld(cluster, workers, servers, colocated=strategy.colocated, hosts=hosts, seed=job.config.seed)
+    for comm in world.ranks:
+        comm.ground = Ground(cluster, world.node_of, world.node_of[comm.rank])
     if cluster.seconds_per_sample is None:
         per_sample = flops_per_sample(job)
         for rank in world.ranks:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.balance import balancer_of
+from podium.balance.steal import Steal
 from podium.building import Job
 from podium.cluster.base import Event, Launcher, Plan, Planned
 from podium.cluster.ending import termination_unwinds
@@ -188,6 +189,8 @@ def plan_script(config: RunConfig, *, chosen: Path | None = None) -> Plan:
     if not Path(config.task).is_file():
         raise ConfigError(f"{config.task}: no such script")
     strategy = check(config)
+    if isinstance(balancer_of(config), Steal):
+        raise ConfigError("a loop of one's own takes its part of a step at once: balance=steal cannot go with it")
     run_dir = chosen or choose_run_dir(config)
     return Plan(dataclasses.replace(config, run_dir=str(run_dir)), strategy, run_dir)
 
@@ -205,6 +208,11 @@ def prepare(config: RunConfig, task: Task | None = None, *, chosen: Path | None 
         raise ConfigError(f"replay runs in virtual time: launcher must be 'virtual', got {config.launcher!r}")
     found = task or load_task(config.task, config.task_options, config.data_dir)
     full = resolved(config, found, run_dir)
+    if found.weigh is not None and isinstance(balancer_of(full), Steal):
+        raise ConfigError(
+            f"task {found.name}: what a step weighs is not known to workers that draw from it: "
+            "balance=steal cannot go with weigh; use equal-finish"
+        )
     if full.replay is not None:
         strategy = _as_recorded(strategy, Path(full.replay))
         _check_replay(full, strategy, Path(full.replay))
@@ -251,18 +259,28 @@ def check(config: RunConfig) -> Strategy[Any]:
     check_packing(config, strategy)
     check_phases(config, strategy)
     collective_of(config)
-    balancer = balancer_of(config)
-    if balancer.learns and not any(phase.strategy.feed == "step" for phase in strategy.phases):
-        raise ConfigError(
-            f"{label_of(config.strategy, strategy)}: its workers lease samples as they come for them, or have numbers "
-            f"of steps of their own (steps=speed), so there is nothing to balance, got balance={config.balance}"
-        )
-    if config.shares is not None and strategy.feed != "step":
-        raise ConfigError(
-            f"{label_of(config.strategy, strategy)}: its workers lease samples as they come for them, or have numbers "
-            f"of steps of their own, so shares must not be set, got {config.shares}"
-        )
+    check_balance(config, strategy)
     return strategy
+
+
+def check_balance(config: RunConfig, strategy: Strategy[Any]) -> None:
+    """Refuse a division of work that has no meaning here."""
+    balancer, who = balancer_of(config), label_of(config.strategy, strategy)
+    parts = [phase.strategy for phase in strategy.phases if phase.strategy.feed == "step"]
+    leased = "its workers lease samples as they come for them, or have numbers of steps of their own"
+    if config.shares is not None and strategy.feed != "step":
+        raise ConfigError(f"{who}: {leased}, so shares must not be set, got {config.shares}")
+    if not parts and balancer.name != "equal" and config.shares is None:
+        raise ConfigError(
+            f"{who}: {leased} (steps=speed), so there is nothing to balance, got balance={config.balance}"
+        )
+    if isinstance(balancer, Steal):
+        drawn = [part for part in parts if not part.by_rounds and (part.sums_gradients or part.server_count)]
+        if not drawn or any(part.exchanges and not part.by_rounds and part not in drawn for part in parts):
+            raise ConfigError(
+                f"{who}: balance=steal needs steps that all workers make together (all-reduce, parameter-server with "
+                "mode=sync); use equal-finish, or steps=speed"
+            )
 
 
 def check_phases(config: RunConfig, strategy: Strategy[Any]) -> None:

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 
 from podium.allocator import keep_freed_memory
-from podium.building import Job, device_of, make_server
+from podium.building import Job, make_server
 from podium.cluster.base import Planned
 from podium.cluster.membership import Membership
 from podium.cluster.roster import Role
 from podium.collectives import collective_of
 from podium.comm.arena import Arena
+from podium.comm.base import Ground
 from podium.comm.channel import Channel
 from podium.comm.memory import SlowClock, WallClock
 from podium.comm.real import RealCommunicator
@@ -80,8 +81,12 @@ class NodeSpec:
     talks: bool = False
     """Whether workers send each other messages, beside what their collective sends."""
     namespace: str | None = None
+    ground: Ground | None = None
+    """The machines and links beneath the ranks, where the launcher has a description of them."""
     speed: float = 1.0
     """Below 1, passes of its worker are drawn out, as a slower accelerator's would be."""
+    speed_changes: tuple[tuple[int, float], ...] = ()
+    """From when on, in nanoseconds since the run began, it has which speed instead; in order of time."""
     log: str | None = None
     """Where this process's own output goes; None leaves it on the terminal."""
     late: bool = False
@@ -126,8 +131,7 @@ class Node:
     def __init__(self, spec: NodeSpec, config: RunConfig) -> None:
         self.spec, self.config = spec, config
         self.secret = bytes.fromhex(spec.secret)
-        slow = spec.speed < 1
-        self.clock = SlowClock(spec.clock_ns, speed=spec.speed) if slow else WallClock(spec.clock_ns)
+        self.clock = _clock_of(spec)
         self.membership = Membership(
             spec.rank,
             spec.coordinator,
@@ -213,7 +217,7 @@ class Node:
         for e in spec.endpoints:
             group = None
             if e == spec.rank and spec.role == "worker":
-                backend = backend_for(device_of(config.device, e), spec.workers)
+                backend = backend_for(config.device, spec.workers)
                 group = Group(_open_store(spec), host=spec.host, backend=backend, deadline_s=config.deadline_s)
             if e in channels:
                 channels[e].introduce({k: v for k, v in joined.addresses.items() if k != e})
@@ -228,6 +232,7 @@ class Node:
                 relocate=self.membership.relocate,
                 arena=self._arena if spec.same_host and collective.prefers_memory else None,
             )
+            comms[e].ground = spec.ground
         return comms
 
     def serve_beside(self, server: Server) -> None:
@@ -258,6 +263,12 @@ class Node:
         recorder = Recorder(rank, path)
         self._recorders.append(recorder)
         return recorder
+
+
+def _clock_of(spec: NodeSpec) -> WallClock:
+    if spec.speed < 1 or spec.speed_changes:
+        return SlowClock(spec.clock_ns, speed=min(1.0, spec.speed), changes=spec.speed_changes)
+    return WallClock(spec.clock_ns)
 
 
 def settle_in(spec: NodeSpec) -> None:

@@ -1,8 +1,8 @@
 """The shaped launcher: local processes, each in its node's network namespace, on links and CPUs as the file says.
 
 A node's `speed` below 1 draws out its workers' passes by sleeping (`podium.comm.memory.SlowClock`): a slower
-accelerator. Its servers and its network are as fast as anybody's, and others have the processor meanwhile. `cpus` holds
-all of the node's ranks to a quota, servers too.
+accelerator. Changes of speed do so from their time on. Its servers and its network are as fast as anybody's, and others
+have the processor meanwhile. `cpus` holds all of the node's ranks to a quota, servers too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from podium.cluster.local import Processes, sendable_task
 from podium.cluster.netns import CpuQuota, ShapedNetwork
 from podium.cluster.rendezvous import note_what_was_made, rendezvous_folder
 from podium.cluster.roster import Role
+from podium.comm.base import Ground
 
 
 def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> Launched:
@@ -50,9 +51,9 @@ def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threadi
 
         def place(rank: int, role: Role) -> dict[str, Any]:
             node = node_of(rank, role)
-            speed = cluster.nodes[node].speed if role == "worker" else 1.0
             where = {"host": network.addresses[node], "namespace": network.namespaces[node], "same_host": False}
-            return {**where, "speed": speed}
+            where["ground"] = Ground(cluster, placed, node)
+            return {**where, **speeds_of(cluster, node)} if role == "worker" else where
 
         processes = Processes(job, folder, on_event, task=sendable_task(job), place=place)
         processes.on_started = lambda spec, pid: quota.add(node_of(spec.rank, spec.role), pid)
@@ -60,7 +61,15 @@ def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threadi
         return launched._replace(facts={"cluster": cluster.to_dict(), "network": network.facts, "quota": quota.facts()})
 
 
+def speeds_of(cluster: Cluster, node: int) -> dict[str, Any]:
+    """How fast a worker on this node computes, and from when on otherwise; never faster than this machine."""
+    changes = tuple((round(x.at_s * 1e9), min(1.0, x.speed)) for x in cluster.changes_of(node))
+    return {"speed": min(1.0, cluster.nodes[node].speed), "speed_changes": changes}
+
+
 def too_fast(cluster: Cluster) -> list[str]:
     """A warning where the file asks for more speed than there is."""
-    nodes = ", ".join(f"{node.name} ({node.speed:g})" for node in cluster.nodes if node.speed > 1)
+    asked = [(node.name, node.speed) for node in cluster.nodes]
+    asked += [(cluster.names[change.node], change.speed) for change in cluster.changes]
+    nodes = ", ".join(f"{name} ({speed:g})" for name, speed in asked if speed > 1)
     return [f"no node is faster than this machine: speed above 1 counts as 1, got {nodes}"] if nodes else []

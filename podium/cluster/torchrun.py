@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 -m podium.node --task digits-mlp --strategy all-reduce
     torchrun --nproc-per-node 4 -m podium.node --strategy all-reduce --script my_loop.py --its-own-option
 
-The last ranks become servers where the strategy wants some. The process of rank 0 also holds the coordinator, so here
-a lost rank ends the run, as torchrun has it anyway: its agent stops all others.
+Nodes may have unequal numbers of processes. The last ranks become servers where the strategy wants some. The process
+of rank 0 also holds the coordinator, so here a lost rank ends the run, as torchrun has it anyway: its agent stops all
+others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+from podium.building import device_of
 from podium.cluster.base import Planned
 from podium.cluster.coordinator import Coordinator
 from podium.cluster.launch import conclude, plan_script, prepare
@@ -41,6 +44,8 @@ class Environment:
 
     rank: int
     world_size: int
+    local_rank: int
+    """Its place among the processes of its node, whose ranks follow one another."""
     local_world_size: int
     host: str
     port: int
@@ -54,10 +59,11 @@ class Environment:
         missing = [name for name in names if name not in os.environ]
         if missing:
             raise ConfigError(f"podium.node needs torchrun's environment variables; missing: {', '.join(missing)}")
-        world = int(os.environ["WORLD_SIZE"])
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return cls(
-            int(os.environ["RANK"]),
+            rank,
             world,
+            int(os.environ.get("LOCAL_RANK", rank)),
             int(os.environ.get("LOCAL_WORLD_SIZE", world)),
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -163,6 +169,7 @@ class _Rank:
         return NodeSpec.of(
             job,
             endpoints,
+            config={**job.config.to_dict(), **own_settings(job.config, environment)},
             coordinator=coordinator,
             secret=_secret().hex(),
             store=f"tcp:{environment.host}:{environment.port}",
@@ -180,6 +187,21 @@ class _Rank:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self.environment.host, self.environment.port))  # sends nothing; picks the interface
             return str(probe.getsockname()[0])
+
+
+def own_settings(config: RunConfig, environment: Environment) -> dict[str, Any]:
+    """What of a run's settings is this process's own, where there are several nodes: its device and its threads.
+
+    GPUs and cores are shared with the others of this node, however many other nodes have. Named by its number, a GPU is
+    never taken for one of nccl's: nodes could not tell that they have chosen alike.
+    """
+    if environment.local_world_size == environment.world_size:
+        return {}
+    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // environment.local_world_size)
+    if environment.rank >= config.workers:  # a server, which has no device
+        return {"threads": threads}
+    device = device_of(config.device, environment.rank, first=environment.rank - environment.local_rank)
+    return {"threads": threads, "device": str(device)}
 
 
 def _config(argv: list[str], environment: Environment) -> tuple[RunConfig, list[str]]:

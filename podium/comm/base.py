@@ -11,6 +11,7 @@ Rules that hold in every world:
 - Collectives are issued in the same order by all members.
 - No wait is without a deadline, and none is allowed inside a backward pass: a callback issues, it never waits.
 - A collective that fails raises `Lost`; the group is then dead and only `regroup` helps.
+- What workers draw from a counter is theirs alone; a new generation begins all counters anew.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from podium.comm.network import Terrain
 from podium.comm.schedule import Chain
-from podium.errors import CommError
+from podium.errors import CommError, Lost
 
 DEPARTED = "departed"
 """Kind of the message that tells a receiver that its source is gone."""
@@ -84,6 +86,29 @@ def nbytes_of(tensors: Sequence[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
+class Counters:
+    """What workers draw from: a counter for each turn, of which the last few are kept."""
+
+    KEPT = 4
+
+    def __init__(self, values: Mapping[tuple[int, int], int] | None = None) -> None:
+        """`values`: how far each counter is, by generation and turn."""
+        self.values = dict(values or {})
+
+    def draw(self, generation: int, turn: int, count: int) -> int:
+        """How far this counter was; it is `count` further now. Raises Lost where the turn is no longer kept."""
+        key = generation, turn
+        before = self.values.get(key)
+        if before is None:
+            if len(self.values) >= self.KEPT and key < min(self.values):
+                raise Lost(f"turn {turn} of generation {generation} is over: others have gone on")
+            before = 0
+        self.values[key] = before + count
+        if len(self.values) > self.KEPT:
+            del self.values[min(self.values)]
+        return before
+
+
 class Clock(ABC):
     """Time as the world has it. In a real world time passes by itself; in the virtual one work must be charged."""
 
@@ -101,6 +126,16 @@ class Clock(ABC):
         """This many bytes of parameters were updated in memory."""
 
 
+class Ground(NamedTuple):
+    """What a launcher knows of the machines beneath the ranks."""
+
+    terrain: Terrain
+    nodes: tuple[int, ...]
+    """The node of every rank that the run began with."""
+    here: int
+    """The node of this rank."""
+
+
 @dataclass(eq=False)
 class Communicator(ABC):
     """One rank's view of the others."""
@@ -116,6 +151,8 @@ class Communicator(ABC):
     in_backward: bool = False
     waited_ns: int = 0
     """Time spent waiting for others, on the world's clock."""
+    ground: Ground | None = None
+    """The machines and links beneath, where the launcher has a description of them."""
 
     shares_memory = False
     """Whether messages to ranks of this host move no bytes."""
@@ -159,6 +196,28 @@ class Communicator(ABC):
 
     def meet(self) -> None:
         """Connect to all other workers, so that the first exchange does not have to. Collective."""
+
+    # A counter, shared by the workers.
+
+    def draw(self, turn: int, count: int = 1) -> int:
+        """Take the next `count` numbers of this turn; the first of them. No two workers get the same.
+
+        A turn begins at 0 with whoever draws first. Turns go up; the last few are kept, so workers may be a turn
+        apart, and a new generation begins them anew. Waits for an answer, but for no other worker; raises Lost where
+        the counter is out of reach.
+        """
+        if self.in_backward:
+            raise CommError(f"rank {self.rank}: drawing inside a backward pass is not allowed")
+        if count < 1:
+            raise CommError(f"rank {self.rank}: draw at least 1 number, got {count}")
+        before = self.clock.now_ns()
+        try:
+            return self._draw(turn, count)
+        finally:
+            self.waited_ns += self.clock.now_ns() - before
+
+    @abstractmethod
+    def _draw(self, turn: int, count: int) -> int: ...
 
     # Messages, between any two endpoints.
 

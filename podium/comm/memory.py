@@ -16,7 +16,7 @@ from typing import final
 
 from torch import Tensor
 
-from podium.comm.base import DEPARTED, Clock, Communicator, Handle, Message, Meta, nbytes_of
+from podium.comm.base import DEPARTED, Clock, Communicator, Counters, Handle, Message, Meta, nbytes_of
 from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, land, sum_in_order, taken
 from podium.comm.schedule import Chain, Key, Running
 from podium.errors import ConfigError, DeadlineExceeded, Lost
@@ -43,20 +43,24 @@ class SlowClock(WallClock):
     processor meanwhile. What a pass leaves to a GPU is not its time: it is measured where it is called.
     """
 
-    def __init__(self, start_ns: int | None = None, *, speed: float) -> None:
+    def __init__(self, start_ns: int | None = None, *, speed: float, changes: Sequence[tuple[int, float]] = ()) -> None:
+        """`changes`: from when on, in nanoseconds of this clock, it has which speed; in order of time."""
         super().__init__(start_ns)
-        if not 0 < speed <= 1:
-            raise ConfigError(f"a slow clock's speed must be above 0 and at most 1, got {speed}")
-        self._rest = 1 / speed - 1
+        for each in (speed, *(changed for _, changed in changes)):
+            if not 0 < each <= 1:
+                raise ConfigError(f"a slow clock's speed must be above 0 and at most 1, got {each}")
+        self._speed, self._changes = speed, deque(changes)
         self._since: int | None = None  # when the part of the pass under way began; None between passes
 
     def begin_pass(self, samples: int) -> None:
+        while self._changes and self.now_ns() >= self._changes[0][0]:
+            _, self._speed = self._changes.popleft()
         self._since = time.monotonic_ns()
 
     def reach(self, fraction: float) -> None:
         if self._since is None:
             return
-        time.sleep((time.monotonic_ns() - self._since) * self._rest / 1e9)
+        time.sleep((time.monotonic_ns() - self._since) * (1 / self._speed - 1) / 1e9)
         self._since = time.monotonic_ns() if fraction < 1 else None
 
 
@@ -75,6 +79,7 @@ class MemoryWorld:
         self.exchanges = Exchanges()  # used without `changed`, each rank its own
         self.parcels: dict[int, deque[Parcel]] = {r: deque() for r in self.members}
         self.departed: set[int] = set()
+        self.counters = Counters()
         self._calls_made = 0
         self.ranks = [
             MemoryCommunicator(self, rank, self.members, self.servers, self.clock, deadline_s=deadline_s)
@@ -222,6 +227,13 @@ class MemoryCommunicator(Communicator):
                 if gone:
                     world._fail(handle, min(gone))
         return handle
+
+    def _draw(self, turn: int, count: int) -> int:
+        first = self.workers[0]  # who keeps the counter, as it were: one fate in all worlds
+        with self._world.changed:
+            if first in self._world.departed:
+                raise Lost(f"rank {first} is gone (draw of turn {turn})")
+            return self._world.counters.draw(self.generation, turn, count)
 
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
         self._deliver(to, Message(self.rank, kind, meta, taken(body)))

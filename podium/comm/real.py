@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import struct
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, final
+from pathlib import Path
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from podium.comm.arena import Arena
-from podium.comm.base import Clock, Communicator, Handle, Message, Meta, nbytes_of
+from podium.comm.base import Clock, Communicator, Counters, Handle, Message, Meta, nbytes_of
 from podium.comm.board import Address, Board, BoardHandle, can_share
 from podium.comm.channel import Channel
 from podium.comm.desk import Desk, ExchangeHandle
@@ -23,6 +29,10 @@ from podium.errors import CommError, Lost
 
 Relocate = Callable[[int, SocketAddress], SocketAddress]
 """Where a server is now that was lost at this address; blocks until it is there, raises `Lost` if it never will be."""
+
+
+_LOCKED_S = 20e-6
+"""How long to wait before trying a lock again that is held for a few microseconds."""
 
 
 class _Call(NamedTuple):
@@ -78,10 +88,14 @@ class RealCommunicator(Communicator):
         self._meets_in = arena
         self._arena = arena if arena is not None or channel is None else channel.arena
         self._lasting: set[int] = set()
+        self._on_gpu = False
+        self._mixed: bool | None = None  # None: not compared yet in this generation
+        self._homes: dict[BoardHandle, tuple[Tensor, Tensor]] = {}
         self.talks = channel is not None
         self._board: Board | None = None
         self._desk = None if channel is None else Desk(channel)
         self._exchanges = 0
+        self._counter: _Counter | None = None
         if group is not None:
             try:
                 self._form()
@@ -97,21 +111,24 @@ class RealCommunicator(Communicator):
         group = self._need_group()
         self.traffic.count_all_reduce(nbytes_of([tensor]), self.size)
         if self._board is not None:  # also because it misses a lost peer at once, as gloo does not always
-            return self._board.all_reduce(tensor)
+            staged = self._staged(tensor)
+            return self._shared(self._board.all_reduce(staged), tensor, staged)
         return CollectiveHandle(group, group.all_reduce(tensor))
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         group, place = self._need_group(), self.workers.index(source)
         self.traffic.count_broadcast(nbytes_of([tensor]), self.rank == source, self.size)
         if self._board is not None:
-            return self._board.broadcast(tensor, place)
+            staged = self._staged(tensor)
+            return self._shared(self._board.broadcast(staged, place), tensor, staged)
         return CollectiveHandle(group, group.broadcast(tensor, place))
 
     def all_gather(self, tensor: Tensor, into: Tensor) -> Handle:
         group = self._need_group()
         self.traffic.count_all_gather(nbytes_of([tensor]), self.size)
         if self._board is not None:
-            return self._board.all_gather(tensor, into)
+            gathered = self._staged(into)
+            return self._shared(self._board.all_gather(self._staged(tensor), gathered), into, gathered)
         return CollectiveHandle(group, group.all_gather(tensor, into))
 
     def exchange(self, chains: Sequence[Chain], tensor: Tensor) -> Handle:
@@ -128,11 +145,36 @@ class RealCommunicator(Communicator):
         handle.home = None if staged is tensor else tensor
         return handle
 
+    def _draw(self, turn: int, count: int) -> int:
+        if self._counter is None:
+            self._counter = _counter_of(self._need_group(), self.deadline_s)
+        return self._counter.draw(self.generation, turn, count)
+
+    # Where some workers have a GPU and others do not, what lies on one goes to the board through host memory.
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        if self._mixed is None:
+            self._mixed = self._compare_devices()
+        return tensor.cpu() if self._mixed and tensor.is_cuda else tensor
+
+    def _shared(self, handle: BoardHandle, tensor: Tensor, staged: Tensor) -> BoardHandle:
+        if staged is not tensor:
+            self._homes[handle] = (tensor, staged)
+        return handle
+
+    def _compare_devices(self) -> bool:
+        """Whether workers' parameters lie on devices of different kinds. Collective, once in a generation."""
+        assert self._board is not None
+        with_gpu = torch.tensor([float(self._on_gpu)])
+        self._board.wait(self._board.all_reduce(with_gpu), self.deadline_s)
+        return 0 < with_gpu.item() < self.size
+
     def meet(self) -> None:
         others = {rank: self.addresses[rank] for rank in self.workers if rank != self.rank}
         self._need_channel().connect_all(others)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._on_gpu = self._on_gpu or device.type == "cuda"
         if self._arena is not None and device.type == "cpu":
             return self._arena.allocate(numel, dtype)
         made = super().allocate(numel, dtype, device)
@@ -254,6 +296,9 @@ class RealCommunicator(Communicator):
             raise Lost("a collective failed: the group was dropped")
         if self._board is not None:
             self._board.wait(handle, deadline_s)
+        if handle in self._homes:
+            home, staged = self._homes.pop(handle)
+            home.copy_(staged)
 
     def abandon(self) -> None:
         if self._board is not None:
@@ -277,7 +322,8 @@ class RealCommunicator(Communicator):
 
     def _form(self) -> None:
         """Become a group again: the backend's, the host's, and that of exchanges by schedule."""
-        group, self._exchanges = self._need_group(), 0
+        group, self._exchanges, self._mixed = self._need_group(), 0, None
+        self._homes.clear()
         if self._board is not None:
             self._board.close()
             self._board = None
@@ -309,6 +355,8 @@ class RealCommunicator(Communicator):
             self._board = None
         if self._group is not None:
             self._group.drop()
+        if self._counter is not None:
+            self._counter.close()
         if self._channel is not None:
             self._channel.close()
 
@@ -323,6 +371,86 @@ class RealCommunicator(Communicator):
                 f"rank {self.rank} has no channel: this strategy asked for no servers and its workers do not talk"
             )
         return self._channel
+
+
+class _Counter(ABC):
+    """Where the workers' counters are kept."""
+
+    @abstractmethod
+    def draw(self, generation: int, turn: int, count: int) -> int: ...
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+@final
+class _FileCounter(_Counter):
+    """In a small file of a file system that all workers share, a few microseconds a draw.
+
+    A store in a file could count too, but it never forgets a word: it would grow with every draw. The lock of a
+    worker that is killed is let go of by the system; one that is stopped while it holds it costs others the deadline.
+    """
+
+    _ONE = struct.Struct("<qqq")  # generation, turn, how far
+
+    def __init__(self, path: Path, deadline_s: float) -> None:
+        self._path, self._deadline_s = path, deadline_s
+        self._file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+    def draw(self, generation: int, turn: int, count: int) -> int:
+        self._lock()
+        try:
+            kept = os.pread(self._file, self._ONE.size * Counters.KEPT, 0)
+            counters = Counters({(g, t): value for g, t, value in self._ONE.iter_unpack(kept)})
+            before = counters.draw(generation, turn, count)
+            os.pwrite(self._file, b"".join(self._ONE.pack(*key, value) for key, value in counters.values.items()), 0)
+            return before
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _lock(self) -> None:
+        until = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise Lost(f"{self._path} was locked by another worker for {self._deadline_s:g} s") from None
+            time.sleep(_LOCKED_S)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+@final
+class _StoreCounter(_Counter):
+    """In the store over which the workers have met: a round trip to whoever holds it, within the store's timeout."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._known = store, Counters()
+
+    def draw(self, generation: int, turn: int, count: int) -> int:
+        before = set(self._known.values)
+        self._known.draw(generation, turn, count)
+        try:
+            drawn = int(self._store.add(_key(generation, turn), count)) - count
+            if drawn == 0:  # one of us tidies up
+                for key in before - self._known.values.keys():
+                    self._store.delete_key(_key(*key))
+        except RuntimeError as error:  # torch's own are RuntimeErrors too
+            raise Lost(f"the store with the counters is out of reach: {str(error).partition(chr(10))[0]}") from error
+        return drawn
+
+
+def _key(generation: int, turn: int) -> str:
+    return f"draw-{generation}-{turn}"
+
+
+def _counter_of(group: Group, deadline_s: float) -> _Counter:
+    """Beside the store where that is a file, in it where it is a service."""
+    store = group._store
+    path = getattr(store, "path", None)
+    return _StoreCounter(store) if path is None else _FileCounter(Path(f"{path}-counters"), deadline_s)
 
 
 def _on_cpu(body: Sequence[Tensor]) -> list[Tensor]:

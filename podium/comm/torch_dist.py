@@ -69,6 +69,7 @@ class Group:
         # gloo tries five times to reach a member behind a cut link; be done before others take this rank for hung.
         self._forming_s = min(FORMING_S, deadline_s / 10)
         self._group: Any = None
+        self._gpus: Any = None  # for what lies on them, where nccl is the backend
         self._works: dict[int, Any] = {}
         self._issued = 0
         self._alone = False
@@ -81,7 +82,9 @@ class Group:
             return
         store = self._part(generation)
         try:
-            self._group = self._make(store, index, size)
+            if self.backend == "nccl":  # it takes nothing that lies elsewhere
+                self._gpus = self._make_nccl(PrefixStore("gpus", store), index, size)
+            self._group = self._make_gloo(store, index, size)
         except (dist.DistError, RuntimeError) as error:
             raise Lost(
                 f"generation {generation} did not form within {self._forming_s:g} s: {_first_line(error)}"
@@ -90,7 +93,7 @@ class Group:
     def drop(self) -> None:
         """Let go of every exchange and of the group; blocks until what is in flight has ended."""
         self._works.clear()
-        self._group = None
+        self._group = self._gpus = None
 
     def all_reduce(self, tensor: Tensor) -> int:
         return self._issue("allreduce", [tensor], dist.AllreduceOptions())
@@ -143,18 +146,21 @@ class Group:
             return self._issued
         if self._group is None:
             raise Lost("a collective could not be issued: there is no group")
+        (tensor,) = arguments[0] if isinstance(arguments[0], list) else arguments[:1]
+        group = self._gpus if self._gpus is not None and tensor.is_cuda else self._group
         try:
-            self._works[self._issued] = getattr(self._group, what)(*arguments)
+            self._works[self._issued] = getattr(group, what)(*arguments)
         except RuntimeError as error:
             raise Lost(f"a collective could not be issued: {_first_line(error)}") from None
         return self._issued
 
-    def _make(self, store: Any, index: int, size: int) -> Any:
+    def _make_nccl(self, store: Any, index: int, size: int) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self._deadline_s)
+        return dist.ProcessGroupNCCL(store, index, size, options)
+
+    def _make_gloo(self, store: Any, index: int, size: int) -> Any:
         forming, running = timedelta(seconds=self._forming_s), timedelta(seconds=self._deadline_s)
-        if self.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = running
-            return dist.ProcessGroupNCCL(store, index, size, options)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         options._threads = 2
@@ -164,9 +170,12 @@ class Group:
         return group
 
 
-def backend_for(device: torch.device, workers: int) -> str:
-    """nccl where every worker has a GPU of its own (it refuses two ranks on one), gloo otherwise."""
-    own_gpu = device.type == "cuda" and workers <= torch.cuda.device_count()
+def backend_for(device: str, workers: int) -> str:
+    """nccl where every worker has a GPU of its own (it refuses two ranks on one), gloo otherwise.
+
+    `device` is the run's, so that all ranks come to the same; where it names devices one by one, gloo.
+    """
+    own_gpu = device in ("cuda", "auto") and torch.cuda.is_available() and workers <= torch.cuda.device_count()
     return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
 
 

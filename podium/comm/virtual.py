@@ -7,8 +7,9 @@ ordinary, and nothing depends on how the operating system schedules threads.
 
 Measured wall time never enters the clock. What work costs comes from the cluster description: a pass over b samples
 takes (seconds_per_step + b * seconds per sample) / speed, a third of it forward; a bucket is ready when its share of
-the backward pass is done. Messages queue at the sender's and the receiver's network card, first come first served; a
-collective takes the ring formula of the cluster and follows the one before it.
+the backward pass is done. The speed is that of the moment when the pass begins. Messages queue at the sender's and the
+receiver's network card, first come first served; a collective takes the ring formula of the cluster and follows the one
+before it.
 
 Not modelled: collectives and messages do not slow each other down, and validation is free.
 """
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from podium.comm.base import DEPARTED, Clock, Communicator, Handle, Message, Meta, nbytes_of
+from podium.comm.base import DEPARTED, Clock, Communicator, Counters, Handle, Message, Meta, nbytes_of
 from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, land, sum_in_order, taken
 from podium.comm.network import Network, Terrain, make_network
 from podium.comm.schedule import Chain, Key, Running
@@ -91,6 +92,7 @@ class VirtualWorld:
         self.rounds: dict[tuple[int, int], Round] = {}
         self.exchanges = Exchanges()
         self.collective_free = 0
+        self.counters = Counters()
         self.departed: set[int] = set()
         self._lanes: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)
         self._calls_made = 0
@@ -272,9 +274,10 @@ class VirtualClock(Clock):
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.local = 0
-        node = world.cluster.nodes[world.node_of[rank]]
+        self._node = world.node_of[rank]
+        node = world.cluster.nodes[self._node]
         self._cluster, self._rank, self._seed = world.cluster, rank, world.seed
-        self._speed, self._memory_bytes_per_s = node.speed, node.memory_gbs * 1e9
+        self._memory_bytes_per_s = node.memory_gbs * 1e9
         self._flops = node.flops
         self._passes = 0
         self._backward_from = self._backward_ns = 0
@@ -291,7 +294,8 @@ class VirtualClock(Clock):
         per_sample = self._cluster.seconds_per_sample
         if per_sample is None:
             per_sample = self.flops_per_sample / self._flops
-        seconds = (self._cluster.seconds_per_step + samples * per_sample) / self._speed * self._jitter()
+        speed = self._cluster.speed_at(self._node, self.local)
+        seconds = (self._cluster.seconds_per_step + samples * per_sample) / speed * self._jitter()
         total = round(seconds * 1e9)
         self._backward_ns = total * 2 // 3
         self._backward_from = self.local + total - self._backward_ns
@@ -424,6 +428,36 @@ class VirtualCommunicator(Communicator):
 
         world.at(self.virtual_clock.local, self.rank, join)
         return handle
+
+    def _draw(self, turn: int, count: int) -> int:
+        """A small message to where the first worker lives, and one back; first come, first served."""
+        world, first, generation = self._world, self.workers[0], self.generation
+        here, there = world.node_of[self.rank], world.node_of[first]
+        handle = Pending(self.rank, f"draw of turn {turn} from rank {first}")
+        drawn: list[int] = []
+
+        def arrive() -> None:
+            if first in world.departed:
+                return world.finish(handle, Lost(f"rank {first} is gone ({handle.what})"))
+            try:
+                drawn.append(world.counters.draw(generation, turn, count))
+            except Lost as error:
+                return world.finish(handle, error)
+            if self.rank == first:
+                return world.finish(handle)
+            return world.network.start(there, here, HEADER_BYTES, first, lambda: world.finish(handle))
+
+        def ask() -> None:
+            if self.rank == first:
+                arrive()
+            else:
+                world.network.start(here, there, HEADER_BYTES, self.rank, arrive)
+
+        world.at(self.virtual_clock.local, self.rank, ask)
+        world.wait_for(self.rank, [handle])
+        if handle.error is not None:
+            raise handle.error
+        return drawn[0]
 
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
         message = Message(self.rank, kind, meta, taken(body))

@@ -1,8 +1,8 @@
 """Was every sample used once? Worked out from the step records, whoever trained on what and under which strategy.
 
-A step record names where in the global order its samples begin. What did not count is taken out: rounds that were
-undone, pushes that a server dropped as too stale, and leases that were lent again when their worker was lost. What a
-killed worker had done but not put on record counts as missing.
+A step record names where in the global order its samples begin, or the pieces in which they lie. What did not count is
+taken out: rounds that were undone, pushes that a server dropped as too stale, and leases that were lent again when
+their worker was lost. What a killed worker had done but not put on record counts as missing.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def _used(rows: Iterable[Record]) -> list[tuple[int, int]] | None:
         if kind == "step":
             if "first" not in row:  # written before steps said so
                 return None
-            if row["samples"]:
-                steps.setdefault(rank, []).append((row["first"], row["samples"]))
+            steps.setdefault(rank, []).extend(_pieces(row))
         elif kind == "undone":
             for undone in {rank, *lost} & steps.keys():  # one that is lost cannot say so itself
                 steps[undone] = [one for one in steps[undone] if one[0] < row["position"]]
@@ -57,6 +56,13 @@ def _used(rows: Iterable[Record]) -> list[tuple[int, int]] | None:
     _take_out_dropped(steps, dropped)
     _take_out_lent_again(steps, lost)
     return [one for of_rank in steps.values() for one in of_rank]
+
+
+def _pieces(row: Record) -> list[tuple[int, int]]:
+    """A step's samples: in one piece, or in those that its worker has drawn."""
+    if "pieces" in row:
+        return [(first, count) for first, count in row["pieces"]]
+    return [(row["first"], row["samples"])] if row["samples"] else []
 
 
 def _take_out_dropped(steps: dict[int, list[tuple[int, int]]], dropped: Counter[tuple[int, int, int]]) -> None:

@@ -33,6 +33,7 @@ class StepMeter:
             wait_ns=waited - self._began[1],
             sent=sent - self._began[2],
             received=received - self._began[3],
+            **({} if batch.draws is None else {"pieces": [[p.position, p.count] for p in batch.draws.pieces]}),
         )
         return now - self._began[0]
 

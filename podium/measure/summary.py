@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from podium.measure.audit import audit
+from podium.measure.balance import balance
 from podium.measure.phases import other_rules, switches
 from podium.measure.records import Record
 from podium.measure.staleness import dropped, histogram, later, restored
@@ -54,6 +55,7 @@ def summarise(records: Iterable[Record]) -> dict[str, Any]:
         "audit": {} if (found := audit(rows)) is None else found._asdict(),
         "switches": switched,
         "rules": other_rules(rows, began),
+        "balance": balance(rows, began),
     }
 
 

@@ -5,6 +5,9 @@ All strategies with servers speak through here, whatever it is that they push. `
 
 from __future__ import annotations
 
+import itertools
+import statistics
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from podium.balance.ranges import Parcel, Way, exposed_s, ways_from
 from podium.codecs.base import Codec, Span, Turn
 from podium.errors import Lost
 from podium.reducing import span_of
@@ -27,6 +31,13 @@ if TYPE_CHECKING:
 
 UNIT_BYTES, SHARED_UNIT_BYTES = 8 << 20, 32 << 20
 """How much travels in one message: over a network, and in shared memory."""
+
+_BACKWARD = 2 / 3
+"""Of a pass, as in virtual time: backward takes about twice as long as forward."""
+_PASSES = 8
+"""What hides an exchange is judged by so many passes."""
+_PROBE_BYTES, _PROBES = 256 << 10, 3
+"""How much is sent, and how often, to see how fast a link is: 20 ms each over 100 Mbit/s."""
 
 States = Callable[[Sequence[Range]], Sequence[Mapping[str, Any]]]
 """The optimizer's state of some ranges, one mapping per part."""
@@ -50,9 +61,9 @@ def unit_bytes_for(worker: Worker) -> int:
     return SHARED_UNIT_BYTES if worker.comm.shares_memory else UNIT_BYTES
 
 
-def meet(worker: Worker, unit_bytes: int) -> Served:
-    """How the parameters lie on the servers; nothing is sent yet."""
-    layouts = lay_out(worker.flat, len(worker.comm.servers), unit_bytes)
+def meet(worker: Worker, unit_bytes: int, weights: Sequence[float] | None = None) -> Served:
+    """How the parameters lie on the servers, which hold equally much, or as the weights say; nothing is sent yet."""
+    layouts = lay_out(worker.flat, len(worker.comm.servers), unit_bytes, weights)
     versions = [[0] * len(layout.units) for layout in layouts]
     worker.outgoing.memory.forget()
     worker.next_lease, worker.lease_done = None, -1
@@ -62,7 +73,7 @@ def meet(worker: Worker, unit_bytes: int) -> Served:
 # A stretch begins.
 
 
-def common_work(worker: Worker, unit_bytes: int) -> Meta:
+def common_work(worker: Worker, unit_bytes: int, weights: Sequence[float] | None = None) -> Meta:
     """What servers need to know of a stretch, whatever the strategy."""
     comm = worker.comm
     return {
@@ -79,6 +90,7 @@ def common_work(worker: Worker, unit_bytes: int) -> Meta:
         "batch_size": worker.batch_size,
         "codec": worker.outgoing.push[0],
         "unit_bytes": unit_bytes,
+        "weights": None if weights is None else list(weights),
     }
 
 
@@ -144,6 +156,91 @@ def take_states_home(worker: Worker, by_name: Mapping[str, Mapping[str, Any]], s
 
 def _momentum_of(worker: Worker, piece: Piece) -> float:
     return float(worker.optimizer.param_groups[piece.group].get("momentum", 0.0))
+
+
+# What an exchange takes.
+
+
+class Exposure:
+    """Says what of an exchange this worker's own link takes, beyond what its computing hides; for one stretch."""
+
+    def __init__(self, worker: Worker, served: Served, *, early: bool, pull: Codec) -> None:
+        """`early`: gradients leave while backward still runs."""
+        self._worker, self._served, self._early, self._pull = worker, served, early, pull
+        self._ways: list[Way] | None = None
+        self._passes: deque[tuple[int, int]] = deque(maxlen=_PASSES)
+
+    def saw_pass(self, samples: int) -> None:
+        """The worker has made a pass over so many."""
+        self._passes.append((samples, self._worker.pass_ns))
+
+    def seconds(self) -> float:
+        """For a pass such as the last ones. Measures the ways to servers the first time, where nobody knows them."""
+        if self._ways is None:
+            self._ways = _ways(self._worker)
+        last = self._passes[-1][0] if self._passes else 0
+        pass_ns = statistics.median(ns for samples, ns in self._passes if samples == last) if self._passes else 0
+        backward_s = _BACKWARD * pass_ns / self._worker.accumulate / 1e9
+        return exposed_s(self._pushed(), self._pulled(), self._ways, backward_s)
+
+    def _pushed(self) -> list[Parcel]:
+        """In the order in which they leave; a server's last unit stays back until the pass is through."""
+        flat, codec = self._worker.flat, self._worker.outgoing.push[1].codec
+        done = list(itertools.accumulate(bucket.nbytes for bucket in flat.buckets))
+        found = []
+        for m, u in self._served.units:
+            layout = self._served.layouts[m]
+            bucket, is_last = layout.units[u].bucket, u == len(layout.units) - 1
+            ready = 1.0 if is_last or not self._early or bucket == len(done) - 1 else done[bucket] / done[-1]
+            found.append((is_last, bucket, Parcel(m, self._nbytes(m, u, codec), ready)))
+        return [parcel for *_, parcel in sorted(found, key=lambda each: each[:2])]
+
+    def _pulled(self) -> list[Parcel]:
+        return [Parcel(m, self._nbytes(m, u, self._pull), 1.0) for m, u in self._served.units]
+
+    def _nbytes(self, m: int, u: int, codec: Codec) -> int:
+        """What a unit weighs on the wire; how many rows will be touched nobody knows, and they are few."""
+        layout, total = self._served.layouts[m], 0
+        unit = layout.units[u]
+        for r, span in zip(unit.of(layout.ranges), unit.of(self._served.spans[m]), strict=True):
+            dtype = self._worker.params[r.buffer].dtype
+            if codec.exact:
+                total += 0 if r.row else (r.stop - r.start) * dtype.itemsize
+            elif not r.row:
+                numel, packed = codec.wire_like(span, self._worker.turn, dtype)
+                total += numel * packed.itemsize
+        return total
+
+
+def _ways(worker: Worker) -> list[Way]:
+    """To each server, as the launcher knows them, or measured; none where messages move no bytes."""
+    comm = worker.comm
+    if comm.ground is not None:
+        return ways_from(comm.ground, comm.servers)
+    if comm.shares_memory or comm.shares_process:
+        return []
+    return [_measured(worker, server) for server in comm.servers]
+
+
+def _measured(worker: Worker, server: int) -> Way:
+    """A few bytes there and back, many bytes there, and many there and back: the best of a few times each.
+
+    Others measure at the same time, as they will push at the same time.
+    """
+    comm, small, large = worker.comm, torch.zeros(1), torch.zeros(_PROBE_BYTES // 4)
+
+    def seconds(body: Tensor, back: bool) -> float:
+        times = []
+        for _ in range(_PROBES):
+            began = comm.clock.now_ns()
+            comm.wait(comm.call(server, "probe", {"back": back}, [body]))
+            times.append(comm.clock.now_ns() - began)
+        return min(times) / 1e9
+
+    empty, there = seconds(small, back=False), seconds(large, back=False)
+    both = seconds(large, back=True)
+    up, down = _PROBE_BYTES / max(1e-9, there - empty), _PROBE_BYTES / max(1e-9, both - there)
+    return Way(up, up, down, down, empty / 2)
 
 
 # It ends.

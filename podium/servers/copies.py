@@ -124,7 +124,8 @@ class Copies:
     def _mirror_seed(self, message: Message) -> None:
         state = bytes_to_tree(message.body[0].numpy().tobytes(), f"state of server {message.source}")
         seed = state["seed"]
-        shard = self.server.make_shard(message.source, tuple(seed["servers"]), seed["unit_bytes"], seed.get("outer"))
+        asked = (tuple(seed["servers"]), seed["unit_bytes"], seed.get("outer"), seed.get("weights"))
+        shard = self.server.make_shard(message.source, *asked)
         _load(shard, state)
         self._twins[message.source] = _Twin(shard, state["seed"], state["facts"])
         self.server.tell(message.source, "mirrored", {"number": message.meta["number"]})

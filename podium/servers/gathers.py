@@ -22,6 +22,7 @@ from torch import Tensor
 from podium.comm.base import Message, Meta
 from podium.servers.gate import Gathering, Push
 from podium.servers.intake import WISHES, Intake
+from podium.servers.shard import wider
 
 if TYPE_CHECKING:
     from podium.servers.server import Server
@@ -374,7 +375,10 @@ class Gathers(Intake):
         clip = None
         if norm is not None:
             limit = server.seed_meta["clip_norm"]
-            clip = torch.clamp(limit / (torch.tensor(norm * factor) + 1e-6), max=1.0)
+            clip = torch.clamp(
+                limit / (torch.tensor(norm * factor, dtype=wider(g for unit in total.grads for g in unit)) + 1e-6),
+                max=1.0,
+            )
         units = []
         for number, grads in enumerate(total.grads):
             unit = _added_up(*grads) if server.shard.by_rows(number) else grads

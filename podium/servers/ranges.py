@@ -2,7 +2,7 @@
 
 Servers hold stretches of the flat buffers, balanced by bytes to the element and cut wherever the balance says, not at
 layers: one huge layer is simply shared. A stretch never mixes two parameter groups, so one set of hyper-parameters
-rules it.
+rules it. Where servers are unequal, weights say how much of the whole each holds (`podium.balance.ranges`).
 
 What travels in one message is a unit: neighbouring ranges of one server, at most `unit_bytes` of them, ready when the
 last bucket that they touch is. So gradients can leave while backward still runs, and parameters come back while others
@@ -14,6 +14,7 @@ which only those rows travel that somebody touched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
@@ -67,13 +68,13 @@ class Layout(NamedTuple):
     units: list[Unit]
 
 
-def lay_out(flat: Flat, servers: int, unit_bytes: int) -> list[Layout]:
-    """The ranges and units of every server: the same wherever it is worked out for the same model."""
+def lay_out(flat: Flat, servers: int, unit_bytes: int, weights: Sequence[float] | None = None) -> list[Layout]:
+    """The ranges and units of every server: the same wherever it is worked out for the same model and weights."""
     sizes = [p.element_size() for p in flat.params]
     buckets = [[(b.start, b.stop) for b in flat.buckets if b.buffer == n] for n in range(len(flat.params))]
     numbers = {(b.buffer, b.start): n for n, b in enumerate(flat.buckets)}
     layouts = []
-    for ranges in divide_ranges(flat.pieces, sizes, servers):
+    for ranges in divide_ranges(flat.pieces, sizes, servers, weights):
         cut: list[tuple[int, Range]] = []
         for r in ranges:
             longest = r.stop - r.start if r.row else max(1, unit_bytes // sizes[r.buffer])
@@ -112,16 +113,21 @@ def _group(cut: Sequence[tuple[int, Range]], sizes: Sequence[int], unit_bytes: i
     return units or [Unit(0, 0, 0)]
 
 
-def divide_ranges(pieces: Sequence[Piece], element_bytes: Sequence[int], servers: int) -> list[list[Range]]:
-    """Ranges of each server; every element lies in exactly one, and servers differ by a few elements at most."""
+def divide_ranges(
+    pieces: Sequence[Piece], element_bytes: Sequence[int], servers: int, weights: Sequence[float] | None = None
+) -> list[list[Range]]:
+    """Ranges of each server; every element lies in exactly one.
+
+    In proportion to the weights, one per server; without any, equally much each. What a server holds differs from that
+    by a few elements at most, or by a row of what is cut between rows only.
+    """
     sizes = [(p.stop - p.start) * element_bytes[p.buffer] for p in pieces]
-    total, before = sum(sizes), 0
+    ends, before = _ends(sum(sizes), servers, weights), 0
     cuts: list[list[tuple[int, int, int]]] = [[] for _ in range(servers)]  # (piece, start, stop)
     for i, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
         width, start = element_bytes[piece.buffer], 0
         for m in range(servers):
-            ends_at = total * (m + 1) // servers - before  # in bytes from this piece's start
-            ends_at = ends_at // width
+            ends_at = (ends[m] - before) // width  # elements from this piece's start
             if piece.row:  # between two rows
                 ends_at = round(ends_at / piece.row) * piece.row
             stop = piece.stop - piece.start if m == servers - 1 else min(piece.stop - piece.start, ends_at)
@@ -130,6 +136,15 @@ def divide_ranges(pieces: Sequence[Piece], element_bytes: Sequence[int], servers
                 start = stop
         before += size
     return [_join(pieces, cut) for cut in cuts]
+
+
+def _ends(total: int, servers: int, weights: Sequence[float] | None) -> list[int]:
+    """Where each server's part of so many bytes ends."""
+    if weights is None:
+        return [total * (m + 1) // servers for m in range(servers)]
+    assert len(weights) == servers and min(weights) > 0, weights
+    whole = math.fsum(weights)
+    return [int(total * (math.fsum(weights[: m + 1]) / whole)) for m in range(servers)]
 
 
 def _join(pieces: Sequence[Piece], cuts: Sequence[tuple[int, int, int]]) -> list[Range]:

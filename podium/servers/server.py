@@ -89,10 +89,11 @@ class Server:
         self.copies.server = self
         self._flat, self._optimizer, self._unit_bytes = flat, optimizer, 8 << 20
         self._outer: Meta | None = None if takes_gradients else {}
+        self._weights: list[float] | None = None  # how much of the whole each server holds; None: equally much
         self.wires = Wires(flat, codec or Dense(), pull or Dense())
         self._arrivals = arrivals or AsTheyCome()
         self.servers = comm.servers
-        self.shard = self.make_shard(comm.rank, comm.servers, self._unit_bytes, self._outer)
+        self.shard = self.make_shard(comm.rank, comm.servers, self._unit_bytes, self._outer, self._weights)
         self.seed_meta: Meta = {}
         self.rules = Rules()
         self.mitigation = make_mitigation("none")
@@ -206,9 +207,9 @@ class Server:
         """Make ready for what a seed says; parameters and optimizer state come separately."""
         self.lanes.settle()
         self.seed_meta = {k: v for k, v in meta.items() if k != "state"}
-        asked = (tuple(meta["servers"]), meta["unit_bytes"], meta.get("outer"))
-        if asked != (self.servers, self._unit_bytes, self._outer):
-            self.servers, self._unit_bytes, self._outer = asked
+        asked = (tuple(meta["servers"]), meta["unit_bytes"], meta.get("outer"), meta.get("weights"))
+        if asked != (self.servers, self._unit_bytes, self._outer, self._weights):
+            self.servers, self._unit_bytes, self._outer, self._weights = asked
             self.shard = self.make_shard(self.comm.rank, *asked)
         self.rules = Rules.from_dict(meta["rules"])
         self.mitigation = make_mitigation(meta["mitigation"], meta["strength"])
@@ -242,12 +243,20 @@ class Server:
         for worker in sorted(self.gone.intersection(self.workers)):
             self._lose(worker)
 
-    def make_shard(self, rank: int, servers: Sequence[int], unit_bytes: int, outer: Meta | None = None) -> Shard:
+    def make_shard(
+        self,
+        rank: int,
+        servers: Sequence[int],
+        unit_bytes: int,
+        outer: Meta | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> Shard:
         """The shard of one of these servers; of one that is not among them yet, an empty one.
 
         `outer`: the outer optimizer's settings, where it is not the task's optimizer that moves the parameters.
+        `weights`: how much of the whole each server holds, where that is not the same.
         """
-        layouts = lay_out(self._flat, len(servers), unit_bytes)
+        layouts = lay_out(self._flat, len(servers), unit_bytes, weights)
         layout = layouts[servers.index(rank)] if rank in servers else Layout([], [Unit(0, 0, 0)])
         groups = len(self._optimizer.param_groups)
         return Shard(self._flat, self._optimizer if outer is None else make_outer(groups, outer), layout)
@@ -442,7 +451,7 @@ class Server:
         self.let_go()
 
     def _probe(self, message: Message) -> None:
-        self.answer(message, {})
+        self.answer(message, {}, message.body if message.meta.get("back") else ())
 
     def _skip(self, message: Message) -> None:
         self._skipped.add(message.source)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -193,7 +193,15 @@ class Shard:
 
 
 def _joined(norms: Sequence[Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack([n.float() for n in norms])) if len(norms) != 1 else norms[0]
+    if len(norms) == 1:
+        return norms[0]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(wider(norms)) for n in norms]))
+    return norm
+
+
+def wider(tensors: Iterable[Tensor]) -> torch.dtype:
+    """float64 where one of them is that, and float32 otherwise."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def unit_of(units: Sequence[Unit], unit: Any) -> int:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from podium.averaging import mean_moments, need_plain_codec
+from podium.balance.ranges import check_ranges, weights_of
 from podium.errors import ConfigError
 from podium.leftovers import Sends
 from podium.rounds import Round
@@ -66,6 +67,8 @@ class Leasing(Strategy[State]):
     servers: int = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
     """Whether servers have processes of their own or live in the workers'."""
+    ranges: str = "equal"
+    """How much of the parameters each server holds: `equal`, by `speed`, or numbers, as with parameter-server."""
     pull: str = "dense"
     """The codec that packs what servers answer, `NAME[:K=V;…]`; the run's `codec` packs what workers push."""
     replicas: int = 1
@@ -82,6 +85,7 @@ class Leasing(Strategy[State]):
                 raise ConfigError(f"{self.name}: {name} must be at least 1, got {getattr(self, name)}")
         if self.snapshot_every < 0:
             raise ConfigError(f"{self.name}: snapshot_every must be at least 0, got {self.snapshot_every}")
+        check_ranges(self.name, self.ranges, self.servers)
         if self.unit_bytes is not None and self.unit_bytes < 1:
             raise ConfigError(f"{self.name}: unit_bytes must be at least 1, got {self.unit_bytes}")
         if self.replicas > self.servers:
@@ -113,9 +117,10 @@ class Leasing(Strategy[State]):
     def init(self, worker: Worker) -> State:
         need_plain_codec(worker, self.name)
         unit_bytes = self.unit_bytes or client.unit_bytes_for(worker)
-        served = client.meet(worker, unit_bytes)
+        weights = weights_of(self.name, self.ranges, worker.comm, updates=worker.comm.size)
+        served = client.meet(worker, unit_bytes, weights)
         work = {
-            **client.common_work(worker, unit_bytes),
+            **client.common_work(worker, unit_bytes, weights),
             "rules": Rules().to_dict(),
             "parts": min(worker.comm.size, worker.batch_size),
             "local_steps": self.period,

@@ -8,7 +8,9 @@ The number of steps, H, may grow over a warm-up, shrink with the loss, or follow
     loss   H = ceil(period sqrt(loss / first loss)): talk more often as there is less to gain
     rate   H = max(period, floor((alpha / rate)^2)): talk less often as steps become small
 
-Workers of unequal speed may do unequal numbers of steps in a round, so that all are through at the same time.
+Workers of unequal speed may do unequal numbers of steps in a round, so that all are through at the same time. Their
+speeds are learnt from their own steps, as balancers do (`podium.balance.speed`), and told with each round's exchange;
+the numbers change where that saves more time than may be noise.
 
 Stich, 2018, arXiv 1805.09767. Warm-up of the period: Lin et al., 2018, arXiv 1808.07217. By loss: Wang and Joshi, 2018,
 arXiv 1810.08313 (AdaComm). By rate: Gu et al., 2024, arXiv 2310.14423 (the quadratic synchronization rule).
@@ -16,17 +18,22 @@ arXiv 1810.08313 (AdaComm). By rate: Gu et al., 2024, arXiv 2310.14423 (the quad
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
 from podium.averaging import Anchor, mean_moments
+from podium.balance.speed import UNKNOWN_NOISE, Speed, SpeedModel
+from podium.balancing import SURE
 from podium.errors import ConfigError, UnknownName
 from podium.leftovers import Sends
+from podium.rounds import Round
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -36,6 +43,8 @@ if TYPE_CHECKING:
 AVERAGED = ("parameters", "moments", "buffers")
 LONGEST = 1 << 30
 """Steps of a round that goes on to the end: the rate is zero."""
+GAIN = 0.02
+"""What part of the time other numbers of steps must promise to save."""
 LOSSES = "local-sgd.losses"
 """The name under which the first and the last round's loss are remembered."""
 
@@ -52,7 +61,11 @@ class Pace:
     """Steps in the present round, of the fastest worker."""
     began: int = 0
     speeds: list[float] = field(default_factory=list)
-    """Samples per nanosecond, by place; 0 where nothing is known."""
+    """Samples per second that the present numbers of steps go by, by place; 0 where nothing is known."""
+    model: SpeedModel = field(default_factory=SpeedModel)
+    """This worker's own speed."""
+    seen: Round = field(default_factory=Round)
+    """What of the present round the model has seen."""
 
     def begin_round(self, worker: Worker, length: int) -> None:
         """Say how long the round is that begins now; the same on all workers."""
@@ -66,8 +79,7 @@ class Pace:
         if self.steps == "speed":
             if len(self.speeds) != len(ranks) or not any(self.speeds):
                 return [1] * len(ranks)  # to see who is how fast
-            fastest = max(self.speeds)
-            return [max(1, round(length * (speed or fastest) / fastest)) for speed in self.speeds]
+            return steps_by_speed(self.speeds, length)
         numbers = numbers_in(self.steps)
         own = [numbers[min(rank, len(numbers) - 1)] for rank in ranks]  # who joins later does as the last
         return [max(1, round(number * length / self.period)) for number in own]
@@ -76,25 +88,104 @@ class Pace:
         """Whether this worker has done its part of the round."""
         if self.steps == "equal":
             return worker.round.steps >= self.length
+        if self.steps == "speed":
+            self._observe(worker.round)
         return worker.position > self.began  # the feed moves it with the last step
 
     def measure(self, worker: Worker) -> tuple[Tensor, Handle] | None:
         """Begin to tell all workers how fast this one was in the round that ends; before the round is closed."""
         if self.steps != "speed":
             return None
-        told = torch.zeros(worker.comm.size, dtype=torch.float64)
-        told[worker.comm.index] = worker.round.samples / max(1, worker.round.busy_ns)
+        told = torch.zeros(worker.comm.size, len(Speed._fields), dtype=torch.float64)
+        told[worker.comm.index] = torch.tensor(self._speed(worker.round), dtype=told.dtype)
         return told, worker.comm.all_reduce(told)
 
     def learn(self, worker: Worker, measured: tuple[Tensor, Handle] | None) -> None:
-        """Take up what was measured: half by the last round, half by those before."""
+        """Take up what was measured, where other numbers of steps save enough. Decided on all workers alike."""
         if measured is None:
             return
         told, handle = measured
         worker.comm.wait(handle)
-        before = self.speeds if len(self.speeds) == worker.comm.size else [0.0] * worker.comm.size
-        pairs = zip(before, told.tolist(), strict=True)
-        self.speeds = [(old + new) / 2 if old and new else old or new for old, new in pairs]
+        speeds = [Speed(a, b, c, d, int(n), int(at)) for a, b, c, d, n, at in told.tolist()]
+        found = self.decide(speeds)
+        if found is not None and worker.comm.index == 0:
+            worker.outgoing.news.append(self._news(worker, speeds, *found))
+
+    def decide(self, told: Sequence[Speed]) -> tuple[list[int], list[int], float] | None:
+        """Go by these speeds from here on, if that promises enough: steps before and after, and the gain asked for.
+
+        What is compared is the time in which all together do as much as in a global step. None: nothing changes.
+        """
+        known = len(self.speeds) == len(told)
+        before = self.speeds if known else [0.0] * len(told)
+        rates = [_rate(speed) or old for speed, old in zip(told, before, strict=True)]
+        if not any(rates):
+            return None
+        now = steps_by_speed(before, self.length) if any(before) else [1] * len(told)
+        wanted = steps_by_speed(rates, self.length)
+        if wanted == now:
+            self.speeds = rates
+            return None
+        last = max(range(len(now)), key=lambda i: now[i] / (rates[i] or math.inf))
+        least = max(GAIN, SURE * told[last].error) if any(before) else 0.0
+        if any(before) and 1 - _step_s(wanted, rates) / _step_s(now, rates) < least:
+            return None
+        self.speeds = rates
+        return now, wanted, least
+
+    def _observe(self, done: Round) -> None:
+        """The step that a round has come to have since it was last looked at."""
+        seen = self.seen if done.steps > self.seen.steps else Round()
+        self.model.observe(done.samples - seen.samples, (done.busy_ns - seen.busy_ns) / 1e9)
+        self.seen = dataclasses.replace(done)
+
+    def _speed(self, done: Round) -> Speed:
+        """As the model knows it; in the first rounds, as the last one was."""
+        found = self.model.speed
+        if found.passes or not done.samples or not done.busy_ns:
+            return found
+        error = UNKNOWN_NOISE / math.sqrt(done.steps)
+        per_sample_s = done.busy_ns / done.samples / 1e9
+        return Speed(0.0, per_sample_s, UNKNOWN_NOISE, error, done.steps, max(1, done.samples // done.steps))
+
+    def _news(
+        self, worker: Worker, told: Sequence[Speed], before: list[int], after: list[int], least: float
+    ) -> dict[str, Any]:
+        """For the records: as a balancer's, but that what is divided is a round, in steps."""
+        part = worker.batch_size / len(told)
+        return {
+            "kind": "balance",
+            "position": worker.position,
+            "balancer": "steps=speed",
+            "unit": "steps",
+            "ranks": list(worker.comm.workers),
+            "before": before,
+            "after": after,
+            "why": "gain",
+            "predicted_s": {
+                "before": part * _step_s(before, self.speeds),
+                "after": part * _step_s(after, self.speeds),
+            },
+            "least": least,
+            "members": [{**speed._asdict(), "most": None, "exchange_s": 0.0} for speed in told],
+        }
+
+
+def steps_by_speed(speeds: Sequence[float], length: int) -> list[int]:
+    """Steps of each worker in a round: the fastest does `length`, and so does one whose speed is not known (0)."""
+    fastest = max(speeds)
+    return [max(1, round(length * (speed or fastest) / fastest)) for speed in speeds]
+
+
+def _rate(speed: Speed) -> float:
+    """Samples per second, in steps as they are now; 0 where nothing is known."""
+    return speed.samples / speed.seconds(speed.samples) if speed.passes and speed.samples else 0.0
+
+
+def _step_s(steps: Sequence[int], rates: Sequence[float]) -> float:
+    """The time, in samples' worth, in which all together do as many steps as there are workers."""
+    longest = max(number / rate for number, rate in zip(steps, rates, strict=True) if rate)
+    return longest * len(steps) / sum(steps)
 
 
 def numbers_in(steps: str) -> list[int]:

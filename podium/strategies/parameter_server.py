@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
+from podium.balance.ranges import check_ranges, weights_of
 from podium.errors import ConfigError
 from podium.leftovers import Unit
 from podium.servers import client
@@ -43,6 +44,7 @@ Mode = Literal["sync", "async", "ssp", "dssp", "softsync", "backup", "gba"]
 class PSState:
     served: client.Served
     share: float  # of a global step's samples, in an update
+    exposure: client.Exposure | None = None  # where workers go in step and their parts may be changed
     outbox: list[Tensor] = field(default_factory=list)  # prefetch: gradients on their way, …
     inbox: list[Tensor] = field(default_factory=list)  # … and the parameters that come back
     pending: client.Pushes | None = None
@@ -76,6 +78,9 @@ class ParameterServer(Strategy[PSState]):
     servers: int = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
     """Whether servers have processes of their own or live in the workers'."""
+    ranges: str = "equal"
+    """How much of the parameters each server holds: `equal`, by `speed` (as fast as its link and memory are by the
+    cluster file), or in proportion to numbers, one per server that the run began with: `2/1/1`, or with `,`."""
     only_serve: int = 0
     """The last so many workers train nothing meanwhile: they become servers, with the colocated servers beside them."""
     lease: int | None = None
@@ -115,6 +120,7 @@ class ParameterServer(Strategy[PSState]):
                 f"parameter-server: staleness_high must be at least staleness ({self.staleness}), "
                 f"got {self.staleness_high}"
             )
+        check_ranges("parameter-server", self.ranges, self.servers)
         if self.unit_bytes is not None and self.unit_bytes < 1:
             raise ConfigError(f"parameter-server: unit_bytes must be at least 1, got {self.unit_bytes}")
         if self.lease is not None and self.lease < 1:
@@ -207,7 +213,11 @@ class ParameterServer(Strategy[PSState]):
             raise ConfigError(
                 f"parameter-server: backups must be below the number of workers, {self._training(worker)}"
             )
-        state = PSState(client.meet(worker, self._unit_bytes(worker)), self._share(worker))
+        served = client.meet(worker, self._unit_bytes(worker), self._weights(worker))
+        state = PSState(served, self._share(worker))
+        if self.feed == "step":
+            state.exposure = client.Exposure(worker, served, early=self._is_early(worker), pull=self.pull_codec)
+            worker.exposure = state.exposure.seconds
         if self.prefetch:
             state.outbox = [torch.zeros_like(g) for g in worker.flat.grads]
             state.inbox = [torch.zeros_like(p) for p in worker.params]
@@ -218,8 +228,9 @@ class ParameterServer(Strategy[PSState]):
     def step(self, worker: Worker, state: PSState, batch: Batch) -> Tensor:
         batch = batch._replace(weight=self._weight(worker, batch))
         pushes = self._pushes(worker, state, batch)  # remembers the versions that are computed on
-        early = self.overlap and not self.prefetch and (self.feed == "step" or worker.clip_norm is None)
-        loss = worker.backward(batch, on_ready=pushes.bucket_ready if early else None)
+        loss = worker.backward(batch, on_ready=pushes.bucket_ready if self._is_early(worker) else None)
+        if state.exposure is not None and batch.samples:
+            state.exposure.saw_pass(batch.samples)
         if self.feed == "cursor" and worker.clip_norm is not None:
             worker.clip_own()
         if self.prefetch:
@@ -240,6 +251,7 @@ class ParameterServer(Strategy[PSState]):
 
     def finish(self, worker: Worker, state: PSState) -> None:
         """Wait until all workers are through, then take parameters and optimizer state home."""
+        worker.exposure = None
         self._take(worker, state)
         answers = client.leave(worker, state.served)
         if answers is None:
@@ -287,7 +299,7 @@ class ParameterServer(Strategy[PSState]):
     def _work(self, worker: Worker) -> Meta:
         """What is to be done in this stretch, as servers need to know it."""
         return {
-            **client.common_work(worker, self._unit_bytes(worker)),
+            **client.common_work(worker, self._unit_bytes(worker), self._weights(worker)),
             "rules": self._rules(worker).to_dict(),
             "mitigation": self.mitigation,
             "strength": self.strength,
@@ -308,6 +320,20 @@ class ParameterServer(Strategy[PSState]):
 
     def _training(self, worker: Worker) -> int:
         return worker.comm.size - len(self._sitting(worker))
+
+    def _is_early(self, worker: Worker) -> bool:
+        """Whether gradients leave while backward still runs."""
+        return self.overlap and not self.prefetch and (self.feed == "step" or worker.clip_norm is None)
+
+    def _weights(self, worker: Worker) -> tuple[float, ...] | None:
+        """How much of the parameters each server holds."""
+        workers = self._training(worker)
+        updates = 1
+        if self.mode == "softsync":
+            updates = workers // self._group(workers)
+        elif self._streams:
+            updates = workers
+        return weights_of("parameter-server", self.ranges, worker.comm, updates)
 
     def _unit_bytes(self, worker: Worker) -> int:
         return self.unit_bytes or client.unit_bytes_for(worker)

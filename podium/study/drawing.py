@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from podium.study.figures import AXES, Bars, Convergence, Figure, Histogram, Line, Panel, Stack
+from podium.study.figures import AXES, Bars, Convergence, Course, Figure, Histogram, Line, Panel, Stack, Strip, Trace
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
 """Okabe and Ito's, which colour-blind readers can tell apart; they repeat after eight strategies."""
@@ -58,6 +58,8 @@ def to_plotly(figure: Figure, order: Mapping[str, int]) -> dict[str, Any]:
         return _plotly_histogram(figure, order)
     if isinstance(figure, Stack):
         return _plotly_stack(figure, order)
+    if isinstance(figure, Course):
+        return _plotly_course(figure)
     traces = []
     for curve in figure.curves:
         colour, (_, dash), width = style(curve.cell, order)
@@ -149,6 +151,41 @@ def _plotly_stack(figure: Stack, order: Mapping[str, int]) -> dict[str, Any]:
     return {"data": traces, "layout": {**layout, "shapes": shapes, "height": 60 + PANEL_PIXELS * len(figure.panels)}}
 
 
+def _plotly_course(figure: Course) -> dict[str, Any]:
+    traces: list[dict[str, Any]] = []
+    layout = _layout(AXES["step"], "", log=False)
+    axis = layout.pop("yaxis")
+    height, gap = 1 / len(figure.strips), 0.06
+    for place, strip in enumerate(figure.strips):
+        name = "y" if place == 0 else f"y{place + 1}"
+        top, bottom = 1 - place * height, 1 - (place + 1) * height
+        domain = [bottom + (gap if place < len(figure.strips) - 1 else 0), top]
+        titled = {"title": {"text": strip.quantity}, "rangemode": "tozero", "domain": domain}
+        layout[name.replace("y", "yaxis")] = {**axis, **titled}
+        for trace, colour, (_, dash), width in _traced(strip):
+            hover = f"{trace.name}, step %{{x}}: %{{y:.4g}} {strip.quantity}<extra></extra>"
+            drawn = {"x": trace.x, "y": trace.y, "yaxis": name, "mode": "lines", "name": trace.name}
+            shown = {"legendgroup": trace.name, "showlegend": place == 0 or trace is strip.whole}
+            line = {"color": "#777" if colour == INK else colour, "width": width, "dash": dash}
+            traces.append({**drawn, **shown, "line": line, "hovertemplate": hover})
+    shapes = [_stroke({"x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}, "dash") for x in figure.marks]
+    layout["xaxis"] |= {"anchor": "y" if len(figure.strips) == 1 else f"y{len(figure.strips)}"}
+    layout |= {"showlegend": True, "shapes": shapes, "height": 60 + PANEL_PIXELS * len(figure.strips)}
+    return {"data": traces, "layout": layout}
+
+
+def _traced(strip: Strip) -> list[tuple[Trace, str, tuple[str, str], float]]:
+    """Each trace with its colour, dash and width in pixels: a worker's colour is the same in all strips.
+
+    Later ones are thinner, so that equal lines all show.
+    """
+    found = [
+        (trace, COLOURS[i % len(COLOURS)], DASHES[0], 0.7 * WIDTHS[min(i, len(WIDTHS) - 1)])
+        for i, trace in enumerate(strip.traces)
+    ]
+    return found if strip.whole is None else [*found, (strip.whole, INK, DASHES[3], 1.2)]
+
+
 BOUND = "#b00020"
 """The colour of thresholds."""
 
@@ -207,6 +244,8 @@ def to_svg(figure: Figure, order: Mapping[str, int]) -> str | None:
         backend.FigureCanvasSVG(canvas)
         if isinstance(figure, Stack):
             _draw_stack(canvas, figure, order)
+        elif isinstance(figure, Course):
+            _draw_course(canvas, figure)
         elif isinstance(figure, Bars):
             _draw_bars(canvas.add_subplot(), figure, order)
         elif isinstance(figure, Histogram):
@@ -222,6 +261,8 @@ def _height(figure: Figure) -> float:
     """In inches."""
     if isinstance(figure, Stack):
         return 0.5 + 1.25 * len(figure.panels)
+    if isinstance(figure, Course):
+        return 0.5 + 1.4 * len(figure.strips)
     return 0.55 + 0.42 * len(figure.bars) if isinstance(figure, Bars) else 2.9
 
 
@@ -287,6 +328,22 @@ def _draw_stack(canvas: Any, figure: Stack, order: Mapping[str, int]) -> None:
         axes.set_ylabel(_short(panel.quantity))
         axes.grid(alpha=0.25, linewidth=0.5)
     grid[-1, 0].set_xlabel(AXES["epoch"])
+
+
+def _draw_course(canvas: Any, figure: Course) -> None:
+    grid = canvas.subplots(len(figure.strips), 1, sharex=True, squeeze=False)
+    for axes, strip in zip(grid[:, 0], figure.strips, strict=True):
+        for trace, colour, (dash, _), width in _traced(strip):
+            values = [float("nan") if value is None else value for value in trace.y]  # a gap in the line
+            named = trace.name if axes is grid[0, 0] or trace is strip.whole else None
+            axes.plot(trace.x, values, color=colour, linestyle=dash, linewidth=0.75 * width, label=named)
+        for step in figure.marks:
+            axes.axvline(step, color="#777777", linestyle="--", linewidth=0.6)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(strip.quantity)
+        axes.grid(alpha=0.25, linewidth=0.5)
+        axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    grid[-1, 0].set_xlabel(AXES["step"])
 
 
 def _embed(svg: str) -> str:

@@ -19,10 +19,12 @@ from podium.measure.staleness import Staleness
 from podium.study import format as written
 from podium.study.again import command, python_call
 from podium.study.answer import Findings, find, tell
+from podium.study.balance import Balanced, balanced_by_cell, division
 from podium.study.drawing import plotly_script, style, to_plotly, to_svg
 from podium.study.figures import (
     Bars,
     Figure,
+    balance_courses,
     convergence_panels,
     cost_bars,
     phase_stacks,
@@ -59,6 +61,7 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, inclu
 
     panels = convergence_panels(rows, findings.metric)
     histograms, stacks = staleness_histograms(rows), phase_stacks(rows, findings.metric)
+    courses = balance_courses(rows)
     return (
         _environment()
         .get_template("report.html.j2")
@@ -80,6 +83,10 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, inclu
             phases=[
                 _phased(cell, rows, rules, drawn([stacks[cell]] if cell in stacks else []))
                 for cell, rules in rules_by_cell(rows).items()
+            ],
+            balanced=[
+                _balanced(cell, found, drawn([courses[cell]] if cell in courses else []))
+                for cell, found in balanced_by_cell(rows).items()
             ],
             runs=[_run(row, findings, folder) for row in ended],
             python_call=python_call(study),
@@ -143,6 +150,22 @@ def _phased(cell: str, rows: Sequence[Row], rules: Sequence[RuleLine], figures: 
     }
 
 
+def _balanced(cell: str, found: Balanced, figures: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the section on uneven workers says of one strategy."""
+    return {
+        "cell": cell,
+        "figures": figures,
+        "parts": found.parts,
+        "unit": found.unit,
+        "advice": found.advice,
+        "seed": found.seed,
+        "changes": [
+            {"seed": seed, "facts": facts, "before": division(facts["before"]), "after": division(facts["after"])}
+            for seed, facts in found.changes
+        ],
+    }
+
+
 def _rule(line: RuleLine) -> dict[str, Any]:
     count = f"{len(line.epochs)} of {line.runs}" if line.runs > 1 else "yes"
     return {
@@ -185,6 +208,7 @@ def _environment() -> Environment:
     found.filters["plain"] = _plain
     found.filters["mean"] = _mean
     found.filters["percent"] = _percent
+    found.filters["share"] = written.percent
     found.filters["probability"] = written.probability
     return found
 
