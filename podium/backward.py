@@ -69,8 +69,9 @@ class Backward:
         """
         if batch.draws is None:
             parts = batch.split(self.worker.accumulate, self.worker.weigh) if batch.samples else []
-            if self.worker.weigh is not None:  # the mean over nothing is no number
-                parts = [part for part in parts if part.weight > 0]
+            weigh = self.worker.weigh
+            if weigh is not None and batch.closure is None:  # the mean over nothing is no number
+                parts = [part for part in parts if weigh(part.targets) > 0]
             for part in parts:
                 yield part, part is parts[-1]
             return

@@ -8,7 +8,6 @@ like the others until it has told, and after a resume all learn anew.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from podium.balance.base import Balancer, Learning, Member, finish_s
 from podium.balance.memory import Memory
-from podium.balance.speed import Speed, SpeedModel
+from podium.balance.speed import UNKNOWN_NOISE, Speed, SpeedModel
 
 if TYPE_CHECKING:
     from podium.comm.base import Handle
@@ -30,6 +29,11 @@ PATIENCE = 3
 """Looks after which a worker that has nothing to do is tried again, at the earliest."""
 CURIOSITY = 0.02
 """What part of the time may go into trying workers again that have nothing to do."""
+DOUBT = 24
+"""Looks after which it is tried again whatever that costs: what was believed of it may have been wrong. Twice as many
+after each time that it was in vain."""
+SEEN, KNOWN = 16, 0.05
+"""Passes, and the standard error, that must be known of a worker before its last sample is taken away."""
 
 
 class Decision(NamedTuple):
@@ -57,7 +61,11 @@ class Balancing:
         """Each worker's part of a whole global step, by place."""
         self._idle: list[int] = []
         """Looks since each had nothing to do, by place."""
+        self._vain: list[int] = []
+        """How often each was tried again in vain, by place."""
         self._steps = 0  # since the last exchange
+        self._steps_s = 0.0  # what these took
+        self._step_s = 0.0  # what a step takes, as all know
         self._told: tuple[Tensor, Handle] | None = None
 
     @property
@@ -71,21 +79,24 @@ class Balancing:
             return self._counts
         return self.balancer.divide(count, self._members)
 
-    def saw_step(self, samples: int, seconds: float, *, may_tell: bool = True) -> None:
-        """This worker's pass over so many samples took so long. `may_tell`: all workers are at this point."""
+    def saw_step(self, samples: int, seconds: float, step_s: float = 0.0, *, may_tell: bool = True) -> None:
+        """This worker's pass over so many samples took so long, and the whole step `step_s`.
+
+        `may_tell`: all workers are at this point.
+        """
         if not self.learns:
             return
         if samples:
             self.model.observe(samples, seconds)
             self.memory.observe(-(-samples // self._parts))
-        self._steps += 1
+        self._steps, self._steps_s = self._steps + 1, self._steps_s + step_s
         if not may_tell:
             return
         self.settle()
         assert isinstance(self.balancer, Learning)
         if self._steps >= self.balancer.every:
-            self._steps = 0
             self._tell()
+            self._steps, self._steps_s = 0, 0.0
 
     def settle(self) -> None:
         """Hear what the others have told, where they have, and decide. Collective."""
@@ -93,12 +104,16 @@ class Balancing:
             return
         (told, handle), self._told = self._told, None
         self.worker.comm.wait(handle)
-        self._members = members_of(self.worker.comm.workers, told.tolist())
+        self._members = members_of(self.worker.comm.workers, told[:, :-1].tolist())
+        self._step_s = float(told[:, -1].max())
         self._decide()
 
     def drop(self) -> None:
-        """What was told is lost with whom it was told to."""
-        self._told, self._steps = None, 0
+        """Others go on together than before, or the same: some may have heard what was told, and others not.
+
+        So all begin as equals.
+        """
+        self._told, self._steps, self._steps_s, self._members = None, 0, 0.0, []
 
     # Inside.
 
@@ -115,7 +130,7 @@ class Balancing:
         elif sum(self._counts) == batch_size:
             return
         self._counts = self.balancer.divide(batch_size, self._members)
-        self._idle = [0] * len(ranks)
+        self._idle, self._vain = [0] * len(ranks), [0] * len(ranks)
 
     def _limit(self, rank: int) -> int | None:
         """What the user says that a worker can hold, in a whole step."""
@@ -123,18 +138,21 @@ class Balancing:
         return None if limit is None else limit * self._parts
 
     def _tell(self) -> None:
-        comm, speed, most = self.worker.comm, self.model.speed, self.memory.most
+        comm, speed, most = self.worker.comm, told_of(self.model), self.memory.most
         limits = [self._limit(comm.rank), None if most is None else most * self._parts]
         limit = min((each for each in limits if each is not None), default=-1)
-        told = torch.zeros(comm.size, len(speed) + 2, dtype=torch.float64)
-        told[comm.index] = torch.tensor([*speed, limit, self.worker.exchange_s], dtype=told.dtype)
+        mine = [*speed, limit, self.worker.exchange_s, self._steps_s / self._steps]
+        told = torch.zeros(comm.size, len(mine), dtype=torch.float64)
+        told[comm.index] = torch.tensor(mine, dtype=told.dtype)
         self._told = (told, comm.all_reduce(told))
 
     def _decide(self) -> None:
         assert isinstance(self.balancer, Learning)
         self._idle = [0 if count else idle + 1 for count, idle in zip(self._counts, self._idle, strict=True)]
-        found = decide(self.balancer, self.worker.batch_size, self._counts, self._members, self._idle)
+        looks = (self._idle, self._vain)
+        found = decide(self.balancer, self.worker.batch_size, self._counts, self._members, *looks, step_s=self._step_s)
         if found is not None:
+            self._vain = in_vain(self._vain, self._counts, found)
             before, self._counts = self._counts, found.counts
             self._record(before, found)
 
@@ -162,15 +180,24 @@ class Balancing:
 
 
 def decide(
-    balancer: Learning, count: int, now: Sequence[int], members: Sequence[Member], idle: Sequence[int]
+    balancer: Learning,
+    count: int,
+    now: Sequence[int],
+    members: Sequence[Member],
+    idle: Sequence[int],
+    vain: Sequence[int] = (),
+    *,
+    step_s: float = 0.0,
 ) -> Decision | None:
     """Whether to divide steps of `count` samples otherwise than `now`, and how.
 
     A change must promise to save the balancer's `gain` and more than what may be noise: `SURE` standard errors of what
-    is known of those whom it concerns. Somebody's memory being too small needs no promise.
+    is known of those whom it concerns. Somebody's memory being too small needs no promise. `step_s`: what a step takes
+    with all that belongs to it; what is saved must be worth it beside that.
 
-    Whoever has nothing to do is no longer seen. So one sample is left where that costs less than `gain`; otherwise it
-    gets one now and then, the more seldom the more that costs. `idle`: looks since each had nothing to do.
+    Whoever has nothing to do is no longer seen. So one sample is left where that costs less than `gain`, or where too
+    little is known to say; otherwise it gets one now and then, the more seldom the more that costs. `idle`: looks since
+    each had nothing to do; `vain`: how often each was then tried again, and lost it again.
     """
     if not any(member.speed.passes for member in members):
         return None
@@ -180,17 +207,28 @@ def decide(
     if wanted != list(now):
         if any(m.most is not None and have > m.most for m, have in zip(members, now, strict=True)):
             return Decision(wanted, "memory", before_s, after_s, least)
-        if before_s > 0 and 1 - after_s / before_s >= least:
+        worth = before_s - after_s >= balancer.gain * step_s
+        if before_s > 0 and worth and 1 - after_s / before_s >= least:
             return Decision(wanted, "gain", before_s, after_s, least)
-    tried = _look(now, members, idle, before_s)
+    tried = _look(now, members, idle, vain, before_s)
     return None if tried == list(now) else Decision(tried, "look", before_s, finish_s(tried, members), least)
 
 
-def _look(now: Sequence[int], members: Sequence[Member], idle: Sequence[int], before_s: float) -> list[int]:
+def in_vain(vain: Sequence[int], before: Sequence[int], found: Decision) -> list[int]:
+    """How often each was tried again in vain, now that steps are divided otherwise."""
+    if found.why == "look":
+        return [times + (had == 0 and has > 0) for times, had, has in zip(vain, before, found.counts, strict=True)]
+    return [0 if has > 1 else times for times, has in zip(vain, found.counts, strict=True)]
+
+
+def _look(
+    now: Sequence[int], members: Sequence[Member], idle: Sequence[int], vain: Sequence[int], before_s: float
+) -> list[int]:
     """The same, with a sample for those without any whose turn it is; for others too, if they need no longer for it."""
     without = [i for i, member in enumerate(members) if now[i] == 0 and member.most != 0 and before_s > 0]
     costs = {i: members[i].finish_s(1) / before_s - 1 for i in without}
-    due = [costs[i] for i in without if idle[i] >= max(PATIENCE, costs[i] / CURIOSITY)]
+    waits = {i: max(PATIENCE, min(costs[i] / CURIOSITY, DOUBT * 2 ** (vain[i] if vain else 0))) for i in without}
+    due = [costs[i] for i in without if idle[i] >= waits[i]]
     counts = list(now)
     for i in without:
         if due and costs[i] <= max(due) and max(counts) > 1:
@@ -199,10 +237,11 @@ def _look(now: Sequence[int], members: Sequence[Member], idle: Sequence[int], be
 
 
 def _leave_one(wanted: list[int], now: Sequence[int], members: Sequence[Member], gain: float) -> list[int]:
-    """The same, but that whoever would lose its last sample keeps one, where that costs next to nothing."""
+    """The same, but that whoever would lose its last sample keeps one, where that costs little, or may do so."""
     end_s = finish_s(wanted, members)
     for i, member in enumerate(members):
-        if wanted[i] == 0 < now[i] and member.finish_s(1) <= (1 + gain) * end_s:
+        unsure = member.speed.passes < SEEN or member.speed.error > KNOWN
+        if wanted[i] == 0 < now[i] and (unsure or member.finish_s(1) <= (1 + gain) * end_s):
             wanted = _give_one(wanted, i)
     return wanted
 
@@ -230,13 +269,19 @@ UNKNOWN = Speed(0.0, 1.0)
 """What is thought of all as long as nothing is known of anybody: only proportions matter."""
 
 
+def told_of(model: SpeedModel) -> Speed:
+    """What a worker tells of itself: nothing while two stalled passes of four would pass for slowness."""
+    return model.speed if model.knows_noise else Speed(0.0, 0.0)
+
+
 def members_of(ranks: Sequence[int], told: Sequence[Sequence[float]]) -> list[Member]:
     """What all have told; one that knows nothing of itself yet is taken to be like the others."""
     speeds = [Speed(row[0], row[1], row[2], row[3], int(row[4]), int(row[5])) for row in told]
     known = [speed for speed in speeds if speed.passes]
     like = UNKNOWN
     if known:
-        like = Speed(statistics.median(s.fixed_s for s in known), statistics.median(s.per_sample_s for s in known))
+        middle = sorted(known, key=lambda speed: speed.seconds(speed.samples) / max(1, speed.samples))[len(known) // 2]
+        like = middle._replace(error=UNKNOWN_NOISE, passes=0)
     return [
         Member(rank, speed if speed.passes else like, None if row[6] < 0 else int(row[6]), row[7])
         for rank, speed, row in zip(ranks, speeds, told, strict=True)

@@ -198,7 +198,7 @@ class Run:
         took_ns = meter.record(self._recorder, batch, float(loss))
         if strategy.feed == "step":
             together = not strategy.by_rounds or worker.round.steps == 0
-            self._balancing.saw_step(worker.pass_samples, worker.pass_ns / 1e9, may_tell=together)
+            self._balancing.saw_step(worker.pass_samples, worker.pass_ns / 1e9, took_ns / 1e9, may_tell=together)
         if self._phasing is not None:
             self._phasing.step_s = took_ns / 1e9
             self._phasing.saw_step(float(loss))

@@ -224,9 +224,9 @@ class Training:
         self.phasing.step_s = meter.record(self.recorder, batch, loss) / 1e9
         worker.outgoing.tell_news(self.recorder, worker.steps_done)
         if self.strategy.feed == "step":
-            self.balancing.saw_step(
-                worker.pass_samples, worker.pass_ns / 1e9, may_tell=not by_rounds or worker.round.steps == 0
-            )
+            together = not by_rounds or worker.round.steps == 0
+            pass_s, step_s = worker.pass_ns / 1e9, self.phasing.step_s
+            self.balancing.saw_step(worker.pass_samples, pass_s, step_s, may_tell=together)
         worker.check_loss(loss, batch, worker.steps_done)
         self.phasing.saw_step(loss)
         self.control.progress(progress_of(worker, loss, total_steps=self.total_steps, total_samples=self.end))

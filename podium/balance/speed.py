@@ -30,6 +30,8 @@ FLOOR = 0.02
 """No pass is believed to be steadier than this."""
 UNKNOWN_NOISE = 0.2
 """What is assumed of the noise until there are enough passes to tell."""
+ENOUGH = 8
+"""Passes, compared with those before, from which the noise can be told."""
 CLIP, SLACK, BAR, SUSPICION = 3.0, 0.75, 6.0, 2.5
 """CUSUM, in units of the noise: how far one pass counts, what is forgiven, where a change is found, and from where on
 the level waits for the outcome. One pass adds CLIP - SLACK at most, so it takes three."""
@@ -39,6 +41,8 @@ SHAPE_DOUBT = 0.3
 """How far the part of a pass that is fixed may be from 0 before anything is known of it."""
 MOST_FIXED = 0.95
 """The largest part of a pass that is taken to be fixed."""
+LATE = 4
+"""Passes after a change of samples within which a change of level is thought to have come from it."""
 TRIES = 8
 """Experiments from before the last change of level that are remembered."""
 
@@ -71,6 +75,7 @@ class SpeedModel:
         self._passes: deque[_Pass] = deque(maxlen=WINDOW)  # since the last change of level
         self._tries: deque[_Try] = deque(maxlen=TRIES)  # from before it
         self._residuals: deque[float] = deque(maxlen=KEPT_NOISE)  # log(pass / expected)
+        self._compared = 0  # passes that went into residuals, ever
         self._up, self._down = _Sum(), _Sum()
         self._found: _Found | None = None
         self._unread = 0  # passes since
@@ -101,6 +106,11 @@ class SpeedModel:
         noise = max(FLOOR, self._found.noise)
         return Speed(fixed, (seconds - fixed) / at, noise, error, len(self._passes), at)
 
+    @property
+    def knows_noise(self) -> bool:
+        """Whether enough passes were seen to tell slowness from a stall or two."""
+        return self._compared >= ENOUGH
+
     # Inside.
 
     def _count(self, one: _Pass) -> None:
@@ -126,6 +136,7 @@ class SpeedModel:
         self._up.add(z)
         self._down.add(-z)
         self._residuals.append(residual)
+        self._compared += 1
 
     def _begin_anew(self) -> None:
         """The level has changed: what came before that says something of shape and noise only."""
@@ -135,6 +146,7 @@ class SpeedModel:
         if before:
             spread = self._spread()
             self._tries.extend(_tries(_group(before, spread), spread))
+            self._tries.extend(_surprise(before, passes[-since:], spread))
         for _ in range(min(since, len(self._residuals))):
             self._residuals.pop()
         self._passes = deque(passes[-since:], WINDOW)
@@ -143,10 +155,10 @@ class SpeedModel:
     def _changed_since(self) -> int:
         """How many of the last passes are at the new level: those that differ most clearly from the old one."""
         longest = max((self._up, self._down), key=lambda side: side.total).passes
-        best, since, total = 0.0, 1, 0.0
+        best, since, total = 0.0, 2, 0.0
         for passes, residual in enumerate(islice(reversed(self._residuals), longest), start=1):
             total += max(-FAR, min(FAR, residual))
-            if total**2 / passes > best:  # likelihood ratio
+            if passes > 1 and total**2 / passes > best:  # likelihood ratio
                 best, since = total**2 / passes, passes
         return since
 
@@ -158,7 +170,7 @@ class SpeedModel:
 
     def _spread(self) -> float:
         """How far most passes lie from what was expected, as a standard deviation of logarithms."""
-        if len(self._residuals) < 8:
+        if len(self._residuals) < ENOUGH:
             return UNKNOWN_NOISE
         ordered = sorted(self._residuals)
         cut = max(1, len(ordered) // 10)  # one stall is none
@@ -166,7 +178,7 @@ class SpeedModel:
 
     def _noise(self) -> float:
         """Coefficient of variation of passes."""
-        if len(self._residuals) < 8:
+        if len(self._residuals) < ENOUGH:
             return UNKNOWN_NOISE
         ratios = _winsorised([math.exp(residual) for residual in self._residuals])
         mean = sum(ratios) / len(ratios)
@@ -291,6 +303,18 @@ def _tries(groups: Sequence[_Group], noise: float) -> list[_Try]:
         return []
     base = max(groups, key=lambda group: group.passes)
     return [_try(base, group, noise) for group in groups if group is not base]
+
+
+def _surprise(before: Sequence[_Pass], after: Sequence[_Pass], noise: float) -> list[_Try]:
+    """Where a change came with another number of samples, it may be the shape that was wrong: one more experiment."""
+    size, cut = after[-1].samples, len(before)
+    while cut and before[cut - 1].samples == size:
+        cut -= 1
+    if cut == 0 or len(before) - cut > LATE:
+        return []
+    old = [one for one in before[:cut] if one.samples == before[cut - 1].samples]
+    new = [one for one in (*before[cut:], *after) if one.samples == size]
+    return [_try(_group(old, noise)[0], _group(new, noise)[0], noise)]
 
 
 def _try(one: _Group, other: _Group, noise: float) -> _Try:

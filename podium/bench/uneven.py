@@ -21,7 +21,9 @@ A global step has 12,288 samples, so that a pass takes more than 100 ms; the mod
 measured: each worker alone on its node, in the same round. `ddp` is DistributedDataParallel with its equal split, the
 same model and number of samples, in namespaces and under quotas like those; it has its batch at hand, where Podium
 gathers each step's anew. Rounds go round the contenders, in an order that turns; ratios are taken round by round, with
-intervals. A row that cannot be measured says so in `why_absent`.
+intervals. `busy_cpus` is how many of the machine's `cores` were busy in each round, with us or with others: where
+others take what the quotas promise, speeds change from run to run, and no division is right. A row that cannot be
+measured says so in `why_absent`.
 
 `slow_down`: four equal workers in virtual time, one of which becomes 4 times slower and recovers.
 `steps_to_90_percent_after_slowdown` counts the steps that begin after the change, up to the first from which on no step
@@ -123,7 +125,12 @@ def bench_uneven(
         cpus = {"fast": real_cpus, "slow": real_cpus / _SLOWER}
         wanted = (real_strategies, real_balances, tuple(peers))
         setting = Setting(*wanted, steps=real_steps, batch=real_batch, cpus=cpus, rounds=rounds or _ROUNDS)
-        document["real"] = {**_facts(setting.task, _REAL_BUCKET), "cpus": cpus, "rounds": setting.rounds}
+        document["real"] = {
+            **_facts(setting.task, _REAL_BUCKET),
+            "cpus": cpus,
+            "cores": os.cpu_count(),
+            "rounds": setting.rounds,
+        }
         document["rows"] += _real_rows(setting)
     following = [balance for balance in balances if balance != EQUAL]
     if slow_down:
@@ -399,6 +406,7 @@ def _real_rows(setting: Setting) -> list[dict[str, Any]]:
     if reason:
         return [{**_real_row(*pair), "why_absent": reason} for pair in pairs]
     runs: dict[tuple[str, str], list[Run]] = {pair: [] for pair in pairs}
+    busy: dict[str, list[float]] = {}
     alone = {name: f"alone on {name}" for name in setting.cpus}
     contenders: dict[str, Callable[[], float]] = {
         label: partial(_real_alone, setting, name) for name, label in alone.items()
@@ -407,17 +415,33 @@ def _real_rows(setting: Setting) -> list[dict[str, Any]]:
     with ExitStack() as ends:
         if "ddp" in setting.peers:
             contenders["ddp"] = ends.enter_context(_ddp(setting))
-        rates = interleave(contenders, setting.rounds, warmup=0)  # each run warms up by itself
+        watched = {name: partial(_watched, measure, busy.setdefault(name, [])) for name, measure in contenders.items()}
+        rates = interleave(watched, setting.rounds, warmup=0)  # each run warms up by itself
     ideal = np.sum([rates[label] for label in alone.values()], axis=0)
     rows = []
     for pair in pairs:
         others = {"equal": rates.get(f"{pair[0]} {EQUAL}"), "ddp": rates.get("ddp")}
-        rows.append(_measured(_real_row(*pair), rates[" ".join(pair)], ideal, others) | runs[pair][-1].facts)
+        row = _measured(_real_row(*pair), rates[" ".join(pair)], ideal, others)
+        rows.append({**row, "busy_cpus": busy[" ".join(pair)], **runs[pair][-1].facts})
     if "ddp" in rates:
-        rows.append(_measured(_real_row("ddp", EQUAL), rates["ddp"], ideal, {}))
+        rows.append({**_measured(_real_row("ddp", EQUAL), rates["ddp"], ideal, {}), "busy_cpus": busy["ddp"]})
     for row in rows:
         row["alone_samples_per_second"] = {name: float(np.median(rates[label])) for name, label in alone.items()}
     return rows
+
+
+def _watched(measure: Callable[[], float], busy: list[float]) -> float:
+    """Measure, and note how many of the machine's processors were busy meanwhile, with us or with others."""
+    began, before = time.monotonic(), _busy_s()
+    found = measure()
+    busy.append((_busy_s() - before) / (time.monotonic() - began))
+    return found
+
+
+def _busy_s() -> float:
+    """Processor seconds that this machine has spent on anything since it was started."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _real_row(strategy: str, balance: str) -> dict[str, Any]:

@@ -144,6 +144,8 @@ class Cluster:
     local_latency_us: float = 5.0
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict, hash=False)
     """By pair of node indices, the lower first."""
+    servers_by_link: bool = False
+    """Whether dedicated servers go where the links to the workers are best, in place of `servers`."""
     changes: tuple[Change, ...] = ()
     """Those of one node in order of time."""
 
@@ -185,6 +187,10 @@ class Cluster:
             return (*placed, *_cycle([placed[w] for w in hosts] or placed, servers))
         if self.servers:
             return (*placed, *_cycle(self.servers, servers))
+        if self.servers_by_link and servers:
+            from podium.balance.placement import best_server_nodes
+
+            return (*placed, *best_server_nodes(self, placed, servers))
         load = [placed.count(node) for node in range(len(self.nodes))]
         for _ in range(servers):
             emptiest = load.index(min(load))
@@ -265,6 +271,8 @@ class Cluster:
             for (a, b), x in sorted(self.links.items())
         ]
         del plain["changes"]
+        if not self.servers_by_link:
+            del plain["servers_by_link"]
         if self.changes:  # otherwise absent, as it was before there were any: fingerprints stay
             plain["changes"] = [
                 {"node": self.names[x.node], "at_s": _as_float(x.at_s), "speed": _as_float(x.speed)}
@@ -354,13 +362,15 @@ def _parse(table: Mapping[str, Any]) -> Cluster:
     _refuse_unknown(placement, ("workers", "servers"), "key of [placement]")
     nodes = tuple(node for entry in _tables(table, "node") for node in _parse_node(entry))
     index = {node.name: i for i, node in enumerate(nodes)}
+    by_link = placement.get("servers") == "by-link"
     values = {
         **settings,
         "nodes": nodes,
         "links": _parse_links(_tables(table, "link"), index),
         "changes": tuple(_parse_change(entry, index) for entry in _tables(table, "change")),
         "workers": _find_nodes(placement.get("workers", []), index, "[placement] workers"),
-        "servers": _find_nodes(placement.get("servers", []), index, "[placement] servers"),
+        "servers": () if by_link else _find_nodes(placement.get("servers", []), index, "[placement] servers"),
+        "servers_by_link": by_link,
     }
     return build(Cluster, values, who="[cluster]")
 

@@ -38,9 +38,9 @@ KINDS: dict[str, str] = {
     "replaced": "a lost server was replaced: server, took_ns",
     "codec": "codecs were chosen: why, chosen, by_bucket, predicted_ms (of a step, by codec), link, rates",
     "codec_check": "a choice was held against its step times: measured_ms, predicted_ms, dense_ms, keeps",
-    "balance": "who gets how much was changed: why (gain, memory, look), ranks, before, after (each's), unit (samples of "
-    "a step where it is absent, or steps of a round), predicted_s (of a step, before and after), least (gain that was "
-    "asked for), members (fixed_s, per_sample_s, noise, error, passes, samples, most, exchange_s)",
+    "balance": "who gets how much was changed: why (gain, memory, look), ranks, before, after (each's), unit (samples "
+    "of a step where it is absent, or steps of a round), predicted_s (of a step, before and after), least (gain asked "
+    "for), members (fixed_s, per_sample_s, noise, error, passes, samples, most, exchange_s)",
     "trigger": "a rule was evaluated: rule, in_force, phase, value, threshold, fires, why, step, epoch, position",
     "switch": "a phase ended and the next began: before, after, rule, why, value, step, epoch, position; leftovers (of "
     "a codec: none, kept, converted, dropped); its cost: drain_ns, home_ns, hand_over_ns, begin_ns",

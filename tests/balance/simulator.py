@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from podium.balance.base import Learning, Member
 from podium.balance.equal_finish import EqualFinish
 from podium.balance.speed import Speed, SpeedModel
-from podium.balancing import Decision, decide, members_of
+from podium.balancing import Decision, decide, in_vain, members_of, told_of
 
 Noise = Callable[[random.Random], float]
 
@@ -35,6 +35,7 @@ class Simulation:
         self.models = [SpeedModel() for _ in self.speeds]
         self.now = self.balancer.divide(self.count, [Member(i, Speed(0.0, 1.0)) for i in range(len(self.speeds))])
         self.idle = [0] * len(self.speeds)
+        self.vain = [0] * len(self.speeds)
         self.decisions: list[tuple[int, Decision]] = []
         self.shares: list[float] = []
         """Of the ideal, by step."""
@@ -62,13 +63,14 @@ class Simulation:
             self._decide(self._told)
             self._told = None
         if self.steps % self.balancer.every == 0:
-            self._told = [model.speed for model in self.models]
+            self._told = [told_of(model) for model in self.models]
 
     def _decide(self, told: Sequence[Speed]) -> None:
         members = members_of(range(len(told)), [[*speed, -1, 0.0] for speed in told])
         self.idle = [0 if count else idle + 1 for count, idle in zip(self.now, self.idle, strict=True)]
-        found = decide(self.balancer, self.count, self.now, members, self.idle)
+        found = decide(self.balancer, self.count, self.now, members, self.idle, self.vain)
         if found is not None:
+            self.vain = in_vain(self.vain, self.now, found)
             self.now = found.counts
             self.decisions.append((self.steps, found))
 

@@ -13,8 +13,8 @@ from podium.balance.base import Learning, Member
 from podium.balance.equal_finish import EqualFinish
 from podium.balance.memory import Memory, fitting
 from podium.balance.proportional import Proportional
-from podium.balance.speed import Speed
-from podium.balancing import CURIOSITY, decide, members_of
+from podium.balance.speed import UNKNOWN_NOISE, Speed
+from podium.balancing import CURIOSITY, DOUBT, decide, members_of
 from podium.measure.records import read_records
 from tests.balance.simulator import Simulation, lognormal
 
@@ -40,12 +40,12 @@ def known(per_sample: float, *, error: float = 0.0, fixed: float = 0.0, most: in
 
 @pytest.mark.parametrize("fixed_part", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("mix", MIXES)
-def test_without_noise_it_comes_within_two_percent_of_the_ideal_in_twenty_steps(mix: str, fixed_part: float) -> None:
+def test_without_noise_it_comes_within_two_percent_of_the_ideal_in_thirty_steps(mix: str, fixed_part: float) -> None:
     run = Simulation(team(MIXES[mix], fixed_part), count=512).run(60)
     assert run.shares[0] < 0.9  # there was something to win
     seen = [share for share, division in zip(run.shares, run.divisions, strict=True) if 1 not in division]
-    assert min(seen[20:]) >= 0.98
-    assert statistics.mean(run.shares[20:]) >= 0.98  # with what it costs to look at those who have nothing to do
+    assert min(seen[30:]) >= 0.98
+    assert statistics.mean(run.shares[30:]) >= 0.98  # with what it costs to look at those who have nothing to do
     assert sum(found.why == "gain" for _, found in run.decisions) <= 6
 
 
@@ -142,7 +142,13 @@ def test_whoever_knows_nothing_yet_is_taken_to_be_like_the_others() -> None:
     rows = [[0.0, 0.001, 0.1, 0.01, 30, 16, -1, 0.0], [0.0, 0.0, 0.0, 0.0, 0, 0, 8, 0.5]]
     first, second = members_of([3, 7], rows)
     assert first == Member(3, Speed(0.0, 0.001, 0.1, 0.01, 30, 16))
-    assert second == Member(7, Speed(0.0, 0.001), 8, 0.5)
+    assert second == Member(7, Speed(0.0, 0.001, 0.1, UNKNOWN_NOISE, 0, 16), 8, 0.5)
+
+
+def test_what_is_saved_must_be_worth_it_beside_a_whole_step() -> None:
+    members, now = [known(1.0), known(1.5)], [50, 50]
+    assert decide(EqualFinish(gain=0.02), 100, now, members, [0, 0], step_s=600.0) is not None
+    assert decide(EqualFinish(gain=0.02), 100, now, members, [0, 0], step_s=900.0) is None
 
 
 def test_a_change_must_promise_the_gain_that_is_asked_for() -> None:
@@ -182,17 +188,41 @@ def test_a_last_sample_is_left_where_that_costs_next_to_nothing() -> None:
 
 
 def test_a_worker_without_samples_gets_one_now_and_then_the_more_seldom_the_more_it_costs() -> None:
-    def first_look(fixed: float) -> int:
+    def first_look(fixed: float, vain: int = 0) -> int:
         members = [known(1.0), known(1.0, fixed=fixed)]
         return next(
             idle
             for idle in range(1, 1000)
-            if (found := decide(EqualFinish(), 100, [100, 0], members, [0, idle])) is not None
+            if (found := decide(EqualFinish(), 100, [100, 0], members, [0, idle], [0, vain])) is not None
             and (found.why, found.counts) == ("look", [99, 1])
         )
 
-    assert first_look(103.0) < first_look(150.0) < first_look(300.0)
-    assert first_look(300.0) == pytest.approx(2 / CURIOSITY, rel=0.02)
+    assert first_look(103.0) < first_look(120.0) < first_look(300.0)
+    assert first_look(120.0) == pytest.approx(0.2 / CURIOSITY, abs=1.1)
+    # What is believed of it may be wrong, however long it seems to take.
+    assert [first_look(3000.0, vain) for vain in range(3)] == [DOUBT, 2 * DOUBT, 4 * DOUBT]
+    assert first_look(300.0, vain=9) == pytest.approx(2 / CURIOSITY, rel=0.02)
+
+
+def test_a_last_sample_is_not_taken_away_on_a_hunch() -> None:
+    slow = Speed(9.0, 0.1, 0.1, 0.1, 4, 9)
+    for passes, error, is_sure in ((4, 0.01, False), (50, 0.1, False), (50, 0.01, True)):
+        members = [known(0.01), Member(1, slow._replace(passes=passes, error=error))]
+        found = decide(EqualFinish(), 64, [55, 9], members, [0, 0])
+        left = 9 if found is None else found.counts[1]
+        assert (left == 0) == is_sure
+
+
+def test_stalls_at_the_start_take_no_work_from_a_worker_that_is_like_the_others() -> None:
+    alike = team([1, 1])
+    stalled = [alike[0], alike[1]._replace(fixed_s=0.4)]
+    run = Simulation(alike, count=64)
+    run.run(3)
+    run.speeds = stalled
+    run.run(2)
+    run.speeds = alike
+    run.run(40)
+    assert min(min(division) for division in run.divisions) >= 16
 
 
 # Memory.

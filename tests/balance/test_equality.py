@@ -34,7 +34,7 @@ from tests.toys import (
 )
 from tests.worlds import Memory, Virtual, World
 
-WORKERS, EPOCHS = 4, 3
+WORKERS, EPOCHS = 4, 5
 LONGEST, PAD = 9, -100
 """Words of the longest sentence; what stands where there is none."""
 TOLERANCE = 1e-9

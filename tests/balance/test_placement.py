@@ -17,7 +17,7 @@ from podium.balance import placement
 from podium.balance.placement import best_server_nodes, describe, step_seconds
 from podium.balance.ranges import Parcel, Way, exposed_s
 from podium.building import Job
-from podium.cluster.description import Cluster, Link, Node, uniform
+from podium.cluster.description import Cluster, Link, Node, read_cluster, uniform
 from podium.cluster.inprocess import run_virtual
 from podium.comm.base import Communicator
 from podium.config import RunConfig
@@ -272,3 +272,27 @@ def test_in_processes_the_way_to_the_servers_is_measured_when_it_is_asked_for() 
 
 def test_equal_nodes_are_one_as_good_as_another() -> None:
     assert best_server_nodes(uniform(4), [0, 1, 2], 1) in {(0,), (1,), (2,), (3,)}
+
+
+def test_a_cluster_file_may_leave_the_servers_place_to_the_links(tmp_path: Path) -> None:
+    text = """
+[[node]]
+name = "slow"
+count = 2
+up_mbit = 100
+down_mbit = 100
+[[node]]
+name = "hub"
+up_mbit = 10000
+down_mbit = 10000
+[placement]
+workers = ["slow-0", "slow-1"]
+servers = "by-link"
+"""
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    cluster = read_cluster(file)
+    assert [cluster.names[node] for node in cluster.place(2, 1)] == ["slow-0", "slow-1", "hub"]
+    file.write_text(text.replace('servers = "by-link"', ""))
+    assert cluster.fingerprint() != read_cluster(file).fingerprint()
+    assert "servers_by_link" not in read_cluster(file).to_dict()
