@@ -15,6 +15,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,8 @@ class Run:
             yield batch.inputs, batch.targets
             if self._batch is not None:
                 raise ConfigError("run.batches: every batch needs one call of run.step before the next")
-        self._balancing.settle()
+        with self._going_on():
+            self._balancing.settle()
 
     def step(self, closure: Callable[[], Tensor] | None) -> Tensor:
         """One step of the strategy on the batch in hand; `closure` computes its mean loss.
@@ -198,7 +200,8 @@ class Run:
         took_ns = meter.record(self._recorder, batch, float(loss))
         if strategy.feed == "step":
             together = not strategy.by_rounds or worker.round.steps == 0
-            self._balancing.saw_step(worker.pass_samples, worker.pass_ns / 1e9, took_ns / 1e9, may_tell=together)
+            with self._going_on():
+                self._balancing.saw_step(worker.pass_samples, worker.pass_ns / 1e9, took_ns / 1e9, may_tell=together)
         if self._phasing is not None:
             self._phasing.step_s = took_ns / 1e9
             self._phasing.saw_step(float(loss))
@@ -206,7 +209,17 @@ class Run:
         self._control.progress(progress_of(self.worker, float(loss), total_samples=self.worker.horizon))
         return loss
 
-    def _recover(self) -> None:
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Between two steps: should a peer be lost here, the survivors regroup and nothing is undone."""
+        try:
+            yield
+        except Lost:
+            if not self.strategy.survives_loss:
+                raise
+            self._recover(in_step=False)
+
+    def _recover(self, *, in_step: bool = True) -> None:
         """Go on with whoever is left: from the last step, or from where the round began."""
         worker, phasing = self.worker, self._phasing
         assert phasing is not None
@@ -215,7 +228,7 @@ class Run:
             worker.return_to_mark()
         carried = {"phasing": phasing.state()}
         by_rounds = self.strategy.by_rounds
-        recover(worker, self._control, in_step=not by_rounds, in_round=by_rounds, carried=carried)
+        recover(worker, self._control, in_step=in_step and not by_rounds, in_round=by_rounds, carried=carried)
         phasing.load_state(carried["phasing"])
         worker.outgoing.prepare()
         self._state = self.strategy.init(worker)
