@@ -160,6 +160,32 @@ def test_the_users_own_loop_is_balanced(tmp_path: Path) -> None:
     assert last[0] >= 2 * last[1]
 
 
+LOST = LOOP.replace(
+    "def loss(x, y):",
+    """
+if run.rank == 1:
+    told = run._balancing.saw_step
+    def lost_before_it_tells(*facts, **more):
+        if run.worker.steps_done >= 10:
+            os._exit(9)
+        told(*facts, **more)
+    run._balancing.saw_step = lost_before_it_tells
+
+def loss(x, y):""",
+).replace("import sys", "import os, sys")
+
+
+def test_a_worker_lost_while_speeds_are_told_ends_nobody_elses_loop(tmp_path: Path) -> None:
+    """At the end of a stretch, where nothing else is under way."""
+    script, out = tmp_path / "loop.py", tmp_path / "out"
+    script.write_text(LOST)
+    config = RunConfig(workers=2, balance="equal-finish:every=1", out=str(out), threads=1, deadline_s=20.0)
+    assert run_script(config, str(script), [str(tmp_path)]) == 0
+    (run_dir,) = out.iterdir()
+    assert (tmp_path / "hash-0").is_file()
+    assert divisions(run_dir)[-1] == {0: 24}
+
+
 def test_workers_of_one_node_and_one_of_another_are_balanced_each_by_itself(tmp_path: Path, alone: RunResult) -> None:
     cluster = tmp_path / "cluster.toml"
     cluster.write_text(TWO_NODES)
