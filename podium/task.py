@@ -41,7 +41,7 @@ class Task:
     weigh: Callable[[Any], float] | None = None
     """(targets) to how much a batch's mean loss counts: where the loss is a mean over words that are not padding, their
     number. A step's gradient is then that of the mean over all of its words, however its samples were divided. Without
-    it, samples count. Workers that step by themselves, or asynchronously, are weighed by samples in any case."""
+    it, samples count. Rounds of local steps, and asynchronous training, are weighed by samples in any case."""
     optimizer: Callable[[nn.Module], Optimizer]
     """Makes the optimizer for the model's trainable parameters."""
     schedule: Callable[[Optimizer, int], LRScheduler] | None = None

@@ -4,8 +4,9 @@ A global step is cut into micro-batches, and every worker draws the next one fro
 step has none left. A slow worker draws fewer, whatever made it slow and however recently: nobody's speed is guessed.
 What it costs: a draw and the fixed part of a pass for every micro-batch, and at the end of a step the fast wait for
 the micro-batch that the slowest is at, so the last ones are smaller. Simulated with 2 to 8 workers of random speeds up
-to 5:1, the default comes to 97 % of what their speeds add up to, and to 89 to 95 % where all are of one size. Where a
-pass costs as much more as one of eight samples it comes to 84 %: then take larger ones, or balance=equal-finish.
+to 5:1, the default comes to 96 % of what their speeds add up to where a pass costs its samples and nothing else, to
+87 % where it costs as much more as one sample of an equal part of 64, and to 79 % with two. Then take larger ones, or
+balance=equal-finish.
 
 Dividing what is left by the number of workers is guided self-scheduling: Polychronopoulos and Kuck, 1987.
 """
@@ -20,7 +21,7 @@ from podium.balance.base import Balancer, Member
 from podium.data.order import divide
 from podium.errors import ConfigError
 
-PARTS = 8
+PARTS = 4
 """Micro-batches for each worker in a step, where their size is not given."""
 SHRINK = 4
 """How many times smaller the last ones are."""
@@ -34,7 +35,7 @@ class Steal(Balancer):
     name: ClassVar[str] = "steal"
 
     micro: int | None = None
-    """Samples of a micro-batch; an eighth of an equal part, when not given. Never more than `accumulate` allows for a
+    """Samples of a micro-batch; a quarter of an equal part, when not given. Never more than `accumulate` allows for a
     pass."""
     least: int | None = None
     """Samples of the last ones: they shrink towards the end of a step; a quarter of `micro`, when not given."""

@@ -7,6 +7,7 @@ or change strategy: whoever holds a position can go on from it, so every sample 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ class GlobalOrder:
 
 def divide(count: int, shares: Sequence[float]) -> list[int]:
     """Whole numbers in proportion to `shares` that add up to `count` (largest remainder; ties to the lower index)."""
-    total = float(sum(shares))
+    total = math.fsum(shares)  # the same on all versions of Python: ranks must agree
     if total <= 0 or min(shares) < 0:
         raise ConfigError(f"shares must not be negative and must add up to more than 0, got {list(shares)}")
     exact = [count * share / total for share in shares]

@@ -96,7 +96,7 @@ def division(counts: Sequence[int]) -> str:
     """How many samples each worker has of a step: `32/16/8/8`."""
     if len(counts) <= MOST_PARTS:
         return "/".join(str(count) for count in counts)
-    return f"{min(counts)} to {max(counts)} each, {len(counts)} workers"
+    return f"{min(counts)} to {max(counts)}"
 
 
 def advice(facts: Mapping[str, Any]) -> list[str]:

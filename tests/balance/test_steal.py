@@ -65,7 +65,7 @@ def test_micro_batches_make_up_the_step_and_never_grow(count: int, workers: int,
     assert sum(sizes) == count
     assert min(sizes) >= 1
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] <= (steal.micro or max(1, count // (8 * workers)))
+    assert sizes[0] <= (steal.micro or max(1, count // (4 * workers)))
     assert sizes == steal.sizes(count, workers, 10**9)
 
 

@@ -64,7 +64,7 @@ def test_an_exchange_shrinks_as_a_ring_does_and_with_servers_stays() -> None:
 
 def test_a_division_among_many_is_told_by_its_ends() -> None:
     assert division([32, 16, 8, 8]) == "32/16/8/8"
-    assert division(list(range(1, 20))) == "1 to 19 each, 19 workers"
+    assert division(list(range(1, 20))) == "1 to 19"
 
 
 def test_workers_are_told_of_by_strategy_over_all_seeds() -> None:
