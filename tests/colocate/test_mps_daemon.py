@@ -150,6 +150,15 @@ def test_an_error_in_the_body_leaves_no_daemon(stand_in: StandIn, error: type[Ba
     assert stand_in.heard() == ["terminate_client 7 8", "quit -t 2"]
 
 
+@pytest.fixture
+def ctrl_c_interrupts() -> Iterator[None]:
+    """As it does in a terminal: what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_while_it_waits_for_clients_leaves_no_daemon(stand_in: StandIn) -> None:
     pids = []
     interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
