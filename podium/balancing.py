@@ -80,7 +80,7 @@ class Balancing:
         return self.balancer.divide(count, self._members)
 
     def saw_step(self, samples: int, seconds: float, step_s: float = 0.0, *, may_tell: bool = True) -> None:
-        """This worker's pass over so many samples took so long, and the whole step `step_s`.
+        """This worker took so long for a pass over so many samples, their loading included, and `step_s` for the step.
 
         `may_tell`: all workers are at this point.
         """

@@ -28,6 +28,17 @@ class Feed(ABC):
     def __init__(self, dataset: Dataset, order: GlobalOrder, worker: Worker, device: torch.device) -> None:
         self.dataset, self.order, self.worker, self.device = dataset, order, worker, device
 
+    took_s = 0.0
+    """What it took to have the last batch at hand, but for waiting for others."""
+
+    def fetch(self) -> Batch | None:
+        """The next batch, or None when this stretch of training is over; `took_s` says how long that took."""
+        comm = self.worker.comm
+        began, waited = comm.clock.now_ns(), comm.waited_ns
+        batch = self.next()
+        self.took_s = (comm.clock.now_ns() - began - (comm.waited_ns - waited)) / 1e9
+        return batch
+
     @abstractmethod
     def next(self) -> Batch | None:
         """The next batch, or None when this stretch of training is over."""

@@ -90,6 +90,7 @@ class Run:
         self._balancing = Balancing(balancer_of(asked), self.worker, recorder)
         self._phasing: Phasing | None = None
         self._batch: Batch | None = None
+        self._fed_s = 0.0
         self._state: Any = None
 
     @property
@@ -163,10 +164,10 @@ class Run:
         worker = self.worker
         while True:
             worker.stop_requested = self._control.stop_requested()
-            batch = None if worker.stop_agreed or worker.switch_agreed else feed.next()
+            batch = None if worker.stop_agreed or worker.switch_agreed else feed.fetch()
             if batch is None:
                 break
-            self._batch = batch
+            self._batch, self._fed_s = batch, feed.took_s
             if batch.samples == 0:
                 self.step(None)
                 continue
@@ -201,7 +202,8 @@ class Run:
         if strategy.feed == "step":
             together = not strategy.by_rounds or worker.round.steps == 0
             with self._going_on():
-                self._balancing.saw_step(worker.pass_samples, worker.pass_ns / 1e9, took_ns / 1e9, may_tell=together)
+                pass_s = self._fed_s + worker.pass_ns / 1e9
+                self._balancing.saw_step(worker.pass_samples, pass_s, took_ns / 1e9, may_tell=together)
         if self._phasing is not None:
             self._phasing.step_s = took_ns / 1e9
             self._phasing.saw_step(float(loss))

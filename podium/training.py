@@ -207,7 +207,7 @@ class Training:
     def _next_batch(self) -> Batch | None:
         self.worker.stop_requested = self.control.stop_requested()
         self.worker.pause_requested = self.control.change_requested()
-        return self.feed.next()
+        return self.feed.fetch()
 
     def _step(self, state: Any, batch: Batch) -> None:
         worker, meter = self.worker, StepMeter(self.worker)
@@ -225,7 +225,7 @@ class Training:
         worker.outgoing.tell_news(self.recorder, worker.steps_done)
         if self.strategy.feed == "step":
             together = not by_rounds or worker.round.steps == 0
-            pass_s, step_s = worker.pass_ns / 1e9, self.phasing.step_s
+            pass_s, step_s = self.feed.took_s + worker.pass_ns / 1e9, self.phasing.step_s
             self.balancing.saw_step(worker.pass_samples, pass_s, step_s, may_tell=together)
         worker.check_loss(loss, batch, worker.steps_done)
         self.phasing.saw_step(loss)
