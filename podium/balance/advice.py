@@ -1,4 +1,4 @@
-"""Advice for people: what another division of steps would save, and who holds the others up more than it helps.
+"""Advice for people: who holds the others up more than it helps.
 
 A step takes until the last worker is through with its part, and then what the exchange among so many takes beyond that.
 Nothing is changed here; a person, or a planner, decides.
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from podium.balance.base import Member, finish_s
-from podium.balance.equal import Equal
 from podium.balance.equal_finish import EqualFinish, limits_of
 
 LEAST = 0.02
@@ -36,21 +35,6 @@ class Advice(NamedTuple):
     def gain(self) -> float:
         """How many more samples per second, as a part of those of now."""
         return self.before_s / self.after_s - 1
-
-
-def balance_advice(members: Sequence[Member], count: int) -> Advice | None:
-    """What `equal-finish` would save over the equal split; None where it is next to nothing."""
-    equal, counts = Equal().divide(count, members), EqualFinish().divide(count, members)
-    before_s, after_s = finish_s(equal, members), finish_s(counts, members)
-    if after_s <= 0 or before_s / after_s - 1 < LEAST:
-        return None
-    last = max(zip(equal, members, strict=True), key=lambda pair: pair[1].finish_s(pair[0]))[1].rank
-    parts = "/".join(str(part) for part in counts)
-    reason = (
-        f"with parts of {parts} samples in place of equal ones a step takes {_time(after_s)} instead of "
-        f"{_time(before_s)}: worker {last} is the last now"
-    )
-    return Advice(reason, before_s, after_s, counts)
 
 
 def drop_advice(members: Sequence[Member], count: int, exchange_s: Callable[[int], float]) -> Advice | None:

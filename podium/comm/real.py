@@ -448,7 +448,7 @@ def _key(generation: int, turn: int) -> str:
 
 def _counter_of(group: Group, deadline_s: float) -> _Counter:
     """Beside the store where that is a file, in it where it is a service."""
-    store = group._store
+    store = group.store
     path = getattr(store, "path", None)
     return _StoreCounter(store) if path is None else _FileCounter(Path(f"{path}-counters"), deadline_s)
 

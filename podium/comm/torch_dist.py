@@ -65,7 +65,7 @@ class Group:
     def __init__(self, store: Any, *, host: str, backend: str = "gloo", deadline_s: float = 60.0) -> None:
         if backend not in ("gloo", "nccl"):
             raise ConfigError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
-        self._store, self._host, self.backend, self._deadline_s = store, host, backend, deadline_s
+        self.store, self._host, self.backend, self._deadline_s = store, host, backend, deadline_s
         # gloo tries five times to reach a member behind a cut link; be done before others take this rank for hung.
         self._forming_s = min(FORMING_S, deadline_s / 10)
         self._group: Any = None
@@ -138,7 +138,7 @@ class Group:
         return work is None or bool(work.is_completed())
 
     def _part(self, generation: int) -> Any:
-        return PrefixStore(f"generation-{generation}", self._store)
+        return PrefixStore(f"generation-{generation}", self.store)
 
     def _issue(self, what: str, *arguments: Any) -> int:
         self._issued += 1

@@ -1,4 +1,4 @@
-"""Advice: who had better leave, and what another division would save."""
+"""Advice: who had better leave."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from podium.balance.advice import balance_advice, drop_advice
+from podium.balance.advice import drop_advice
 from podium.balance.base import Member, finish_s
 from podium.balance.equal_finish import EqualFinish
 from podium.balance.speed import Speed
@@ -91,21 +91,3 @@ def test_hundreds_of_workers_are_looked_at_in_seconds() -> None:
     advice = drop_advice(members, 1024, lambda size: 0.0005 * size)
     assert advice is not None
     assert set(range(120, 128)) <= set(advice.without)
-
-
-def test_what_equal_finish_would_save() -> None:
-    advice = balance_advice(team(1, 4), 100)
-    assert advice is not None
-    assert advice.counts == [80, 20]
-    assert advice.before_s == pytest.approx(0.2)
-    assert advice.after_s == pytest.approx(0.08)
-    assert advice.gain == pytest.approx(1.5)
-    assert advice.reason == (
-        "with parts of 80/20 samples in place of equal ones a step takes 80 ms instead of 200 ms: worker 1 is the last "
-        "now"
-    )
-
-
-def test_those_who_are_alike_need_no_advice() -> None:
-    assert balance_advice(team(1, 1.01, 1), 96) is None
-    assert balance_advice(team(1), 96) is None
