@@ -6,6 +6,7 @@ go. Reducing may begin on a bucket while autograd is still busy with the next.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -96,27 +97,37 @@ class Backward:
         return loss
 
     def _hook(self, i: int) -> Callable[[Tensor], None]:
-        view, bucket, by_rows = self.flat.views[i], self.flat.bucket_of[i], self.flat.pieces[i].row > 0
+        # A parameter holds its hooks where Python's collector cannot look. Were this one to hold the parameter in turn,
+        # by way of the worker, no model would ever be let go.
+        back = weakref.ref(self)
 
         def landed(p: Tensor) -> None:
-            if self._fired[i]:
-                raise TrainingError(
-                    f"parameter {self.flat.pieces[i].name} got its gradient twice in one backward pass "
-                    "(a module used twice under re-entrant checkpointing?): use non-re-entrant checkpointing"
-                )
-            self._fired[i] = True
-            if by_rows:
-                pass  # stays where it is until its rows are asked for
-            elif p.grad is not view:
-                assert p.grad is not None
-                view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
-                p.grad = view
-            self.used[i] = True
-            if self._on_ready is not None:
-                self._missing[bucket] -= 1
-                self._announce(self._on_ready, keep=1)
+            this = back()
+            if this is not None:  # else the model is used by somebody after its training
+                this._land(i, p)
 
         return landed
+
+    def _land(self, i: int, p: Tensor) -> None:
+        """A gradient is there: put it into its place, and announce the buckets that are full."""
+        flat = self.flat
+        if self._fired[i]:
+            raise TrainingError(
+                f"parameter {flat.pieces[i].name} got its gradient twice in one backward pass "
+                "(a module used twice under re-entrant checkpointing?): use non-re-entrant checkpointing"
+            )
+        self._fired[i] = True
+        view = flat.views[i]
+        if flat.pieces[i].row > 0:
+            pass  # stays where it is until its rows are asked for
+        elif p.grad is not view:
+            assert p.grad is not None
+            view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+            p.grad = view
+        self.used[i] = True
+        if self._on_ready is not None:
+            self._missing[flat.bucket_of[i]] -= 1
+            self._announce(self._on_ready, keep=1)
 
     def _announce(self, on_ready: Callable[[int], None], keep: int) -> None:
         """Announce complete buckets in index order; the last `keep` wait for the end: the tail travels with them."""
