@@ -16,7 +16,10 @@ __version__ = "0.1.0"
 _HOME = {
     "train": "podium.cluster.launch",
     "compare": "podium.study.run",
+    "run_study": "podium.study.run",
+    "Study": "podium.study.study",
     "sweep": "podium.study.sweeps",
+    "export": "podium.study.export",
     "join": "podium.loop",
     "scale": "podium.cluster.scale",
     "Task": "podium.task",
@@ -35,7 +38,9 @@ _HOME = {
     "PodiumError": "podium.errors",
 }
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604  # the keys are names that __getattr__ serves
+_MODULES = {"writers": "podium.measure.writers"}
+
+__all__ = ["__version__", *_HOME, *_MODULES]  # noqa: PLE0604  # the keys are names that __getattr__ serves
 
 if TYPE_CHECKING:
     from podium.cluster.launch import train as train
@@ -48,9 +53,13 @@ if TYPE_CHECKING:
     from podium.data.base import MapDataset as MapDataset
     from podium.errors import PodiumError as PodiumError
     from podium.loop import join as join
+    from podium.measure import writers as writers
     from podium.strategies.base import Strategy as Strategy
     from podium.strategies.phases import Phases as Phases
+    from podium.study.export import export as export
     from podium.study.run import compare as compare
+    from podium.study.run import run_study as run_study
+    from podium.study.study import Study as Study
     from podium.study.sweeps import sweep as sweep
     from podium.task import Task as Task
     from podium.triggers.base import Reading as Reading
@@ -62,6 +71,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'podium' has no attribute {name!r}")
 
 

@@ -79,6 +79,7 @@ class Training:
         self.evaluated_at = -1  # the position of the last validation
         self.saved_at = -1
         self._began_at = 0
+        self._began_ns = self._validated_ns = 0
         self.loss: float | None = None
         self.metrics: dict[str, float] = {}
         self._in_step = False
@@ -98,6 +99,7 @@ class Training:
         except Lost as error:
             self._recover(error)
         self._record_begin()
+        self._began_ns = self.comm.clock.now_ns()
         while not self._is_over() and not self._retired:
             try:
                 self._stretch()
@@ -268,9 +270,11 @@ class Training:
             "loss": self.loss,
             "metrics": self.metrics,
         }
-        self.recorder.write("eval", now, **facts, eval_ns=now - began, waited=self.strategy.feed != "cursor")
+        waited = self.strategy.feed != "cursor"
+        self.recorder.write("eval", now, **facts, eval_ns=now - began, waited=waited)
         self.phasing.saw_validation(self.loss, self.metrics)
-        self.control.progress({"event": "eval", **facts})
+        self._validated_ns += now - began if waited else 0
+        self.control.progress({"event": "eval", **facts, "seconds": (now - self._began_ns - self._validated_ns) / 1e9})
 
     def _global_step(self) -> int:
         """How many global steps the samples used so far make up."""

@@ -15,5 +15,6 @@ BENCHES: dict[str, str] = {
     "folds": "podium.bench.folds:bench_folds",
     "fuzz": "podium.bench.fuzz:bench_fuzz",
     "uneven": "podium.bench.uneven:bench_uneven",
+    "claims": "podium.bench.claims:bench_claims",
 }
 """Name to `module:function`; each takes peers, rounds and its own options, and returns one JSON document."""

@@ -14,12 +14,14 @@ from podium.cli.certs import certs
 from podium.cli.compare import compare
 from podium.cli.demo import demo
 from podium.cli.doctor import doctor
+from podium.cli.export import export
 from podium.cli.group import Program
 from podium.cli.listing import list_names
 from podium.cli.report import report
 from podium.cli.run import run
 from podium.cli.scale import scale
 from podium.cli.sweep import sweep
+from podium.cli.trace import trace
 from podium.cli.train import train
 
 __all__ = ["main"]
@@ -39,5 +41,5 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for _verb in (train, compare, sweep, report, demo, run, scale, list_names, doctor, bench, certs):
+for _verb in (train, compare, sweep, report, export, trace, demo, run, scale, list_names, doctor, bench, certs):
     main.add_command(_verb)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,27 +13,32 @@ from podium.cli.interrupt import stop_on_interrupt
 from podium.cli.options import changed, check_names, options, resolve_run
 from podium.cli.output import Output, wrapped
 from podium.config import RunConfig
+from podium.errors import ConfigError
 
 if TYPE_CHECKING:
+    from podium.study.design import Design
     from podium.study.run import Comparison
 
 STRATEGIES = ("solo", "all-reduce", "parameter-server", "parameter-server:mode=async")
 """What is compared when nobody says."""
 WORKERS = 2
+SEEDS = 3
 OWN = ("workers", "launcher")
 """Fields of a run that a comparison has arguments for."""
 WIDE = 100
 """Columns that a table with lines around it needs; below that, names would be cut in the middle of a word."""
 
 
-@click.command(short_help="Train a task with several strategies and seeds.")
-@click.argument("task", required=False)
+@click.command(short_help="Compare strategies, or run a study.")
+@click.argument("task", required=False, metavar="[TASK|STUDY]")
 @click.option("--strategies", "listed", metavar="A,B,…", help=f"With commas between them. [{','.join(STRATEGIES)}]")
 @click.option(
     "--strategy", "single", multiple=True, metavar="NAME[:K=V,…]", help="One more strategy; may be given repeatedly."
 )
-@click.option("--seeds", type=click.IntRange(min=1), default=3, metavar="N", help="Runs of each strategy. [3]")
+@click.option("--seeds", type=click.IntRange(min=1), metavar="N", help="Runs of each cell. [3, or the study's own]")
 @click.option("--target", type=float, metavar="X", help="The value of the metric that time to target waits for.")
+@click.option("--size", metavar="NAME", help="One of the sizes that a study file has, as small.")
+@click.option("--jobs", type=click.IntRange(min=1), default=1, metavar="N", help="Runs at once, in virtual time. [1]")
 @options(
     "codec",
     "collective",
@@ -46,40 +52,104 @@ WIDE = 100
     "device",
     "data_dir",
 )
-@options("out", "config", "set", "dry_run", "quiet", "json")
+@options("log", "out", "config", "set", "dry_run", "quiet", "json")
 @click.pass_obj
 def compare(
-    out: Output, /, listed: str | None, single: tuple[str, ...], dry_run: bool, quiet: bool, **given: Any
+    out: Output,
+    /,
+    listed: str | None,
+    single: tuple[str, ...],
+    dry_run: bool,
+    quiet: bool,
+    jobs: int,
+    logs: tuple[str, ...],
+    **given: Any,
 ) -> int:
-    """Train TASK with each strategy and each seed; print a table and write a report.
+    """Train TASK with each strategy and each seed, or run the study in a file; print a table and write a report.
+
+    A STUDY is a file that ends in .toml or .py: factors, levels, replications and settings; options set what the study
+    sets for all its runs.
 
     Ctrl-C once saves the run in progress and reports what there is; the same command with the same --out goes on from
-    there.
+    there. A study goes to a folder of its own name, so that the same command alone goes on.
 
     \b
     podium compare digits-mlp --strategies solo,all-reduce --seeds 5
     podium compare digits-mlp --strategy solo \\
         --strategy parameter-server:mode=async,servers=2
+    podium compare studies/strategies.toml --size small
     """
-    strategies = (*split_strategies(listed or ""), *single) or STRATEGIES
-    seeds, target = given.pop("seeds"), given.pop("target")
-    config = _resolve(**given)
-    shared = {name: value for name, value in changed(config).items() if name not in ("task", "out", *OWN)}
-    fields = {"workers": config.workers, "launcher": config.launcher, "target": target}
-    from podium.study.design import make_design
-
-    design = make_design(config.task, strategies, seeds, shared, **fields)
-    for cell in design.strategies:
-        check_names(design.config(cell, seed=0))
+    strategies = (*split_strategies(listed or ""), *single)
+    where, size = given.pop("out"), given.pop("size")
+    if is_study_file(given["task"] or ""):
+        design = _study_design(strategies, size, **given)
+        where = where or study_folder_of(design)
+    else:
+        if size is not None:
+            raise ConfigError(f"compare: --size is for study files, which end in .toml or .py; got {given['task']!r}")
+        design = _task_design(strategies or STRATEGIES, **given)
+    for cell in design.names:
+        check_names(design.config(cell, design.replications.seeds[0]))
     if dry_run:
         out.document(design.to_dict())
         out.say(*(f"{name}: {value}" for name, value in design.to_dict().items() if value is not None))
         return 0
-    settings = {**shared, **fields, "strategies": strategies, "seeds": seeds, "out": given["out"]}
-    comparison = run_comparison(config.task, quiet=quiet or out.json, **settings)
+    if logs and jobs > 1:
+        raise ConfigError(
+            f"compare: --log follows runs one by one, got --jobs {jobs}; `podium export` writes them later"
+        )
+    comparison = run_shown(design, where, quiet=quiet or out.json, jobs=jobs, logs=logs)
     out.document(comparison.to_dict())
     out.say(*describe(comparison))
     return exit_code(comparison)
+
+
+def is_study_file(text: str) -> bool:
+    """Whether this names a study file. A task of one's own is `file.py:function`."""
+    return text.endswith((".toml", ".py"))
+
+
+def _task_design(strategies: Sequence[str], seeds: int | None, target: float | None, **given: Any) -> Design:
+    from podium.study.design import strategies_design
+
+    config = _resolve(**given)
+    shared = {name: value for name, value in changed(config).items() if name not in ("task", "out", *OWN)}
+    settings = {**shared, "workers": config.workers, "launcher": config.launcher}
+    return strategies_design(config.task, strategies, seeds or SEEDS, settings, target=target, retries=0)
+
+
+def _study_design(
+    strategies: Sequence[str],
+    size: str | None,
+    *,
+    task: str,
+    seeds: int | None,
+    target: float | None,
+    config_file: str | None,
+    overrides: tuple[str, ...],
+    **given: Any,
+) -> Design:
+    from podium.study.file import read_study
+
+    for name, value in (("--strategies", strategies), ("--config", config_file)):
+        if value:
+            raise ConfigError(f"compare: {name} is not for a study file, which says so itself; got {value}")
+    study = read_study(task, size)
+    settings = {name: value for name, value in given.items() if value is not None}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set takes KEY=VALUE, got {override!r}")
+        settings[key.strip()] = text.strip()
+    changes: dict[str, Any] = {"replications": seeds, "target": target}
+    study = dataclasses.replace(study, **{name: value for name, value in changes.items() if value is not None})
+    return study.with_settings(settings).design()
+
+
+def study_folder_of(design: Design) -> str:
+    from podium.study.run import study_folder
+
+    return str(study_folder(design))
 
 
 def _resolve(*, config_file: str | None, overrides: tuple[str, ...], **given: Any) -> RunConfig:
@@ -100,13 +170,19 @@ def split_strategies(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def run_comparison(task: str, *, quiet: bool, **settings: Any) -> Comparison:
-    """`podium.compare` with progress shown and Ctrl-C heeded."""
-    from podium.study.run import compare as compare_strategies
+def run_shown(design: Design, out: str | None, *, quiet: bool, jobs: int = 1, logs: Sequence[str] = ()) -> Comparison:
+    """Run a design with progress shown and Ctrl-C heeded."""
+    from podium.measure.writers import Together, open_log
+    from podium.study.run import new_folder, run_design
     from podium.ui import progress
 
-    with stop_on_interrupt() as stop, progress(quiet=quiet, many=True) as shown:
-        return compare_strategies(task, on_event=shown, stop=stop, **settings)
+    folder = out or str(new_folder(design.name))
+    with (
+        stop_on_interrupt() as stop,
+        progress(quiet=quiet, many=True) as shown,
+        Together(shown, *(open_log(text, folder) for text in logs)) as heard,
+    ):
+        return run_design(design, folder, on_event=heard, stop=stop, jobs=jobs)
 
 
 def describe(comparison: Comparison) -> list[Any]:

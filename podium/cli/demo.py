@@ -9,7 +9,7 @@ from importlib import metadata
 import click
 
 import podium
-from podium.cli.compare import STRATEGIES, WORKERS, describe, exit_code, run_comparison
+from podium.cli.compare import STRATEGIES, WORKERS, describe, exit_code, run_shown
 from podium.cli.options import options
 from podium.cli.output import Output
 
@@ -26,8 +26,11 @@ def demo(out: Output, /, quick: bool, quiet: bool, **where: str | None) -> int:
     seeds = 1 if quick else SEEDS
     out.say(*header(seeds))
     # One thread per rank: on so small a model a second thread costs more than it gives, and not the same every time.
-    settings = {"strategies": STRATEGIES, "seeds": seeds, "workers": WORKERS, "threads": 1, **where}
-    comparison = run_comparison(TASK, quiet=quiet or out.json, **settings)
+    from podium.study.design import strategies_design
+
+    settings = {"workers": WORKERS, "launcher": "local", "threads": 1}
+    design = strategies_design(TASK, STRATEGIES, seeds, settings, retries=0)
+    comparison = run_shown(design, where["out"], quiet=quiet or out.json)
     out.document(comparison.to_dict())
     out.say(*describe(comparison))
     out.say(

@@ -48,6 +48,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "json": click.option(
         "--json", is_flag=True, expose_value=False, help="Print one JSON document on standard output, nothing else."
     ),
+    "log": click.option(
+        "--log",
+        "logs",
+        multiple=True,
+        metavar="NAME[:WHERE]",
+        help="Also write numbers for tensorboard[:DIR] or mlflow[:URI]. Repeatable.",
+    ),
     "dry_run": click.option("--dry-run", is_flag=True, help="Print the resolved configuration and run nothing."),
     "quiet": click.option("--quiet", "-q", is_flag=True, help="Show no progress."),
 }

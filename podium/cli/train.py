@@ -27,11 +27,29 @@ from podium.cli.output import Output
     "cluster",
 )
 @options(
-    "device", "data_dir", "out", "resume", "replay", "checkpoint_every", "config", "set", "dry_run", "quiet", "json"
+    "device",
+    "data_dir",
+    "out",
+    "resume",
+    "replay",
+    "checkpoint_every",
+    "config",
+    "set",
+    "log",
+    "dry_run",
+    "quiet",
+    "json",
 )
 @click.pass_obj
 def train(
-    out: Output, /, config_file: str | None, overrides: tuple[str, ...], dry_run: bool, quiet: bool, **given: Any
+    out: Output,
+    /,
+    config_file: str | None,
+    overrides: tuple[str, ...],
+    logs: tuple[str, ...],
+    dry_run: bool,
+    quiet: bool,
+    **given: Any,
 ) -> int:
     """Train TASK: a built-in name, FILE.py:FUNCTION or MODULE:FUNCTION. [digits-mlp]
 
@@ -50,10 +68,12 @@ def train(
         out.say(to_toml(config))
         return 0
     from podium.cluster.launch import launch
+    from podium.measure.writers import Together, open_log
     from podium.ui import progress
 
-    with stop_on_interrupt() as stop, progress(quiet=quiet or out.json) as shown:
-        result = launch(config, on_event=shown, stop=stop)
+    writers = [open_log(text, config.out) for text in logs]
+    with stop_on_interrupt() as stop, progress(quiet=quiet or out.json) as shown, Together(shown, *writers) as told:
+        result = launch(config, on_event=told, stop=stop)
     out.document(result.to_dict())
     out.say(summary(result, config))
     return 130 if result.status == "stopped" else 0

@@ -271,9 +271,14 @@ def _clock_of(spec: NodeSpec) -> WallClock:
     return WallClock(spec.clock_ns)
 
 
+def die_with_parent() -> None:
+    """Be killed when whoever started this process ends, however that comes about."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def settle_in(spec: NodeSpec) -> None:
     """Die with the parent, enter the namespace, keep output apart. The launcher starts us deaf to Ctrl-C."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if spec.namespace is not None:
         from podium.cluster.netns import enter_namespace
 

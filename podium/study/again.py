@@ -6,42 +6,53 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from podium.study.design import as_text
+
 
 def python_call(study: Mapping[str, Any]) -> str:
     """A few lines of Python that run the study again."""
-    names = ("strategies", "seeds", "workers", "launcher", "target")
-    options = {name: study[name] for name in names if study.get(name) is not None} | study.get("settings", {})
-    arguments = "".join(f"    {name}={value!r},\n" for name, value in options.items())
+    if study["file"]:
+        size = f", size={study['size']!r}" if study["size"] else ""
+        return f"import podium\n\npodium.run_study({study['file']!r}{size})"
+    seeds = list(study["seeds"])
+    options = {"strategies": _strategies(study), "seeds": seeds, **_settings(study), "target": study.get("target")}
+    arguments = "".join(f"    {name}={value!r},\n" for name, value in options.items() if value is not None)
     # A Task that was handed over lives in the caller's program; its name alone does not bring it back.
-    task = f"task,  # the Task object named {study['task']}" if study.get("own_task") else f"{study['task']!r},"
+    task = f"task,  # the Task object named {study['name']}" if study.get("own_task") else f"{study['name']!r},"
     return f"import podium\n\npodium.compare(\n    {task}\n{arguments})"
 
 
 def command(study: Mapping[str, Any]) -> str | None:
     """The same as one command; None for what only Python can say (a Task object, chosen seeds)."""
+    if study["file"]:
+        return shlex.join(["podium", "compare", study["file"], *(["--size", study["size"]] if study["size"] else [])])
     seeds = list(study["seeds"])
     if study.get("own_task") or seeds != list(range(len(seeds))):
         return None
-    words = ["podium", "compare", study["task"]]
-    for strategy in study["strategies"]:
+    words = ["podium", "compare", study["name"]]
+    for strategy in _strategies(study):
         words += ["--strategy", strategy]
-    words += ["--seeds", str(len(seeds)), "--workers", str(study["workers"]), "--launcher", study["launcher"]]
+    settings = _settings(study)
+    words += ["--seeds", str(len(seeds))]
+    for name in ("workers", "launcher"):
+        if name in settings:
+            words += [f"--{name}", str(settings.pop(name))]
     if study.get("target") is not None:
         words += ["--target", str(study["target"])]
-    for name, value in study.get("settings", {}).items():
+    for name, value in settings.items():
         words += _set(name, value)
     return shlex.join(words)
 
 
+def _strategies(study: Mapping[str, Any]) -> list[str]:
+    return [cell["cell"] for cell in study["cells"]]
+
+
+def _settings(study: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in study["settings"].items() if name != "task"}
+
+
 def _set(name: str, value: Any) -> list[str]:
     if name == "task_options":
-        return [word for key, inner in value.items() for word in ("--set", f"task.{key}={_toml(inner)}")]
-    return ["--set", f"{name}={_toml(value)}"]
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return ",".join(map(_toml, value))
-    return "none" if value is None else str(value)
+        return [word for key, inner in value.items() for word in ("--set", f"task.{key}={as_text(inner)}")]
+    return ["--set", f"{name}={as_text(value)}"]

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from podium.study.format import plain, probability, spread
-from podium.study.rows import deciding_rows, default_target, finished, lower_is_better, metric_name
+from podium.study.rows import by_setting, deciding_rows, default_target, finished, lower_is_better, metric_name
 from podium.study.statistics import Contrast, Mean, Summary, contrasts, summarise
 from podium.study.store import Row
+from podium.study.winners import tell as tell_winners
+from podium.study.winners import winners
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,13 @@ class Findings:
     target: float | None
     table: list[Summary]
     contrasts: list[Contrast]
+
+    @property
+    def speed_measure(self) -> str:
+        """What speed is judged by: the time to target where nearly all reached it, else the whole time."""
+        reached = [line for line in self.table if line.runs and line.reached == line.runs]
+        able = self.target is not None and len(reached) >= 0.8 * len(self.table)
+        return "seconds to target" if able else "seconds"
 
     def pairs(self, measure: str, cell: str) -> list[Contrast]:
         """The contrasts of one strategy with the others in one measure."""
@@ -39,8 +48,10 @@ def answer(rows: Sequence[Row], target: float | None = None, hardware: Mapping[s
 
 
 def tell(findings: Findings, rows: Sequence[Row], hardware: Mapping[str, Any] | None = None) -> str:
-    """`answer` for who has the findings already: statsmodels takes a tenth of a second for each correction."""
-    parts = [*_verdict(findings), *_failures(rows), *_losses(rows)] if finished(rows) else [_nothing(rows)]
+    """`answer` for who has the findings already."""
+    done = finished(rows)
+    verdict = _by_setting(findings, done) if len(by_setting(done)) > 1 else _verdict(findings) if done else []
+    parts = [*verdict, *_failures(rows), *_losses(rows)] if done else [_nothing(rows)]
     return " ".join(parts) + "\n" + limits(rows, hardware)
 
 
@@ -59,6 +70,21 @@ def limits(rows: Sequence[Row], hardware: Mapping[str, Any] | None = None) -> st
     if 1 < seeds < 6:
         text += " So few seeds show large differences only; none found does not mean none there."
     return text
+
+
+def _by_setting(findings: Findings, done: Sequence[Row]) -> list[str]:
+    """Of a study of several factors: who comes first where. The settings themselves are in the report."""
+
+    def told(measure: str, claim: str) -> str:
+        return tell_winners(winners(done, findings.table, findings.contrasts, findings.metric, measure), claim)
+
+    goal = f"{plain(findings.target)} {findings.metric}"
+    measure = findings.speed_measure
+    speed = told(measure, "Shortest training time" if measure == "seconds" else f"Fastest to {goal}")
+    quality = [c for c in findings.contrasts if c.measure == f"final {findings.metric}"]
+    if quality and not any(c.distinct for c in quality):
+        return [speed, f"Final {findings.metric}: no difference that we can detect within any setting."]
+    return [speed, told(f"final {findings.metric}", f"Best final {findings.metric}")]
 
 
 def _verdict(findings: Findings) -> list[str]:
@@ -106,6 +132,8 @@ def _times_faster(contrast: Contrast, best: str) -> str:
     if contrast.first == best:
         ends = [None if x is None else 1 / x for x in (contrast.value, contrast.high, contrast.low)]
     value, low, high = (plain(x) for x in ends)
+    if contrast.exact:
+        return f"{value}× faster than {_other(contrast, best)}, the same in every seed"
     return f"{value}× faster than {_other(contrast, best)} (95 % CI {low}–{high}, Holm p {_p(contrast)})"
 
 
@@ -129,7 +157,7 @@ def _against_best(findings: Findings, measure: str) -> str:
     known = {line.cell: line.metric for line in findings.table if line.metric}
     best = (min if lower else max)(known, key=lambda cell: known[cell].mean)
     pairs = findings.pairs(measure, best)
-    worse = [f"{_other(c, best)} by {plain(abs(c.value), 2)} (Holm p {_p(c)})" for c in pairs if c.distinct]
+    worse = [f"{_other(c, best)} by {plain(abs(c.value), 2)} ({_sure(c)})" for c in pairs if c.distinct]
     level = [_other(c, best) for c in pairs if not c.distinct]
     text = f"best is {best} with {_interval(known[best])}"
     if worse:
@@ -187,6 +215,10 @@ def _interval(mean: Mean) -> str:
 
 def _other(contrast: Contrast, cell: str) -> str:
     return contrast.second if contrast.first == cell else contrast.first
+
+
+def _sure(contrast: Contrast) -> str:
+    return "the same in every seed" if contrast.exact else f"Holm p {_p(contrast)}"
 
 
 def _p(contrast: Contrast) -> str:

@@ -1,7 +1,7 @@
-"""A study's design: which strategies, which seeds, in which order, and where it was run.
+"""A study's design: which cells, which seeds, in which order, and where it was run.
 
-Each block holds every strategy once, with one seed, in an order drawn from a fixed seed. A machine that slows down over
-the minutes then slows all strategies, not the one that happened to come last.
+Each block holds every cell once, with one seed, in an order drawn from a fixed seed. A machine that slows down over the
+minutes then slows all cells, not the one that happened to come last.
 """
 
 from __future__ import annotations
@@ -14,86 +14,175 @@ from pathlib import Path
 from typing import Any
 
 import podium
-from podium.config import RunConfig, build, lift, parse_strategy
+from podium.config import RunConfig, lift, parse_strategy, resolve
 from podium.errors import ConfigError
 from podium.measure.manifest import git_commit, hardware, versions
+from podium.study.factorial import Level
 from podium.study.store import Key
 
 ORDER_SEED = 20_240_501
 """Fixes the order of runs; any number would do, as long as it stays the same."""
 
-SAME = ("task", "strategies", "seeds", "workers", "launcher", "target", "settings")
+SAME = ("name", "task", "cells", "replications", "settings", "target", "stop", "order_seed")
 """What must agree for a study to be gone on with."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of levels, and the settings that it comes to (over the study's own)."""
+
+    cell: str
+    """Its name, by which its rows are found."""
+    levels: Mapping[str, Level]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replications:
+    """How often each cell is run: from `least` seeds on, until its mean is known well enough, `most` at most.
+
+    Precision, not significance, decides: a rule that stops at the first small p finds differences that are not there.
+    """
+
+    least: int = 3
+    most: int = 3
+    half_width: float | None = None
+    """Go on until every cell's 95 % interval of `response` reaches no further than this share of its mean."""
+    response: str = "seconds"
+    listed: tuple[int, ...] = ()
+    """The seeds themselves, where they are not 0, 1, 2 …"""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ConfigError(f"replications: 1 ≤ least ≤ most must hold, got {self.least} and {self.most}")
+        if self.half_width is not None and not self.half_width > 0:
+            raise ConfigError(f"replications: half_width must be above 0, got {self.half_width}")
+        if self.half_width is None and self.least != self.most:
+            raise ConfigError(
+                f"replications: from {self.least} to {self.most} needs half_width, the precision to go on for"
+            )
+        if self.listed and len(set(self.listed)) != self.most:
+            raise ConfigError(f"replications: {self.most} seeds must differ, got {', '.join(map(str, self.listed))}")
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """All seeds that may come."""
+        return self.listed or tuple(range(self.most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Ends a run before its epochs are through: at the first validation with one of these reached."""
+
+    seconds: float | None = None
+    """Of training, on the run's own clock."""
+    target: bool = False
+    """Whether the study's target ends a run."""
+
+    def __post_init__(self) -> None:
+        if self.seconds is not None and not self.seconds > 0:
+            raise ConfigError(f"stop: seconds must be above 0, got {self.seconds}")
+
+
+NO_STOP = Stop()
+"""Runs go to the end of their epochs or steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
     """What a comparison was asked to do; written to `study.json` before the first run."""
 
-    task: str
-    strategies: tuple[str, ...]
-    seeds: tuple[int, ...]
-    workers: int
-    launcher: str
-    target: float | None = None
+    name: str
+    cells: tuple[Cell, ...]
+    factors: Mapping[str, tuple[Level, ...]]
+    replications: Replications
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of RunConfig that hold for all runs."""
+    """Of all runs, in the words of `--set`."""
+    question: str = ""
+    target: float | None = None
+    stop: Stop = NO_STOP
+    retries: int = 1
+    responses: tuple[str, ...] = ()
+    order_seed: int = ORDER_SEED
+    kind: str = "full"
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Of a fraction: effects that cannot be told apart."""
+    resolution: int | None = None
+    baseline: Mapping[str, Level] = field(default_factory=dict)
+    reference: tuple[Mapping[str, Any], ...] = ()
+    file: str = ""
+    """The study file that it was read from, and its size."""
+    size: str = ""
     own_task: bool = False
     """Whether the caller handed over a Task object, which its name alone does not bring back."""
 
-    def __post_init__(self) -> None:
-        for name, values in (("strategies", self.strategies), ("seeds", self.seeds)):
-            if not values:
-                raise ConfigError(f"compare: {name} must name at least one, got none")
-            if len(set(values)) != len(values):
-                raise ConfigError(f"compare: {name} must differ from each other, got {', '.join(map(str, values))}")
+    @property
+    def names(self) -> list[str]:
+        return [cell.cell for cell in self.cells]
+
+    def blocks(self) -> list[list[Key]]:
+        """All runs that may come, block by block; each seed is one."""
+        draw = random.Random(self.order_seed)
+        blocks = []
+        for seed in self.replications.seeds:
+            names = self.names
+            draw.shuffle(names)
+            blocks.append([(name, seed) for name in names])
+        return blocks
 
     def order(self) -> list[Key]:
-        """All runs, block by block."""
-        draw = random.Random(ORDER_SEED)
-        keys = []
-        for seed in self.seeds:
-            block = list(self.strategies)
-            draw.shuffle(block)
-            keys += [(cell, seed) for cell in block]
-        return keys
+        """All runs that may come, in order."""
+        return [key for block in self.blocks() for key in block]
 
-    def config(self, cell: str, seed: int) -> RunConfig:
+    def at(self, name: str) -> Cell:
+        return next(cell for cell in self.cells if cell.cell == name)
+
+    def config(self, name: str, seed: int) -> RunConfig:
         """The configuration of one run. Solo is one worker by nature, whatever the others get."""
         from podium.strategies import find_strategy, make_strategy  # imports torch
 
-        name, given = parse_strategy(cell)
+        values = {**self.settings, **self.at(name).settings}
+        strategy, given = parse_strategy(str(values.get("strategy", RunConfig.strategy)))
         options, lifted = lift(given)
-        values, workers = dict(self.settings), self.workers
-        most = find_strategy(name).max_workers
-        if most is not None and workers > most:
-            workers = most
-            values.pop("shares", None)
-        make_strategy(name, options, workers)
-        values.update(task=self.task, strategy=name, strategy_options=options)
         values.update(lifted)
-        values.update(workers=workers, launcher=self.launcher, seed=seed)
-        return build(RunConfig, values, who="compare")
+        values.update(strategy=strategy, strategy_options=options, seed=seed)
+        most, workers = find_strategy(strategy).max_workers, int(values.get("workers", RunConfig.workers))
+        if most is not None and workers > most:
+            values["workers"] = workers = most
+            values.pop("shares", None)
+        dotted = {name: value for name, value in values.items() if "." in name}
+        plain = {name.replace("-", "_"): value for name, value in values.items() if "." not in name}
+        config = resolve(None, [f"{name}={as_text(value)}" for name, value in dotted.items()], plain)
+        make_strategy(config.strategy, config.strategy_options, workers)
+        return config
+
+    def nodes(self, config: RunConfig) -> int:
+        """Machines that a run takes: its workers, and servers that have no worker beside them."""
+        from podium.strategies import make_strategy
+
+        strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
+        return config.workers + (0 if strategy.colocated else strategy.server_count)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "order": [{"cell": cell, "seed": seed} for cell, seed in self.order()]}
+        configs = [self.config(name, self.replications.seeds[0]) for name in self.names]
+        return {
+            **asdict(self),
+            "task": _only({config.task for config in configs}),
+            "workers": _only({config.workers for config in configs if config.strategy != "solo"}),
+            "launcher": _only({config.launcher for config in configs}),
+            "seeds": list(self.replications.seeds),
+            "order": [{"cell": cell, "seed": seed} for cell, seed in self.order()],
+        }
 
 
-def make_design(
-    task: str, strategies: Sequence[str], seeds: int | Sequence[int], settings: Mapping[str, Any], **fields: Any
-) -> Design:
-    """A design from what a caller wrote; every run's configuration is checked before the first one starts."""
-    if isinstance(strategies, str):
-        raise ConfigError(f"compare: strategies must be a list of texts, got the text {strategies!r}")
-    chosen = range(seeds) if isinstance(seeds, int) else seeds
-    for name in ("strategy", "strategy_options", "run_dir", "out", "seed", "resume"):
-        if name in settings:
-            raise ConfigError(f"compare: {name} differs from run to run and cannot be set for all of them")
-    labels = tuple(label(text) for text in strategies)
-    design = Design(task=task, strategies=labels, seeds=tuple(chosen), settings=dict(settings), **fields)
+def check_runs(design: Design) -> Design:
+    """The design, once every run's configuration has been checked and every worker has as many threads as any other."""
+    if len(set(design.names)) != len(design.names):
+        twice = sorted({name for name in design.names if design.names.count(name) > 1})
+        raise ConfigError(f"compare: cells must differ from each other, got {', '.join(twice)} more than once")
     design = _with_equal_threads(design)
-    for cell, seed in design.order():
-        design.config(cell, seed)
+    for name in design.names:
+        design.config(name, design.replications.seeds[0])
     return design
 
 
@@ -104,10 +193,38 @@ def _with_equal_threads(design: Design) -> Design:
     others' workers. The comparison would then be of threads too: on a small model and busy cores we saw two threads
     take 37 times as long as one.
     """
-    if design.launcher != "local" or design.settings.get("threads") is not None:
+    configs = [design.config(name, 0) for name in design.names]
+    if {config.launcher for config in configs} != {"local"} or any(config.threads is not None for config in configs):
         return design
-    threads = max(1, hardware()["cores"] // design.workers)
+    threads = max(1, hardware()["cores"] // max(config.workers for config in configs))
     return replace(design, settings={**design.settings, "threads": threads})
+
+
+def strategies_design(
+    task: str, strategies: Sequence[str], seeds: int | Sequence[int], settings: Mapping[str, Any], **fields: Any
+) -> Design:
+    """The design of a comparison of strategies alone; every run's configuration is checked before the first starts."""
+    if isinstance(strategies, str):
+        raise ConfigError(f"compare: strategies must be a list of texts, got the text {strategies!r}")
+    for name in ("strategy", "strategy_options", "run_dir", "out", "seed", "resume"):
+        if name in settings:
+            raise ConfigError(f"compare: {name} differs from run to run and cannot be set for all of them")
+    labels = tuple(label(text) for text in strategies)
+    chosen = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    for what, values in (("strategies", labels), ("seeds", chosen)):
+        if not values:
+            raise ConfigError(f"compare: {what} must name at least one, got none")
+        if len(set(values)) != len(values):
+            raise ConfigError(f"compare: {what} must differ from each other, got {', '.join(map(str, values))}")
+    design = Design(
+        name=task,
+        cells=tuple(Cell(text, {"strategy": text}, {"strategy": text}) for text in labels),
+        factors={"strategy": labels},
+        replications=Replications(least=len(chosen), most=len(chosen), listed=() if isinstance(seeds, int) else chosen),
+        settings={"task": task, **settings},
+        **fields,
+    )
+    return check_runs(design)
 
 
 def label(strategy: str) -> str:
@@ -122,10 +239,22 @@ def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: str)
     """Refuse to mix two designs in one folder."""
     for name in SAME:
         if found.get(name) != wanted.get(name):
+            what, old, new = _difference(name, found.get(name), wanted.get(name))
             raise ConfigError(
-                f"compare: {folder} holds another study, with {name} {found.get(name)!r}; wanted {wanted.get(name)!r}. "
+                f"compare: {folder} holds another study, with {what} {old!r}; wanted {new!r}. "
                 "Give another folder, or ask for the same study to go on with it"
             )
+
+
+def _difference(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """Where two values differ: of two tables, only the first key at which they do."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        key = next(key for key in (*new, *old) if old.get(key) != new.get(key))
+        return f"{name}: {key}", old.get(key), new.get(key)
+    if isinstance(old, list) and isinstance(new, list):
+        pair = next(((a, b) for a, b in zip(old, new, strict=False) if a != b), (len(old), len(new)))
+        return name, *pair
+    return name, old, new
 
 
 def surroundings() -> dict[str, Any]:
@@ -136,3 +265,17 @@ def surroundings() -> dict[str, Any]:
     for package in ("scipy", "statsmodels"):
         used[package] = metadata.version(package)
     return {"versions": used, "hardware": machine, "commit": git_commit(Path(podium.__file__).parent)}
+
+
+def as_text(value: Any) -> str:
+    """A value as `--set` takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return ",".join(map(as_text, value))
+    return "none" if value is None else str(value)
+
+
+def _only(values: set[Any]) -> Any:
+    """What all runs have in common; None where they differ, or where there is none."""
+    return values.pop() if len(values) == 1 else None

@@ -53,7 +53,7 @@ class RunProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=environment(),
             )
         # A virtual world keeps to one of the cores that it may use: left alone, several runs would share one.
         os.sched_setaffinity(self.process.pid, {core})
@@ -70,10 +70,8 @@ class RunProcess:
 
     def row(self) -> Row:
         """What it left; where it left nothing, a failure that says how it ended."""
-        path = self.folder / "row.json"
-        if path.is_file():
-            row: Row = json.loads(path.read_text(encoding="utf-8"))
-            return row
+        if (found := left_behind(self.folder)) is not None:
+            return found
         if time.monotonic() - self.began > self.deadline_s:
             return self._failed(f"took longer than {plain(self.deadline_s)} s")
         said = (self.folder / "said").read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -81,7 +79,16 @@ class RunProcess:
         return self._failed(f"its process ended with {self.process.returncode}: {last}")
 
 
-def _environment() -> dict[str, str]:
+def left_behind(folder: Path) -> Row | None:
+    """The row that a run left in its folder; None where there is none."""
+    path = folder / "row.json"  # written whole or not at all
+    if not path.is_file():
+        return None
+    row: Row = json.loads(path.read_text(encoding="utf-8"))
+    return row
+
+
+def environment() -> dict[str, str]:
     """One thread per process, and this Podium, installed or not."""
     path = os.pathsep.join(filter(None, [str(Path(podium.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

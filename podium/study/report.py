@@ -31,10 +31,35 @@ from podium.study.figures import (
     staleness_bars,
     staleness_histograms,
 )
-from podium.study.rows import TARGET_SHARE, RuleLine, arranged, cells, finished, rules_by_cell
+from podium.study.power import MOST_SEEDS, power
+from podium.study.rows import (
+    TARGET_SHARE,
+    RuleLine,
+    arranged,
+    cells,
+    finished,
+    first_level,
+    rules_by_cell,
+)
+from podium.study.sections import (
+    MOST_BARS,
+    MOST_CURVES,
+    analyses_of,
+    curves_by_setting,
+    ending_of,
+    interactions_of,
+    kind_of,
+    precision_of,
+    records_of,
+    timelines_of,
+    title_of,
+    views_of,
+    winners_of,
+)
+from podium.study.speedup import speedups
 from podium.study.staleness import staleness_by_cell
 from podium.study.statistics import Mean
-from podium.study.store import Row, Store, write_whole
+from podium.study.store import Row, Store, modern, write_whole
 
 _BLANK = dict.fromkeys(("error", "loss", "seconds", "steps"))
 """What a row may lack: a failed run measured little, and older rows know fewer fields."""
@@ -43,23 +68,24 @@ _BLANK = dict.fromkeys(("error", "loss", "seconds", "steps"))
 def write_report(study_dir: str | Path, *, include_plotly: bool = True) -> Path:
     """Write `report.html` into a study's folder from what lies there; `include_plotly=False` saves 4.8 MB."""
     store = Store(study_dir)
-    study, rows = store.read_study(), store.rows()
+    study, rows = modern(store.read_study()), store.rows()
     write_whole(store.report, render(study, rows, folder=store.folder, include_plotly=include_plotly))
     return store.report
 
 
 def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, include_plotly: bool = True) -> str:
     """The report's HTML. `folder` is only used to write the runs' places relative to it."""
-    ended, rows = rows, arranged(rows, study["strategies"])
+    lines = {id(row): number for number, row in enumerate(rows, 1)}
+    ended, rows = rows, arranged(rows, [cell["cell"] for cell in study["cells"]])
     findings = find(rows, study.get("target"))
     script = plotly_script() if include_plotly and rows else None
     order = _order(study, rows)
     said, caution = tell(findings, rows, study.get("hardware")).split("\n", 1)
 
-    def drawn(figures: Sequence[Figure]) -> list[dict[str, Any]]:
-        return [_figure(figure, order, screen=script is not None) for figure in figures]
+    def drawn(figures: Sequence[Figure], places: Mapping[str, int] = order) -> list[dict[str, Any]]:
+        return [_figure(figure, places, screen=script is not None) for figure in figures]
 
-    panels = convergence_panels(rows, findings.metric)
+    panels = convergence_panels(rows, findings.metric) if len(order) <= MOST_CURVES else []
     histograms, stacks = staleness_histograms(rows), phase_stacks(rows, findings.metric)
     courses = balance_courses(rows)
     return (
@@ -67,15 +93,28 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, inclu
         .get_template("report.html.j2")
         .render(
             study=study,
+            title=title_of(study),
             answer=said,
             caution=caution,
             findings=findings,
+            place=order,
+            short={str(row["cell"]): first_level(row) for row in rows},
+            records=records_of(rows, lines),
+            winners=winners_of(rows, findings),
+            speedups=speedups(rows, study["baseline"]),
+            design_kind=kind_of(study),
+            same_batch=not any("batch_size" in cell["settings"] for cell in study["cells"]),
+            precision=precision_of(study),
+            ending=ending_of(study),
             target_share=TARGET_SHARE,
-            legend=[(cell, style(cell, order)[0]) for cell in order],
+            legend=[(cell, style(cell, order)[0]) for cell in order] if panels else [],
             convergence=drawn(panels),
+            by_setting=[] if panels else curves_by_setting(rows, findings, drawn),
             bytes_assumed=any(panel.assumed for panel in panels),
-            cost=drawn(cost_bars(rows)),
-            staleness=drawn(staleness_bars(rows)),
+            cost=drawn(cost_bars(rows) if len(order) <= MOST_BARS else []),
+            interactions=interactions_of(study, rows, findings.metric, drawn),
+            views=views_of(rows, findings.metric),
+            staleness=drawn(staleness_bars(rows) if len(order) <= MOST_BARS else []),
             stale_cells=[
                 _stale_cell(cell, tables, drawn([histograms[cell]] if cell in histograms else []))
                 for cell, tables in staleness_by_cell(rows).items()
@@ -88,7 +127,11 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, inclu
                 _balanced(cell, found, drawn([courses[cell]] if cell in courses else []))
                 for cell, found in balanced_by_cell(rows).items()
             ],
-            runs=[_run(row, findings, folder) for row in ended],
+            analyses=analyses_of(study, rows, findings),
+            power=power(findings),
+            most_seeds=MOST_SEEDS,
+            timelines=timelines_of(rows, folder, drawn),
+            runs=[{"line": lines[id(row)], **_run(row, findings, folder)} for row in ended],
             python_call=python_call(study),
             command=command(study),
             script=Markup(script.replace("</script", "<\\/script")) if script else None,
@@ -97,7 +140,7 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, inclu
 
 
 def _order(study: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, int]:
-    names = dict.fromkeys([*study.get("strategies", ()), *cells(rows)])
+    names = dict.fromkeys([*(cell["cell"] for cell in study["cells"]), *cells(rows)])
     return {cell: place for place, cell in enumerate(names)}
 
 

@@ -55,6 +55,27 @@ def cells(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(str(row["cell"]) for row in rows))
 
 
+def setting_of(row: Mapping[str, Any]) -> str:
+    """The levels of all factors but the first, as text; empty where there is one factor."""
+    levels = dict(row.get("levels") or {})
+    levels.pop(next(iter(levels), ""), None)
+    return ", ".join(str(level) if isinstance(level, str) else f"{name} {level}" for name, level in levels.items())
+
+
+def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows whose levels differ in the first factor alone; one group where there is no other."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(setting_of(row), []).append(row)
+    return found
+
+
+def first_level(row: Mapping[str, Any]) -> str:
+    """What a row is called among those of its setting: its level of the first factor."""
+    levels = row.get("levels") or {}
+    return str(next(iter(levels.values()), row["cell"]))
+
+
 def arranged(rows: Iterable[Row], strategies: Sequence[str]) -> list[Row]:
     """Rows in the order in which strategies were asked for, not in which they happened to run."""
     place = {cell: i for i, cell in enumerate(strategies)}
@@ -72,6 +93,16 @@ def metric_name(rows: Iterable[Row]) -> str:
 def final_value(row: Mapping[str, Any], metric: str) -> float | None:
     """A run's value of the metric (or of any other field) at its last validation."""
     return number((row.get("metrics") or {}).get(metric, row.get(metric)))
+
+
+def number_at(row: Mapping[str, Any], name: str) -> float | None:
+    """A number of a row by name: a metric, a field, or one inside of a field (`step_ms.p50`)."""
+    if (found := final_value(row, name)) is not None:
+        return found
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return number(value)
 
 
 def at_validation(point: Mapping[str, Any], name: str) -> float | None:

@@ -1,41 +1,40 @@
-"""Run a comparison: every strategy with every seed, one after another, and make the report.
+"""Run a study: every cell with every seed, and make the report.
 
     comparison = podium.compare("digits-mlp", strategies=["solo", "all-reduce"], seeds=5, workers=2)
     print(comparison.answer)
+    podium.run_study("studies/strategies.toml", size="small")
 
-Runs never overlap: two at once would take each other's cores and the clock would tell of that, not of the strategies.
-A run that fails is a row that says so. A comparison that was killed is taken up again by asking for the same one with
-the same `out`: finished runs are read, failed and unfinished ones are tried again.
+Real runs never overlap: two at once would take each other's cores and the clock would tell of that, not of the
+strategies. Runs in virtual time may (`jobs`). A run that fails is a row that says so. A study that was killed is taken
+up again by asking for the same one with the same `out`: finished runs are read, failed and unfinished ones are tried
+again.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal
 
-from podium.config import RunConfig, RunResult
-from podium.errors import Interrupted, PodiumError, RecordError
-from podium.measure.records import read_records, to_json
-from podium.measure.staleness import tables
-from podium.strategies import make_strategy
+from podium.errors import ConfigError
+from podium.measure.records import to_json
 from podium.study.answer import find, tell
-from podium.study.design import Design, check_same, make_design, surroundings
+from podium.study.design import Design, check_same, strategies_design, surroundings
+from podium.study.file import read_study
+from podium.study.one import Asked, Launch, OnEvent, run_one
 from podium.study.report import write_report
-from podium.study.rows import arranged
-from podium.study.statistics import Summary, require_statistics
-from podium.study.store import Key, Row, Store, finished_keys
+from podium.study.rows import arranged, finished, number_at
+from podium.study.several import run_several
+from podium.study.statistics import Summary, mean_interval, require_statistics
+from podium.study.store import Key, Row, Store, finished_keys, modern
+from podium.study.study import Study
 
 if TYPE_CHECKING:
     from podium.task import Task
-
-OnEvent = Callable[[dict[str, Any]], None]
-Launch = Callable[..., RunResult]
-"""`podium.cluster.launch.launch`, or anything that takes a RunConfig, `task`, `on_event` and `stop` as it does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,8 @@ class Comparison:
     out: str
     status: Literal["finished", "stopped"]
     """`stopped` when the user ended it early; asking for the same one again goes on."""
-    task: str
+    task: str | None
+    """None where cells have tasks of their own."""
     metric: str
     target: float | None
     """What "time to target" means here, in terms of the metric."""
@@ -53,7 +53,7 @@ class Comparison:
     """The answer, then on a second line what may not be concluded."""
     table: tuple[Summary, ...]
     rows: tuple[Row, ...]
-    """All rows, strategy by strategy, failures and repeated tries among them."""
+    """All rows, cell by cell, failures and repeated tries among them."""
     report: str
 
     @property
@@ -77,6 +77,7 @@ def compare(
     target: float | None = None,
     launch: Launch | None = None,
     stop: Event | None = None,
+    jobs: int = 1,
     **run_options: Any,
 ) -> Comparison:
     """Train `task` with each strategy and each seed, and say what differs.
@@ -85,22 +86,83 @@ def compare(
     for; without one it lies 5 % short of the best strategy's mean. Other options are fields of RunConfig. `on_event`
     gets the launcher's events with `cell` and `seed` added, and around each run `{"event": "cell"}` (with `number`,
     `total`) and `{"event": "cell-end"}` (with `status`). Setting `stop` ends the comparison after the run in progress
-    has been saved.
+    has been saved. `jobs` runs go on at once where time is virtual.
     """
-    require_statistics()
     name = task if isinstance(task, str) else task.name
     own_task = None if isinstance(task, str) else task
-    fields = {"workers": workers, "launcher": launcher, "target": target, "own_task": own_task is not None}
-    design = make_design(name, strategies, seeds, run_options, **fields)
-    store = Store(out if out is not None else _new_folder(name))
-    study = _open_study(store, design)
-    runs = _Runs(design, store, launch or _default_launch(), own_task, on_event or _ignore, stop or Event())
-    status = runs.go()
-    return _conclude(store, study, status)
+    settings = {**run_options, "workers": workers, "launcher": launcher}
+    fields = {"target": target, "own_task": own_task is not None, "retries": 0}
+    design = strategies_design(name, strategies, seeds, settings, **fields)
+    return run_design(
+        design, out or new_folder(name), task=own_task, launch=launch, on_event=on_event, stop=stop, jobs=jobs
+    )
+
+
+def run_study(
+    study: Study | str | Path,
+    *,
+    size: str | None = None,
+    out: str | Path | None = None,
+    on_event: OnEvent | None = None,
+    launch: Launch | None = None,
+    stop: Event | None = None,
+    jobs: int = 1,
+    **settings: Any,
+) -> Comparison:
+    """Run a study, or the one in a file, and make its report; other options are settings of all its runs.
+
+    Results go to `out`, or to a folder under `runs` named after the study, where the same call goes on from what is
+    there.
+    """
+    chosen = study if isinstance(study, Study) else read_study(study, size)
+    design = chosen.with_settings(settings).design()
+    folder = out or study_folder(design)
+    return run_design(design, folder, launch=launch, on_event=on_event, stop=stop, jobs=jobs)
+
+
+def run_design(
+    design: Design,
+    out: str | Path,
+    *,
+    task: Task | None = None,
+    on_event: OnEvent | None = None,
+    launch: Launch | None = None,
+    stop: Event | None = None,
+    jobs: int = 1,
+) -> Comparison:
+    """Run what has not been run of a design, and conclude."""
+    require_statistics()
+    _check_jobs(design, jobs, task, launch)
+    store = Store(out)
+    with store.held():
+        study = _open_study(store, design)
+        runs = _Runs(design, store, launch or _default_launch(), task, on_event or _ignore, stop or Event(), jobs)
+        status = runs.go()
+        return _conclude(store, study, status)
+
+
+def study_folder(design: Design) -> Path:
+    """Where a study's results go when nobody says: the same place each time."""
+    return Path("runs") / _stem(f"{design.name}-{design.size}" if design.size else design.name)
+
+
+def _check_jobs(design: Design, jobs: int, task: Task | None, launch: Launch | None) -> None:
+    if jobs < 1:
+        raise ConfigError(f"compare: jobs must be at least 1, got {jobs}")
+    if jobs == 1:
+        return
+    real = [name for name in design.names if design.config(name, 0).launcher != "virtual"]
+    if real:
+        raise ConfigError(
+            f"compare: jobs={jobs}: only runs in virtual time may go on at once, since real ones would take each "
+            f"other's cores; {real[0]} is real"
+        )
+    if task is not None or launch is not None:
+        raise ConfigError(f"compare: jobs={jobs} needs a task that can be named, since each run gets its own process")
 
 
 def _conclude(store: Store, study: Mapping[str, Any], status: Literal["finished", "stopped"]) -> Comparison:
-    rows = arranged(store.rows(), study["strategies"])
+    rows = arranged(store.rows(), [cell["cell"] for cell in study["cells"]])
     findings = find(rows, study["target"])
     return Comparison(
         out=str(store.folder),
@@ -125,55 +187,93 @@ class _Runs:
     task: Task | None
     on_event: OnEvent
     stop: Event
+    jobs: int
 
     def go(self) -> Literal["finished", "stopped"]:
-        """Run what has not been run; each row is on disk before the next run starts."""
-        order = self.design.order()
-        done = finished_keys(self.store.rows())
-        for number, key in enumerate(order, 1):
-            if key in done:
-                continue
-            if self.stop.is_set():
-                return "stopped"
-            self._tell(key, event="cell", number=number, total=len(order))
-            row = self._run(key)
-            self.store.append(row)
-            self._tell(key, event="cell-end", status=row["status"], number=number, total=len(order))
-            if row["status"] == "stopped":
+        """Run what has not been run, block by block; each row is on disk before its successor starts."""
+        for number, block in enumerate(self.design.blocks()):
+            if number >= self.design.replications.least and self._is_precise():
+                break
+            done = finished_keys(self.store.rows())
+            waiting = [key for key in block if key not in done]
+            several = self.jobs > 1 and len(waiting) > 1
+            status = self._at_once(waiting) if several else self._one_by_one(waiting)
+            if status == "stopped":
                 return "stopped"
         return "finished"
 
-    def _run(self, key: Key) -> Row:
-        cell, seed = key
-        config = self.design.config(cell, seed)
-        config = replace(config, run_dir=str(self.store.fresh_run_dir(cell, seed)))
-        try:
-            result = self.launch(config, task=self.task, on_event=self._forward(key), stop=self.stop)
-        except Interrupted:
-            raise
-        except PodiumError as error:
-            return _failure(key, config, error)
-        row = {**result.to_dict(), "cell": cell, "seed": seed, "parameters": _parameters(result.run_dir)}
-        stale = _staleness(result, config)
-        return row if stale is None else {**row, "staleness_by": stale}
+    def _one_by_one(self, keys: Sequence[Key]) -> Literal["finished", "stopped"]:
+        for key in keys:
+            for _ in range(self.design.retries + 1):
+                if self.stop.is_set():
+                    return "stopped"
+                self._tell(key, event="cell")
+                row = run_one(
+                    self._asked(key),
+                    launch=self.launch,
+                    task=self.task,
+                    on_event=self._forward(key),
+                    stop=self.stop,
+                )
+                self._append(key, row)
+                if row["status"] == "stopped":
+                    return "stopped"
+                if row["status"] == "finished":
+                    break
+        return "finished"
+
+    def _at_once(self, keys: Sequence[Key]) -> Literal["finished", "stopped"]:
+        left = dict.fromkeys(keys, self.design.retries + 1)
+        while waiting := [key for key, tries in left.items() if tries]:
+            for key, row in run_several([(key, self._asked(key)) for key in waiting], self.jobs, self.stop):
+                left[key] = 0 if row["status"] == "finished" else left[key] - 1
+                self._append(key, row)
+            if self.stop.is_set():
+                return "stopped"
+        return "finished"
+
+    def _asked(self, key: Key) -> Asked:
+        cell = self.design.at(key[0])
+        config = self.design.config(*key)
+        return Asked(
+            cell=cell.cell,
+            levels=cell.levels,
+            seed=key[1],
+            nodes=self.design.nodes(config),
+            config=replace(config, run_dir=str(self.store.fresh_run_dir(*key))),
+            stop=self.design.stop,
+            target=self.design.target,
+            pictured=key[1] == self.design.replications.seeds[0],
+        )
+
+    def _append(self, key: Key, row: Row) -> None:
+        self.store.append(row)
+        self._tell(key, event="cell-end", status=row["status"])
+
+    def _is_precise(self) -> bool:
+        """Whether every cell's mean is known as well as was asked for. Without such a wish, seeds alone decide."""
+        asked = self.design.replications
+        if asked.half_width is None:
+            return False
+        rows = finished(self.store.rows())
+        for name in self.design.names:
+            values = [number_at(row, asked.response) for row in rows if row["cell"] == name]
+            mean = mean_interval([value for value in values if value is not None])
+            if mean is None or mean.low is None or mean.high is None:
+                continue  # failed, or seen once: more seeds of the others would not help it
+            if (mean.high - mean.low) / 2 > asked.half_width * abs(mean.mean):
+                return False
+        return True
 
     def _forward(self, key: Key) -> OnEvent:
         return lambda event: self._tell(key, **event)
 
     def _tell(self, key: Key, **event: Any) -> None:
+        if event.get("event") in ("cell", "cell-end"):
+            order = self.design.order()
+            done = len(finished_keys(self.store.rows()) - {key}) + 1
+            event |= {"number": min(done, len(order)), "total": len(order)}
         self.on_event({**event, "cell": key[0], "seed": key[1]})
-
-
-def _failure(key: Key, config: RunConfig, error: PodiumError) -> Row:
-    return {
-        "cell": key[0],
-        "seed": key[1],
-        "status": "failed",
-        "error": f"{type(error).__name__}: {error}",
-        "workers": config.workers,
-        "launcher": config.launcher,
-        "run_dir": config.run_dir,
-    }
 
 
 def _open_study(store: Store, design: Design) -> Row:
@@ -182,7 +282,7 @@ def _open_study(store: Store, design: Design) -> Row:
     if not store.study.is_file():
         store.write_study({**wanted, **surroundings()})
         return store.read_study()
-    found = store.read_study()
+    found = modern(store.read_study())
     # Compared as JSON has them: a tuple written is a list read.
     check_same(found, _as_json(wanted), str(store.folder))
     return found
@@ -192,9 +292,9 @@ def _as_json(value: Any) -> Any:
     return json.loads(to_json(value))
 
 
-def _new_folder(task: str) -> Path:
-    stem = "".join(c if c.isalnum() else "-" for c in task).strip("-")
-    base = Path("runs") / f"compare-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+def new_folder(task: str) -> Path:
+    """A folder for a comparison that was given none: nobody has used it."""
+    base = Path("runs") / f"compare-{_stem(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, tries = base, 1
     while path.exists():
         tries += 1
@@ -202,35 +302,8 @@ def _new_folder(task: str) -> Path:
     return path
 
 
-def _parameters(run_dir: str) -> int | None:
-    """How many parameters the model has, from the run's own records; None where they do not say."""
-    path = Path(run_dir) / "records" / "rank-0.jsonl"
-    try:
-        first = next(read_records(path), {})
-    except RecordError:
-        return None
-    count = first.get("parameters")
-    return count if isinstance(count, int) else None
-
-
-def _staleness(result: RunResult, config: RunConfig) -> dict[str, Any] | None:
-    """Staleness by worker and range, from the run's own records; None where nothing was applied by itself."""
-    if not result.updates:
-        return None
-    try:
-        found = tables(read_records(Path(result.run_dir)))
-    except RecordError:
-        return None
-    # Only the strategy knows the bound, and only where leads were recorded was there one.
-    return (found if found.lead is None else replace(found, bound=_bound(config))).to_dict()
-
-
-def _bound(config: RunConfig) -> int | None:
-    """How far a strategy lets a worker get ahead of the slowest; None of one that does not say so in our words."""
-    strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
-    fields = {"ssp": "staleness", "dssp": "staleness_high"}
-    bound = getattr(strategy, fields.get(getattr(strategy, "mode", ""), ""), None)
-    return bound if isinstance(bound, int) else None
+def _stem(name: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in name).strip("-")
 
 
 def _default_launch() -> Launch:

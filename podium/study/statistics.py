@@ -18,7 +18,7 @@ from itertools import combinations
 from typing import Any
 
 from podium.errors import MissingExtra
-from podium.study.rows import cells, deciding_rows, final_value, finished, number, time_to_target
+from podium.study.rows import by_setting, cells, deciding_rows, final_value, finished, number, time_to_target
 from podium.study.store import Row
 
 ALPHA = 0.05
@@ -82,8 +82,15 @@ class Contrast:
     high: float | None = None
     p: float | None = None
     p_holm: float | None = None
+    setting: str = ""
+    """In a study of several factors: the levels of the others, which both have."""
     effect: float | None = None
     """Mean over standard deviation of the pairs' differences, corrected for few pairs (Hedges)."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the difference is the same in every seed, as where time is computed: there is nothing to test."""
+        return self.n > 1 and self.low is not None and self.low == self.high
 
     @property
     def distinct(self) -> bool:
@@ -143,8 +150,22 @@ def _summary(cell: str, rows: Sequence[Row], metric: str, target: float | None) 
 
 
 def contrasts(rows: Sequence[Row], metric: str, target: float | None) -> list[Contrast]:
-    """All pairs of strategies, in each measure that at least two strategies have."""
+    """All pairs of strategies, in each measure that at least two of them have.
+
+    In a study of several factors: all pairs that differ in the first factor alone, so that two strategies are compared
+    with the same workers on the same link. Holm's correction runs over all of them.
+    """
     done = finished(rows)
+    found = [_in_setting(setting, some, metric, target) for setting, some in by_setting(done).items()]
+    measures = dict.fromkeys(contrast.measure for part in found for contrast in part)
+    return [
+        contrast
+        for name in measures
+        for contrast in corrected([c for part in found for c in part if c.measure == name])
+    ]
+
+
+def _in_setting(setting: str, done: Sequence[Row], metric: str, target: float | None) -> list[Contrast]:
     found = compare_pairs(f"final {metric}", _by_seed(done, lambda row: final_value(row, metric)), ratio=False)
     if target is not None:
         times = _by_seed(done, lambda row: time_to_target(row, metric, target))
@@ -152,7 +173,7 @@ def contrasts(rows: Sequence[Row], metric: str, target: float | None) -> list[Co
         whole = {cell: values for cell, values in times.items() if len(values) == _count(done, cell)}
         found += compare_pairs("seconds to target", whole, ratio=True)
     found += compare_pairs("seconds", _by_seed(done, lambda row: number(row.get("seconds"))), ratio=True)
-    return found
+    return [replace(contrast, setting=setting) for contrast in found]
 
 
 def compare_pairs(measure: str, values: Mapping[str, Mapping[int, float]], *, ratio: bool) -> list[Contrast]:
@@ -166,6 +187,12 @@ def compare_pairs(measure: str, values: Mapping[str, Mapping[int, float]], *, ra
         if pairs:
             blank = Contrast(measure=measure, first=first, second=second, n=0, ratio=ratio, value=0)
             found.append(_contrast(blank, pairs))
+    return corrected(found)
+
+
+def corrected(contrasts: Sequence[Contrast]) -> list[Contrast]:
+    """Contrasts that are one family, with Holm's correction over all that were tested."""
+    found = list(contrasts)
     tested = [i for i, contrast in enumerate(found) if contrast.p is not None]
     for i, p_holm in zip(tested, holm([_p(found[i]) for i in tested]), strict=True):
         found[i] = replace(found[i], p_holm=p_holm)
@@ -173,11 +200,15 @@ def compare_pairs(measure: str, values: Mapping[str, Mapping[int, float]], *, ra
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for how many there are, by Holm's step-down procedure."""
-    if not p_values:
-        return []
-    corrected = _load("statsmodels.stats.multitest").multipletests(list(p_values), method="holm")[1]
-    return [float(p) for p in corrected]
+    """p-values corrected for how many there are, by Holm's step-down procedure.
+
+    The same numbers as statsmodels' `multipletests`, to the bit, without the hundredths of a second that it takes.
+    """
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for tested, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, float(p_values[i]) * (len(p_values) - tested))
+        corrected[i] = min(1.0, largest)
+    return corrected
 
 
 def _contrast(blank: Contrast, pairs: Sequence[tuple[float, float]]) -> Contrast:

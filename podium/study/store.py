@@ -1,6 +1,6 @@
 """What a study leaves on disk: its design, and one row per run, appended as runs end.
 
-    study.json       what was asked for: task, strategies, seeds, order of runs, settings, versions, hardware
+    study.json       what was asked for: factors, cells, seeds, order of runs, settings, versions, hardware
     results.jsonl    one row per run, in the order they ended, failures among them
     report.html      made from those two and nothing else
     runs/            each run's own folder
@@ -11,24 +11,33 @@ may end in half a line: readers leave that out, and the next writer cuts it off.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from podium.errors import RecordError
+from podium.errors import ConfigError, RecordError
 from podium.measure.records import read_records, to_json
 
 Row = dict[str, Any]
-"""A RunResult as a dict, with `cell` (the strategy as asked for); or cell, seed, status and error of a failure.
+"""A RunResult as a dict, with `cell` and its `levels`; or cell, levels, seed, status and error of a failure.
 
-Added from the run's records: `parameters` (how many the model has) and, where updates were asynchronous, `staleness_by`
-(`measure.staleness.Staleness` as a dict).
+Added: `nodes` (workers, and servers apart from them), `wall_s` (of the whole run by our clock), `ended_by` (the study's
+rule that ended it). From the run's records: `parameters` (how many the model has), `setup_s` (from launch to the first
+step), where updates were asynchronous `staleness_by` (`measure.staleness.Staleness` as a dict), and of each cell's
+first seed `timeline` and `topology`.
 """
 
 Key = tuple[str, int]
 """(cell, seed): what one run is for."""
+
+
+LONGEST = 120
+"""Letters of a run's folder that come from its cell; file systems end names at 255 bytes."""
 
 
 class Store:
@@ -39,6 +48,21 @@ class Store:
         self.study = self.folder / "study.json"
         self.results = self.folder / "results.jsonl"
         self.report = self.folder / "report.html"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep others from running the same study meanwhile: two would run each cell twice."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.folder / ".lock").open("a")
+        except OSError as error:
+            raise RecordError(f"{self.folder} cannot be written to: {error}") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it, however we end
+            except OSError as error:
+                raise ConfigError(f"compare: another one is running in {self.folder}; wait for it to end") from error
+            yield
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row; it is on disk when this returns."""
@@ -74,7 +98,10 @@ class Store:
 
     def fresh_run_dir(self, cell: str, seed: int) -> Path:
         """A folder for a run that nobody has used: a second try does not write over the first one's records."""
-        stem = "".join(c if c.isalnum() else "-" for c in cell).strip("-") + f"-seed{seed}"
+        stem = "".join(c if c.isalnum() else "-" for c in cell).strip("-")
+        if len(stem) > LONGEST:
+            stem = f"{stem[:LONGEST]}-{zlib.crc32(cell.encode()):08x}"
+        stem += f"-seed{seed}"
         path, tries = self.folder / "runs" / stem, 1
         while path.exists():
             tries += 1
@@ -99,6 +126,33 @@ class Store:
 def finished_keys(rows: Iterable[Mapping[str, Any]]) -> set[Key]:
     """The cells and seeds that need not be run again."""
     return {(row["cell"], int(row["seed"])) for row in rows if row.get("status") == "finished"}
+
+
+def modern(study: Mapping[str, Any]) -> Row:
+    """A study as this version writes it; earlier ones had strategies and no other factor."""
+    if "cells" in study:
+        return dict(study)
+    names = [str(name) for name in study.get("strategies", ())]
+    settings = {"task": study.get("task"), **study.get("settings", {})}
+    settings |= {name: study[name] for name in ("workers", "launcher") if name in study}
+    return {
+        **study,
+        "name": study.get("task", ""),
+        "question": "",
+        "cells": [{"cell": name, "levels": {"strategy": name}, "settings": {"strategy": name}} for name in names],
+        "factors": {"strategy": names},
+        "kind": "full",
+        "settings": settings,
+        "responses": [],
+        "stop": {},
+        "aliases": {},
+        "resolution": None,
+        "baseline": {},
+        "reference": [],
+        "replications": {"half_width": None},
+        "file": "",
+        "size": "",
+    }
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -24,6 +24,8 @@ TASKS: dict[str, str] = {
     "regression": "podium.tasks.regression:regression",
     "wide-mlp": "podium.tasks.wide_mlp:wide_mlp",
     "recommend": "podium.tasks.recommend:recommend",
+    "tiny-imagenet-resnet50": "podium.tasks.images64:tiny_imagenet_resnet50",
+    "tiny-imagenet-efficientnet-b0": "podium.tasks.images64:tiny_imagenet_efficientnet_b0",
 }
 """Each task's name to `module:function`."""
 

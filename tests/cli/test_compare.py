@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from markupsafe import Markup
 
 from podium.cli import main
+from podium.study.browser import find_browser
+from tests.study.synthetic import make_row, write_study
 
 pytest.importorskip("statsmodels")
 
@@ -92,6 +95,81 @@ def test_a_report_can_be_written_anew(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["report", str(folder), "--json"])
     assert json.loads(result.stdout) == {"report": str(folder / "report.html")}
     assert (folder / "report.html").read_text() == page
+
+
+def report(*words: object) -> Result:
+    return CliRunner().invoke(main, ["report", *map(str, words)])
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two comparisons, `a` and `b`, that differ in their learning rates."""
+    folder = tmp_path_factory.mktemp("studies")
+    for name, options in (("a", {}), ("b", {"task_options": {"lr": 0.05}})):
+        store = write_study(folder / name, [make_row("solo", seed, history=[]) for seed in (0, 1)], seeds=2)
+        study = store.read_study()
+        store.write_study({**study, "settings": {**study["settings"], **options}})
+    return folder
+
+
+def test_two_results_are_told_apart_in_words_and_on_a_page(studies: Path) -> None:
+    result = report(studies / "a", studies / "b")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("Seconds: the same in every pair of 1 cell.")
+    assert "  task.lr  – → 0.05" in result.stdout.splitlines()
+    assert result.stdout.splitlines()[-1] == f"report: {studies / 'b' / 'versus.html'}"
+    assert "what changed" in (studies / "b" / "versus.html").read_text()
+
+
+def test_two_results_as_json_and_a_page_elsewhere(studies: Path, tmp_path: Path) -> None:
+    result = report(studies / "a", studies / "b", "--out", tmp_path, "--json")
+    document = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert document["report"] == str(tmp_path / "versus.html")
+    assert document["differences"] == [{"kind": "settings", "what": "task.lr", "first": "–", "second": "0.05"}]
+    assert {change["test"] for change in document["changes"]} == {"paired"}
+
+
+def test_figures_and_a_page_in_markdown_come_when_asked_for(studies: Path) -> None:
+    pytest.importorskip("matplotlib")
+    document = json.loads(report(studies / "a", "--figures", "--markdown", "--json").stdout)
+    assert {Path(path).suffix for path in document["figures"]} == {".svg", ".pdf"}
+    assert all(Path(path).stat().st_size > 0 for path in document["figures"])
+    assert "](figures/seconds-of-training.svg)" in Path(document["page"]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("a", "b", "c"), "takes one folder or two, got 3"),
+        (("a", "b", "--figures"), "are for one folder, got two"),
+        (("a", "--out", "x"), "--out is for two folders"),
+    ],
+)
+def test_a_report_that_cannot_be_is_refused(words: tuple[str, ...], said: str) -> None:
+    result = report(*words)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_a_page_that_is_wrong_in_a_browser_fails_the_check(
+    studies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if find_browser() is None:
+        pytest.skip("no browser is installed")
+    good = report(studies / "a", studies / "b", "--out", tmp_path, "--check")
+    assert (good.exit_code, good.stdout.splitlines()[-1]) == (0, "check: nothing wrong in a browser")
+    picture = Markup('<img src="http://127.0.0.1/x.png">')
+    monkeypatch.setattr("podium.study.versus.amount", lambda change: picture)
+    bad = report(studies / "a", studies / "b", "--out", tmp_path, "--check", "--json")
+    assert bad.exit_code == 1
+    assert any("127.0.0.1" in problem for problem in json.loads(bad.stdout)["problems"])
+
+
+def test_a_check_without_a_browser_says_so(studies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = report(studies / "a", studies / "b", "--out", tmp_path, "--check")
+    assert result.exit_code == 2
+    assert "must be installed to look at a page" in result.stderr
 
 
 def test_the_demo_leads_from_nothing_to_a_report_in_eighty_columns(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.measure.staleness import tables
-from podium.study.design import make_design, surroundings
+from podium.study.design import strategies_design, surroundings
 from podium.study.store import Row, Store
 
 STRATEGIES = ["solo", "all-reduce", "parameter-server:mode=async"]
@@ -106,7 +106,8 @@ def failed_row(cell: str, seed: int, error: str = "RankFailed: rank 1 ran out of
 def write_study(folder: Path, rows: list[Row], seeds: int = 3) -> Store:
     """A study's folder that holds these rows."""
     store = Store(folder)
-    design = make_design("digits-mlp", STRATEGIES, seeds, {"epochs": 8}, workers=2, launcher="local", target=None)
+    settings = {"epochs": 8, "workers": 2, "launcher": "local"}
+    design = strategies_design("digits-mlp", STRATEGIES, seeds, settings)
     store.write_study({**design.to_dict(), **surroundings()})
     for row in rows:
         store.append(row)

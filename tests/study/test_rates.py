@@ -138,7 +138,7 @@ class TestTables:
         rows += [make_row("int8", seed, 0.97 + 0.001 * seed + d, 500) for seed, d in enumerate((-0.02, 0.0, 0.02))]
         line = only(rows).lines[1]
         assert line.close and not line.settled
-        assert "`int8` (0.50, +0.0?)" in answer(tabulate(rows))
+        assert "[`int8`](#mnist-lenet5-int8) (0.50, +0.0?)" in answer(tabulate(rows))
 
 
 class TestPage:
@@ -159,9 +159,12 @@ class TestPage:
         assert mnist.startswith("*MNIST, LeNet-5*") and cifar.startswith("*CIFAR-10, ResNet-20*")
         close, rest = mnist.split(" Further below: ")
         below, failed = rest.split(" Failed to train: ")
-        assert "`fp16` (0.50, +0.0)" in close and "`top-k:ratio=0.01` (0.020, −0.5)" in close
-        assert below.startswith("`top-k:ratio=0.01;feedback=false` (0.020, −30.0)")
-        assert failed == "`int8` (3 of 3 seeds)."
+        assert "[`fp16`](#mnist-lenet5-fp16) (0.50, +0.0)" in close
+        assert "[`top-k:ratio=0.01`](#mnist-lenet5-top-k-ratio-0-01) (0.020, −0.5)" in close
+        assert below.startswith(
+            "[`top-k:ratio=0.01;feedback=false`](#mnist-lenet5-top-k-ratio-0-01-feedback-false) (0.020, −30.0)"
+        )
+        assert failed == "[`int8`](#mnist-lenet5-int8) (3 of 3 seeds)."
 
     def test_a_codec_that_is_close_on_one_task_only_does_not_lead(self, rows: list[Row]) -> None:
         worse = [
@@ -212,7 +215,8 @@ class TestPage:
 
     def test_small_data_are_said_to_be_small(self, rows: list[Row]) -> None:
         text = page(tabulate(rows), rows)
-        assert "trained on 8,000 images for 10 epochs; the whole set has 60,000" in text and "2,000 test images" in text
+        assert "trained on [8,000 images for 10 epochs](#sizes-mnist-lenet5); the whole set has 60,000" in text
+        assert "[2,000 test images](#sizes-mnist-lenet5)" in text
 
     def test_unequal_replicas_are_not_hidden(self, rows: list[Row]) -> None:
         assert "did not end equal" not in page(tabulate(rows), rows)

@@ -15,7 +15,8 @@ from podium.study.store import Row
 from tests.study.synthetic import STRATEGIES, failed_row, make_row, make_rows, phased, stale, write_study
 
 TIMES = dict(zip(STRATEGIES, ([1.0, 1.1, 1.2], [0.8, 0.9, 0.85], [0.5, 0.6, 0.55]), strict=True))
-SECTIONS = ["answer", "design", "convergence", "cost", "staleness", "statistics", "runs", "reproduce"]
+SECTIONS = ["answer", "design", "convergence", "cost", "views", "staleness", "statistics", "runs", "reproduce"]
+EMPTY = [name for name in SECTIONS if name != "views"]
 
 
 class Page(HTMLParser):
@@ -77,7 +78,7 @@ def test_it_reads_without_javascript(tmp_path: Path) -> None:
 def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:
     write_study(tmp_path, make_rows(TIMES))
     page = page_of(tmp_path, include_plotly=True)
-    assert page.loads and all(load.startswith("#") for load in page.loads)
+    assert page.loads and all(load.startswith(("#", "results.jsonl")) for load in page.loads)
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
     assert "http://" not in own and "https://" not in own and "@import" not in own and "url(http" not in own
@@ -120,7 +121,7 @@ def test_failed_runs_are_visible_with_error_and_folder_and_cannot_inject_markup(
 def test_a_study_where_everything_failed_still_has_a_report(tmp_path: Path) -> None:
     write_study(tmp_path, [failed_row(cell, 0) for cell in STRATEGIES], seeds=1)
     page = page_of(tmp_path)
-    assert page.sections == SECTIONS and "No run finished: 3 failed" in page.text
+    assert page.sections == EMPTY and "No run finished: 3 failed" in page.text
 
 
 def test_a_study_without_rows_has_a_report_that_says_so(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_phases_are_told_of_with_switches_cost_figure_and_other_rules(tmp_path: 
     rows = [make_row(STRATEGIES[-1], 0, **phased(None, 0.5, 0.05)), make_row(STRATEGIES[-1], 1, **phased(None, 0.05))]
     write_study(tmp_path, [*without_history(rows[1:]), rows[0]], seeds=2)
     page = page_of(tmp_path)
-    assert page.sections == [*SECTIONS[:5], "phases", *SECTIONS[5:]] and "#phases" in page.loads
+    assert page.sections == [*EMPTY[:5], "phases", *EMPTY[5:]] and "#phases" in page.loads
     for part in ("all-reduce → parameter-server:mode=async", "settled (plateau: 0.0500, threshold 0.100)", "3.50"):
         assert part in page.text
     rules = page.text[page.text.index("Other rules") :]

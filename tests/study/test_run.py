@@ -11,7 +11,7 @@ import pytest
 
 from podium.config import RunConfig, RunResult
 from podium.errors import ConfigError, Interrupted, RankFailed, UnknownName
-from podium.study.design import label, make_design
+from podium.study.design import label, strategies_design
 from podium.study.run import compare
 from podium.study.store import Store
 from podium.study.table import format_plain, format_table
@@ -69,10 +69,10 @@ def test_every_strategy_runs_once_with_every_seed(tmp_path: Path) -> None:
 def test_it_leaves_design_results_and_report(tmp_path: Path) -> None:
     comparison = small_compare(tmp_path, Runs())
     study = json.loads((tmp_path / "study.json").read_text())
-    assert study["strategies"] == STRATEGIES and study["seeds"] == [0, 1] and len(study["order"]) == 6
+    assert list(study["factors"]["strategy"]) == STRATEGIES and study["seeds"] == [0, 1] and len(study["order"]) == 6
     assert study["versions"]["podium"] and study["hardware"]["cores"] >= 1
     assert len(Store(tmp_path).rows()) == 6
-    assert Path(comparison.report).read_text().count("<h2") == 8
+    assert Path(comparison.report).read_text().count("<h2") == 9
 
 
 def test_a_comparison_is_json_all_through(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_comparison_is_json_all_through(tmp_path: Path) -> None:
 
 
 def test_the_order_is_shuffled_in_blocks_of_one_seed_and_always_the_same() -> None:
-    design = make_design("t", STRATEGIES, 6, {}, workers=2, launcher="local")
+    design = strategies_design("t", STRATEGIES, 6, {"workers": 2})
     order = design.order()
     blocks = [order[i : i + 3] for i in range(0, len(order), 3)]
     assert [{seed for _, seed in block} for block in blocks] == [{seed} for seed in range(6)]
@@ -178,7 +178,7 @@ def test_an_interruption_is_not_a_failed_cell(tmp_path: Path) -> None:
 def test_a_folder_with_another_study_is_refused_untouched(tmp_path: Path) -> None:
     small_compare(tmp_path, Runs())
     before = (tmp_path / "results.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"holds another study, with settings .* wanted \{'epochs': 5"):
+    with pytest.raises(ConfigError, match=r"holds another study, with settings: epochs None; wanted 5"):
         small_compare(tmp_path, Runs(), epochs=5)
     assert (tmp_path / "results.jsonl").read_bytes() == before
 

@@ -1,14 +1,19 @@
-"""The answer in words, and what may not be concluded from it."""
+"""The answer in words, and what may not be concluded from it. Names of arms link to their records."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from podium.measure.window import ENERGY_WINDOW_S, LABEL
 from podium.study.format import plain
+from podium.study.links import place, to
 from podium.study.one_gpu.tables import GROUPS, Line, Panel, Race, races
 from podium.study.store import Row
 
+Link = Callable[[str, int], str]
+"""Makes a text lead to a line of the records."""
+
+_BATCH = "../../podium/tasks/mnist.py"
 _OTHERS = ("driver", "runtime", "one after another")
 _NAMES = {"driver": "the driver's best", "runtime": "the runtime's best", "one after another": "one after another"}
 
@@ -18,7 +23,9 @@ def answer(panels: Sequence[Panel]) -> str:
     told = [said for group in _OTHERS if (said := _over_all(panels, group))]
     if not told:
         return "**No two levels have been measured on the same task yet.**"
-    return f"**Of the levels at which many trainings share one device, the framework is {_listed(told)}.**"
+    by_task = ", ".join(to(panel.title, place(panel.where)) for panel in panels)
+    lead = f"**Of the levels at which many trainings share one device, the framework is {_listed(told)}.**"
+    return f"{lead} (By task: {by_task}.)"
 
 
 def _over_all(panels: Sequence[Panel], group: str) -> str:
@@ -39,25 +46,28 @@ def gain_over(panel: Panel, group: str) -> float | None:
     return theirs.us / ours.us
 
 
-def answers(panels: Sequence[Panel], rows: Sequence[Row]) -> list[str]:
+def answers(panels: Sequence[Panel], rows: Sequence[Row], link: Link) -> list[str]:
     """One per task in steady state, then one per race of whole sweeps."""
-    return [*filter(None, map(_steady, panels)), *filter(None, map(_raced, races(rows)))]
+    return [
+        *filter(None, (_steady(panel, link) for panel in panels)),
+        *filter(None, (_raced(race, link) for race in races(rows))),
+    ]
 
 
-def _steady(panel: Panel) -> str:
+def _steady(panel: Panel, link: Link) -> str:
     ours = panel.best(GROUPS["framework"])
     if ours is None:
         return ""
-    text = f"**{panel.title}, {panel.trials} trials, {panel.precision}.** `{ours.arm}` takes {plain(ours.us)} µs per "
-    text += "model-step"
+    text = f"**{panel.where}.** {link(f'`{ours.arm}`', ours.line)} takes {plain(ours.us)} µs per model-step"
     for group in _OTHERS:
         theirs = panel.best(GROUPS[group])
         if theirs is not None:
-            text += f"; {_NAMES[group]}, `{theirs.arm}`, {plain(theirs.us)} ({plain(gain_over(panel, group), 2)}×)"
-    return text + "." + _energy(panel) + _busy(ours)
+            name = link(f"`{theirs.arm}`", theirs.line)
+            text += f"; {_NAMES[group]}, {name}, {plain(theirs.us)} ({plain(gain_over(panel, group), 2)}×)"
+    return text + "." + _energy(panel, link) + _busy(ours, link)
 
 
-def _energy(panel: Panel) -> str:
+def _energy(panel: Panel, link: Link) -> str:
     ours = panel.thriftiest(GROUPS["framework"])
     if ours is None or ours.figures.j is None:
         return ""
@@ -65,31 +75,33 @@ def _energy(panel: Panel) -> str:
     for group in _OTHERS:
         theirs = panel.thriftiest(GROUPS[group])
         if theirs is not None and theirs.figures.j is not None:
-            times = f"{plain(theirs.figures.j / ours.figures.j, 2)}× of that with `{theirs.arm}`"
+            name = link(f"`{theirs.arm}`", theirs.line)
+            times = f"{plain(theirs.figures.j / ours.figures.j, 2)}× of that with {name}"
             parts.append(times + (" (a hint)" if theirs.figures.j_is_hint else ""))
     hint = " (a hint)" if ours.figures.j_is_hint else ""
-    told = f" Energy: {plain(ours.figures.j)} J per trial with `{ours.arm}`{hint}"
+    told = f" Energy: {plain(ours.figures.j)} J per trial with {link(f'`{ours.arm}`', ours.line)}{hint}"
     return told + (f"; {', '.join(parts)}." if parts else ".")
 
 
-def _busy(line: Line) -> str:
+def _busy(line: Line, link: Link) -> str:
     if line.figures.sm is None or line.figures.dram is None:
         return ""
     sm, dram = plain(line.figures.sm, 2), plain(line.figures.dram, 2)
-    return f" It keeps {sm} % of the multiprocessors and {dram} % of the memory's bandwidth busy."
+    busy = link(f"{sm} % of the multiprocessors and {dram} % of the memory's bandwidth", line.line)
+    return f" It keeps {busy} busy."
 
 
-def _raced(race: Race) -> str:
+def _raced(race: Race, link: Link) -> str:
     done = [runner for runner in race.runners if runner.seconds]
     if len(done) < 2:
         return ""
     first, last = done[0], done[-1]
     what = "k-fold" if race.part == "folds" else "search with ASHA"
-    text = f"**{race.title}, {what}, {race.trials} trials from end to end.** `{first.arm}` {plain(first.seconds)} s"
-    rest = ", ".join(f"`{runner.arm}` {plain(runner.seconds)} s" for runner in done[1:])
+    text = f"**{race.title}, {what}, {race.trials} trials from end to end.** "
+    times = ", ".join(f"{link(f'`{runner.arm}`', runner.line)} {plain(runner.seconds)} s" for runner in done)
     scores = [runner.best["mean"] for runner in (first, last) if runner.best]
     same = f"; best {race.metric} {' and '.join(plain(score) for score in scores)} (first, last)" if scores else ""
-    return f"{text}, {rest}{same}."
+    return f"{text}{times}{same}."
 
 
 def limits(rows: Sequence[Row], panels: Sequence[Panel]) -> str:
@@ -99,10 +111,11 @@ def limits(rows: Sequence[Row], panels: Sequence[Panel]) -> str:
         f"One machine ({', '.join(devices)}): another board has other ratios of launching, computing and memory.",
         "Microseconds per model-step are of the steady state: start-up, evaluation and the last, half-empty rows are "
         "left out and are in the makespans. Which arm wins a short sweep may be another one.",
-        "One profile of models: small ones, batch 64, that leave most of the device idle when trained alone. Models "
-        "that fill it gain little or nothing.",
+        f"One profile of models: small ones, [batch 64]({_BATCH}), that leave most of the device idle when trained "
+        "alone. Models that fill it gain little or nothing.",
         f"Energy is {LABEL}: the board's counter, whoever uses it, without host and power supply. These are not MLPerf "
-        f"results. Windows shorter than {ENERGY_WINDOW_S:.0f} s are marked ~: a hint, not a result.",
+        f"results. Windows shorter than [{ENERGY_WINDOW_S:.0f} s](../../podium/measure/window.py) are marked ~: a "
+        "hint, not a result.",
         "Joules per trial are the window's divided by its model-steps, times the steps of ten epochs; no counter knows "
         "one trial. *Over idle* takes off what the board draws with a context and no work.",
         "Scores are of the images that were in the data folder, which may be a part of the whole set, and of short "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from podium.study.format import ABSENT, plain
+from podium.study.links import INTERVALS, Records, place, to
 from podium.study.one_gpu.answers import answer, answers, limits
 from podium.study.one_gpu.design import LEVELS, PARTS, Design, design
 from podium.study.one_gpu.figures import find_bars, find_curves
@@ -35,10 +36,10 @@ from podium.study.switching.text import table
 def page(rows: Sequence[Row], stem: str = "one-gpu") -> str:
     """All of it, from the records alone; `stem` is what the files beside it are called."""
     rows = numbered(rows)
-    link = _Links(stem)
+    link = _Links(stem, rows)
     panels = main_panels(rows)
     parts = ["# Many trainings on one GPU: driver, runtime, framework", answer(panels)]
-    parts += ["\n".join(f"- {text}" for text in answers(panels, rows)), limits(rows, panels), _design(rows, link)]
+    parts += ["\n".join(f"- {text}" for text in answers(panels, rows, link)), limits(rows, panels), _design(rows, link)]
     parts += [_cell(one, link) for one in panels]
     parts += [_over_trials(rows, link, stem), _joules(rows, link, stem)]
     parts += [_others(rows, panels, link), _races(rows, link), _auto(judgements(rows), link)]
@@ -49,8 +50,8 @@ def page(rows: Sequence[Row], stem: str = "one-gpu") -> str:
 class _Links:
     """Points at a record's line."""
 
-    def __init__(self, stem: str) -> None:
-        self.stem = stem
+    def __init__(self, stem: str, rows: Sequence[Row]) -> None:
+        self.stem, self.records = stem, Records(f"{stem}.jsonl", rows)
 
     def __call__(self, text: str, line: int) -> str:
         return f"[{text}]({self.stem}.jsonl#L{line})"
@@ -98,12 +99,8 @@ def _cell(one: Panel, link: _Links) -> str:
     text = "The fastest first. *± %*: half of what lies between the slowest and the fastest round. *× fused*: over the "
     text += "best fused arm. *Memory* is the device's over what it held before. *~*: a window too short for energy."
     if one.steps is not None:
-        text += f" A trial is one of ten epochs, {one.steps:,} steps."
-    return f"## {_where(one)}\n\n{text}\n\n{table(head, rows, left=2)}{reasons.told()}"
-
-
-def _where(one: Panel) -> str:
-    return f"{one.title}, {one.trials} trials, {one.precision}"
+        text += f" A trial is one of ten epochs, {link(f'{one.steps:,} steps', one.lines[0].line)}."
+    return f"## {one.where}\n\n{text}\n\n{table(head, rows, left=2)}{reasons.told()}"
 
 
 def _cell_row(line: Line, one: Panel, link: _Links, reasons: _Reasons) -> list[str]:
@@ -137,7 +134,9 @@ def _over_trials(rows: Sequence[Row], link: _Links, stem: str) -> str:
         for arm, spots in one.arms.items():
             by_count = {s.trials: link(plain(s.us), s.line) + ("" if s.measured else " ○") for s in spots}
             lines.append([f"`{arm}`", *(by_count.get(count, ABSENT) for count in counts)])
-        head = [f"{one.title}, {one.precision}: µs per model-step", *(f"{count} trials" for count in counts)]
+        first = {spot.trials: spot.line for spots in one.arms.values() for spot in spots if spot.measured}
+        told = [link(f"{count} trials", first[count]) if count in first else f"{count} trials" for count in counts]
+        head = [f"{one.title}, {one.precision}: µs per model-step", *told]
         parts.append(table(head, lines, left=1))
     return "\n\n".join(parts)
 
@@ -176,7 +175,7 @@ def _others(rows: Sequence[Row], panels: Sequence[Panel], link: _Links) -> str:
             before = other.get(line.arm)
             ratio = line.us / before if line.us and before else None
             name, time = link(f"`{line.arm}`", line.line), reasons(plain(line.us), line.why)
-            lines.append([_where(one), name, time, plain(ratio), *_figure_cells(line.figures, reasons)])
+            lines.append([one.where, name, time, plain(ratio), *_figure_cells(line.figures, reasons)])
     return f"## Other precisions\n\n{table(head, lines, left=2)}{reasons.told()}"
 
 
@@ -186,11 +185,9 @@ def _races(rows: Sequence[Row], link: _Links) -> str:
         return ""
     text = "Whole sweeps, each in a process of its own with empty caches of compiled kernels. *Makespan*: from the "
     text += "first trial's preparation to the last one's end, with probing, choosing, captures, compilations, starting "
-    text += "processes and evaluation. *Best*: of the point that came out best, with half of its 95 % interval over "
-    text += (
-        "folds; the same trials, so differences between executors are rounding (in a search, also the order in which "
-    )
-    text += "trials were judged)."
+    text += "processes and evaluation. *Best*: of the point that came out best, with half of its "
+    text += f"[95 % interval]({INTERVALS}) over folds; the same trials, so differences between executors are rounding "
+    text += "(in a search, also the order in which trials were judged)."
     return "\n\n".join(["## From end to end", text, *(_race(race, link) for race in found)])
 
 
@@ -199,6 +196,7 @@ def _race(race: Race, link: _Links) -> str:
     head = ["arm", "makespan, s", "× fused", "trials/s", f"best {race.metric}", "trials ended", *_FIGURE_HEAD]
     rows = [_race_row(runner, link, reasons) for runner in race.runners]
     name = "5 folds × 12 points" if race.part == "folds" and race.trials == 60 else f"{race.trials} trials"
+    name = link(name, race.runners[0].line)
     lead = f"**{race.title}, {'k-fold' if race.part == 'folds' else 'search with ASHA'}, {name}**"
     refused = {why: runner.arm for runner in race.runners for why in runner.not_fused}
     said = "".join(f"\n\n`{arm}` could not fuse all trials: {why}" for why, arm in refused.items())
@@ -244,7 +242,7 @@ def _auto(found: Sequence[Judgement], link: _Links) -> str:
     regrets = [one.regret for one in found if one.regret is not None]
     within = sum(regret <= 0.1 for regret in regrets)
     text = "*Regret*: how much longer the choice takes than the fastest arm measured there; in whole sweeps timing the "
-    text += f"candidates counts. Within 10 % in {within} of {len(regrets)}."
+    text += f"candidates counts. Within 10 % in {to(f'{within} of {len(regrets)}', place('What auto chose'))}."
     return f"## What `auto` chose\n\n{text}\n\n{table(head, rows, left=3)}"
 
 
@@ -257,7 +255,8 @@ def _of_rows(rows: Sequence[Row]) -> Design:
 
 
 def _design(rows: Sequence[Row], link: _Links) -> str:
-    settings: Row = next((row["settings"] for row in rows if row["kind"] == "session" and row["settings"]), {})
+    session: Row = next((row for row in rows if row["kind"] == "session" and row["settings"]), {})
+    settings: Row = session.get("settings", {})
     arms = "\n".join(
         f"- {level}: {', '.join(f'`{a}`' for a in _of_level(level))}" for level in dict.fromkeys(LEVELS.values())
     )
@@ -266,18 +265,22 @@ def _design(rows: Sequence[Row], link: _Links) -> str:
     text += "model, `fused` trains models as rows of one array in one graph, `fused-compiled` lets Inductor make its "
     text += "kernels."
     if settings:
-        text += f" A time is the median of {settings['rounds']} rounds of {settings['seconds']:g} s at least (2 s for "
-        text += f"processes); power and utilisation are read in a window behind them, of {settings['energy_s']:g} s "
-        text += f"for energy, of {settings['reading_s']:g} s elsewhere in a task's main cell and of 1 s in others. At "
-        text += f"most {settings['most_processes']} processes run at a time."
+        processes = link(f"{settings['most_processes']} processes", session["line"])
+        rounds = link(f"{settings['rounds']} rounds of {settings['seconds']:g} s", session["line"])
+        text += f" A time is the median of {rounds} at least (2 s for processes); power and utilisation are read in a "
+        text += f"window behind them, of {settings['energy_s']:g} s for energy, of {settings['reading_s']:g} s "
+        text += f"elsewhere in a task's main cell and of 1 s in others. At most {processes} run at a time."
     small = _of_rows(rows).size == "small"
     if not small:
-        text += " Device time was limited to about 25 minutes, so windows long enough for energy went to the best of "
-        text += "each level only, and some cells were left out; see *What was left out*."
+        text += " Device time was limited to about [25 minutes](#design), so windows long enough for energy went to "
+        text += "the best of each level only, and some cells were left out; see *What was left out*."
     took = spent(rows)
     planned = design("small" if small else "core").estimates_s
-    lines = [[part, plain(planned[part], 3), plain(round(took[part], 1), 3)] for part in PARTS]
-    spent_table = table(["part", "estimated, s", "took, s"], lines, left=1)
+    used = {part: link.records.links(row for row in rows if row.get("part") == part) for part in PARTS}
+    lines = [
+        [part, plain(planned[part], 3), plain(round(took[part], 1), 3), used[part]] for part in PARTS if used[part]
+    ]
+    spent_table = table(["part", "estimated, s", "took, s", "records"], lines, left=1)
     return f"## Design\n\n{text}\n\n{arms}\n\n{spent_table}"
 
 
@@ -292,9 +295,10 @@ def _left_out(rows: Sequence[Row]) -> str:
     by_cell: dict[str, list[str]] = {}
     for cell in gone:
         part, task, trials, precision, arm = cell.key
-        by_cell.setdefault(f"{part}: {task}, {trials} trials, {precision}", []).append(f"`{arm}`")
+        by_cell.setdefault(f"`{part}: {task}, {trials} trials, {precision}`", []).append(f"`{arm}`")
     seconds = sum(cell.estimate_s for cell in gone)
-    text = f"Not measured for lack of device time: {len(gone)} arms in cells, some {seconds / 60:.0f} minutes. "
+    text = f"Not measured for lack of device time: [{len(gone)} arms in cells, some {seconds / 60:.0f} minutes]"
+    text += "(../../podium/study/one_gpu/design.py). "
     text += "`--size full` measures them."
     return f"## What was left out\n\n{text}\n\n" + "\n".join(
         f"- {name}: {', '.join(arms)}" for name, arms in by_cell.items()
@@ -314,15 +318,15 @@ def _machines(rows: Sequence[Row], link: _Links) -> str:
                 plain(device.get("power_limit_w")), plain(device.get("idle_w")), plain(device.get("temperature_c"), 2),
                 f"{host.get('cores')} cores, {host.get('cpu')}", versions, str(row["commit"] or ABSENT),
             ])  # fmt: skip
-    ends = [
-        row["reading"]["temperature_after_c"] for row in rows if "temperature_after_c" in (row.get("reading") or {})
-    ]
-    text = (
-        f"\n\nThe board was at {plain(min(ends), 2)} to {plain(max(ends), 2)} °C at the ends of windows."
-        if ends
-        else ""
-    )
+    read = [row for row in rows if "temperature_after_c" in (row.get("reading") or {})]
+    text = f"\n\nThe board was at {_coldest_and_hottest(read, link)} at the ends of windows." if read else ""
     return "## Machines\n\n" + table(head, lines, left=1) + text
+
+
+def _coldest_and_hottest(read: Sequence[Row], link: _Links) -> str:
+    by_heat = sorted(read, key=lambda row: row["reading"]["temperature_after_c"])
+    ends = [(plain(row["reading"]["temperature_after_c"], 2), row["line"]) for row in (by_heat[0], by_heat[-1])]
+    return " to ".join(link(f"{celsius} °C", line) for celsius, line in ends)
 
 
 def _again(rows: Sequence[Row], stem: str) -> str:

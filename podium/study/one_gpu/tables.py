@@ -95,6 +95,11 @@ class Panel:
         return TITLES.get(self.task, self.task)
 
     @property
+    def where(self) -> str:
+        """Which cell, in words."""
+        return f"{self.title}, {self.trials} trials, {self.precision}"
+
+    @property
     def timed(self) -> list[Line]:
         return [line for line in self.lines if line.us is not None]
 

@@ -1,4 +1,7 @@
-"""The answers, each with whether its target was met, and what may not be concluded from them."""
+"""The answers, each with whether its target was met, and what may not be concluded from them.
+
+Numbers link to the row of a table that has them, and those rows to their records.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import statistics
 from collections.abc import Sequence
 
 from podium.study.format import ABSENT, plain, probability
+from podium.study.links import INTERVALS, place, to
 from podium.study.statistics import ALPHA, Mean
 from podium.study.switching.clock import Timing
 from podium.study.switching.design import ALL_REDUCE, ASYNC_FP16, SWITCH, SWITCH_FP16, SYNC_EVERY
@@ -18,24 +22,47 @@ TIME, POINTS, POINT = 0.6, 0.3, 1.0
 """The targets: a switch ends in this part of all-reduce's time and this many points below at most; DiLoCo one point."""
 
 
+CODE = "../../podium/study/switching"
+"""Where the study's own numbers are set, as its page links to it."""
+
+
+def row_of(panel: Panel, arm: str) -> str:
+    """The place of an arm's row; of the setting's sizes where no table has the arm."""
+    if panel.switches:
+        return place(panel.setting, arm)
+    return place("rounds", panel.setting, arm) if rounds(panel) else size_of(panel.setting)
+
+
+def size_of(setting: str) -> str:
+    """The place of a setting's row in the table of sizes."""
+    return place("sizes", setting)
+
+
+def moments_of(one: Ablation) -> str:
+    """The place of a setting's row in the table of moments."""
+    return place("moments", one.setting)
+
+
 def answer_switch(panel: Panel) -> str:
     found = [line for line in (panel.line(SWITCH.name), panel.line(SWITCH_FP16.name)) if line is not None]
     start = panel.line(ASYNC_FP16.name)
-    said = f"**{panel.title}.** Targets: {TIME:g} of all-reduce's time, {POINTS:g} points below it at most. "
-    said += " ".join(map(_verdict, found))
+    said = f"**{panel.title}.** Targets: [{TIME:g} of all-reduce's time, {POINTS:g} points below it at "
+    said += f"most]({CODE}/answers.py). " + " ".join(_verdict(panel, line) for line in found)
     if start is not None and start.time is not None:
-        said += f" Asynchronous from the start: time {part(start.time)}, accuracy {signed(start.gap)} points."
+        said += f" {to('Asynchronous from the start', row_of(panel, start.arm))}: time {part(start.time)}, accuracy "
+        said += f"{signed(start.gap)} points."
     base = panel.line(ALL_REDUCE.name)
     if base is not None and base.setbacks:
-        said += f" {len(base.setbacks)} of {len(base.accuracies)} runs of all-reduce itself met a setback (see below), "
-        said += "so here medians say more than means."
+        count = to(f"{len(base.setbacks)} of {len(base.accuracies)} runs", place("setbacks", panel.setting, base.arm))
+        said += f" {count} of all-reduce itself met a setback, so here medians say more than means."
     return said
 
 
-def _verdict(line: Line) -> str:
+def _verdict(panel: Panel, line: Line) -> str:
     assert line.time is not None
     assert line.gap is not None
-    text = f"`{line.arm}`: time {part(line.time)} ({_met(line.time, TIME, below=True)}), accuracy "
+    name = to(f"`{line.arm}`", row_of(panel, line.arm))
+    text = f"{name}: time {part(line.time)} ({_met(line.time, TIME, below=True)}), accuracy "
     middle = f"{statistics.median(line.gaps):+.2f}".replace("-", "−")
     text += f"{signed(line.gap)} points ({_met(line.gap, -POINTS, below=False)}; median {middle})"
     if line.time_equal is not None and line.time_equal != line.time:
@@ -59,9 +86,10 @@ def answer_moments(kept: Sequence[Ablation]) -> list[str]:
     """One sentence per setting; p-values are Holm's over all of them together."""
     found = chances([pairs for one in kept for pairs in (one.accuracies, one.losses, one.later)])
     said = []
-    for place, one in enumerate(kept):
-        of_accuracy, of_loss, of_later = found[3 * place : 3 * place + 3]
-        text = f"**Moments at the switch, {one.title}.** Kept minus dropped, {one.accuracy.n} seeds: final accuracy "
+    for i, one in enumerate(kept):
+        of_accuracy, of_loss, of_later = found[3 * i : 3 * i + 3]
+        text = f"**Moments at the switch, {one.title}.** Kept minus dropped, "
+        text += f"{to(f'{one.accuracy.n} seeds', moments_of(one))}: final accuracy "
         text += f"{signed(one.accuracy)} points ({_detected(of_accuracy)})"
         if one.loss is not None:
             text += f", training loss over the epoch after the switch {signed(one.loss)} ({_detected(of_loss)})"
@@ -92,9 +120,11 @@ def answer_diloco(panel: Panel) -> str:
     assert best.gap is not None
     assert base is not None
     rarer = f"1/{(base.exchanges or 0) / best.exchanges:.0f}" if best.exchanges else ABSENT
+    row = row_of(panel, best.arm)
+    which = to(f"H = {SYNC_EVERY}, {panel.facts['config']['workers']} equal workers", row)
     return (
-        f"**DiLoCo, H = {SYNC_EVERY}, {panel.facts['config']['workers']} equal workers.** Target: within one point at "
-        f"a fiftieth of the exchanges. The best outer step tried (`{best.arm}`: rate, momentum): {signed(best.gap)} "
+        f"**DiLoCo, {which}.** Target: within one point at a fiftieth of the exchanges. The best outer step tried "
+        f"({to(f'`{best.arm}`', row)}: rate, momentum): {signed(best.gap)} "
         f"points ({_met(best.gap, -POINT, below=False)}) with {best.exchanges} exchanges against {base.exchanges} "
         f"({rarer}), {plain(best.bytes_ratio, 2)} of the bytes, {part(best.time)} of the time."
     )
@@ -102,16 +132,17 @@ def answer_diloco(panel: Panel) -> str:
 
 def limits(found: Sequence[Panel], timed: Sequence[Timing]) -> str:
     said = [
-        "Means over seeds with 95 % t intervals, each of its line alone. *Not settled* means that the interval reaches "
-        "over the target.",
+        f"Means over seeds with [95 % t intervals]({INTERVALS}), each of its line alone. *Not settled* means that the "
+        "interval reaches over the target.",
         "Virtual time says what the described machines would take, computing and network, and nothing of real ones' "
         "noise. Validation is left out.",
     ]
     said += [_sampling(panel) for panel in found if panel.line(ALL_REDUCE.name)]
     if timed:
         said.append(
-            "How much a switch saves depends on the ratio of computing to network: see *Where the time goes*. Only the "
-            "straggler's computing is won; the network's part is the same before and after."
+            "How much a switch saves depends on the ratio of computing to network: see "
+            "[Where the time goes](#where-the-time-goes). Only the straggler's computing is won; the network's part is "
+            "the same before and after."
         )
     if any(panel.facts["config"]["device"] == "cuda" for panel in found):
         said.append(
@@ -132,10 +163,10 @@ def _sampling(panel: Panel) -> str:
     assert base.accuracy is not None
     p = min(1.0, base.accuracy.mean / 100)
     error = 196 * math.sqrt(p * (1 - p) / facts["test"])
-    text = (
-        f"{panel.title}: {facts['train']:,} training images, {facts['test']:,} test images, {base.accuracy.n} seeds. "
-    )
-    text += f"One accuracy is uncertain by ±{plain(error, 2)} points from the test images alone"
+    size = to(f"{facts['train']:,} training images, {facts['test']:,} test images", size_of(panel.setting))
+    row = row_of(panel, base.arm)
+    text = f"{panel.title}: {size}, {to(f'{base.accuracy.n} seeds', row)}. One accuracy is uncertain by "
+    text += f"{to(f'±{plain(error, 2)} points', row)} from the test images alone"
     if base.accuracy.n < 10 and error > POINTS:
         text += f", so a difference of {POINTS:g} points cannot be told from luck"
     return text + "."

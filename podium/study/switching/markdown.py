@@ -1,4 +1,7 @@
-"""The page as Markdown: the answers, their limits, the tables, how to make it again."""
+"""The page as Markdown: the answers, their limits, the tables, how to make it again.
+
+Rows of tables link to their lines of `switching.jsonl`; numbers in sentences link to those rows.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,21 @@ import statistics
 from collections.abc import Sequence
 
 from podium.study.format import ABSENT, between, plain, switch_cost
+from podium.study.links import Records, mark, place, to
 from podium.study.rows import RuleLine, deciding_rows
 from podium.study.store import Row
 from podium.study.switching.answers import (
+    CODE,
     POINT,
     answer_diloco,
     answer_moments,
     answer_switch,
     best_round,
     limits,
+    moments_of,
     rounds,
+    row_of,
+    size_of,
 )
 from podium.study.switching.clock import COMPARED, Timing, timings
 from podium.study.switching.design import (
@@ -24,38 +32,62 @@ from podium.study.switching.design import (
     ASYNC_FP16,
     DROPPED_FP16,
     SMALL_FP16,
+    SWITCH,
     SWITCH_FP16,
     SYNC_EVERY,
     TIMED_FOR,
     TITLES,
 )
 from podium.study.switching.moments import LATER, Ablation, ablations
-from podium.study.switching.tables import HIGH, LOW, SLACK, Line, Panel, panels, setting_names
+from podium.study.switching.tables import HIGH, LOW, SLACK, Line, Panel, of_setting, panels, setting_names
 from podium.study.switching.text import interval, listed, part, reached, signed, table
 
 
 def page(rows: Sequence[Row]) -> str:
     """All of it, from the rows alone."""
-    found = panels(rows)
+    found, traces = panels(rows), _Traces(rows)
     with_switch = [panel for panel in found if panel.switches]
     with_rounds = [panel for panel in found if rounds(panel)]
     timed, kept = timings(rows, found), ablations(rows)
     answers = [*map(answer_switch, with_switch), *answer_moments(kept), *map(answer_diloco, with_rounds)]
-    parts = ["# When to leave all-reduce", _INTRODUCTION, "\n".join(f"- {text}" for text in answers)]
+    parts = ["# When to leave all-reduce", _introduction([*with_switch, *found][0], traces)]
+    parts += ["\n".join(f"- {text}" for text in answers)]
     parts += [limits(found, timed), "![Accuracy over virtual time, one panel per setting](switching.svg)", _LEGEND]
-    parts += [_switching(panel, timed) for panel in with_switch]
-    parts += filter(None, [_fired(with_switch), _others(with_switch), _timed(timed), _moments(kept)])
-    parts += [_diloco(panel) for panel in with_rounds]
-    parts += filter(None, [_setbacks(found), _failures(rows), _sizes(rows), _again(rows)])
+    parts += [_switching(panel, timed, traces) for panel in with_switch]
+    parts += filter(None, [_fired(with_switch, traces), _others(with_switch, traces), _timed(timed, traces)])
+    parts += filter(None, [_moments(kept, traces)])
+    parts += [_diloco(panel, traces) for panel in with_rounds]
+    parts += filter(None, [_setbacks(found, traces), _failures(rows, traces), _sizes(rows, traces)])
+    parts += [_again(rows, traces)]
     return "\n\n".join(parts) + "\n"
 
 
-_INTRODUCTION = (
-    "Strategy-Switch (Provatas et al., 2025) trains with all-reduce until the loss has settled and then with an "
-    "asynchronous parameter server, which does not wait for slow workers. Here: 8 workers, one of them at a quarter of "
-    "the others' speed, links of 100 Mbit/s, one server beside each worker. Gradients are real; the clock is "
-    "virtual."
-)
+class _Traces(Records):
+    """Links to lines of `switching.jsonl`, found by setting and arm."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        super().__init__("switching.jsonl", rows)
+        self._by_setting = {name: of_setting(rows, name) for name in setting_names(rows)}
+
+    def runs(self, setting: str, *arms: str) -> list[Row]:
+        """One row per arm and seed, failures among them."""
+        return [row for row in self._by_setting.get(setting, ()) if row["cell"] in arms]
+
+    def of(self, setting: str, *arms: str, name: str = "") -> str:
+        """The column `records` of a table's row; `name` is that of the place it makes."""
+        return (mark(name) if name else "") + self.links(self.runs(setting, *arms))
+
+
+def _introduction(panel: Panel, traces: _Traces) -> str:
+    workers = traces.link(f"{panel.facts['config']['workers']} workers", panel.facts)
+    return (
+        "Strategy-Switch (Provatas et al., 2025) trains with all-reduce until the loss has settled and then with an "
+        f"asynchronous parameter server, which does not wait for slow workers. Here: {workers}, one of them at a "
+        "quarter of the others' speed, links of 100 Mbit/s, one server beside each worker. Gradients are real; the "
+        "clock is virtual. *Records* in the tables are lines of "
+        f"{traces.whole('`switching.jsonl`')}, one per run."
+    )
+
 
 _LEGEND = (
     "A line is a run, a point its end, a dotted line a switch. The lower part of the axis is cut off. Runs with "
@@ -63,22 +95,25 @@ _LEGEND = (
 )
 
 
-def _switching(panel: Panel, timed: Sequence[Timing]) -> str:
-    head = ["arm", "accuracy, %", "minus all-reduce, points", "time", "reaches it at", f"{SLACK:g} below at"]
-    head += ["time, same codec", "points, same codec", "staleness", "bytes", "by seed, %"]
-    rows = [_switching_row(line) for line in panel.lines]
-    extra = _small_buckets(panel, timed)
+def _switching(panel: Panel, timed: Sequence[Timing], traces: _Traces) -> str:
+    head = ["arm", "accuracy, %", "minus all-reduce, points", "time", "reaches it at", "nearly at"]
+    head += ["time, same codec", "points, same codec", "staleness", "bytes", "by seed, %", "records"]
+    rows = [
+        [*_switching_row(line), traces.of(panel.setting, line.arm, name=row_of(panel, line.arm))]
+        for line in panel.lines
+    ]
+    extra = _small_buckets(panel, timed, traces)
     if extra:
         rows.insert(1 + (panel.line(ALL_REDUCE_FP16.name) is not None), extra)
     text = (
         "*Time* and *bytes* are parts of all-reduce's with the same seed. *Reaches it at*: the first validation with "
     )
     text += "at least the accuracy that all-reduce ends with, by the median over the seeds that got there, in parts of "
-    text += "all-reduce's whole time. *Same codec*: fp16 against all-reduce fp16. *Staleness*: mean over updates."
+    text += f"all-reduce's whole time. *Nearly at*: the same for [{SLACK:g} points less]({CODE}/tables.py). *Same "
+    text += "codec*: fp16 against all-reduce fp16. *Staleness*: mean over updates."
     if extra:
-        text += (
-            f" The line marked * was only timed, over {_of(timed, panel).steps} steps: buckets do not change results."
-        )
+        steps = to(f"{_of(timed, panel).steps} steps", place("where the time goes"))
+        text += f" The line marked * was only timed, over {steps}: buckets do not change results."
     return f"## {panel.title}\n\n{text}\n\n" + table(head, rows, left=1)
 
 
@@ -105,21 +140,23 @@ def _of(timed: Sequence[Timing], panel: Panel) -> Timing:
     return next(one for one in timed if TIMED_FOR[one.setting] == panel.setting)
 
 
-def _small_buckets(panel: Panel, timed: Sequence[Timing]) -> list[str]:
+def _small_buckets(panel: Panel, timed: Sequence[Timing], traces: _Traces) -> list[str]:
     mine = [one for one in timed if TIMED_FOR[one.setting] == panel.setting][:1]
     if not mine or not {SMALL_FP16.name, ALL_REDUCE.name, ALL_REDUCE_FP16.name} <= mine[0].step_ms.keys():
         return []
     ms = mine[0].step_ms
     time, equal = ms[SMALL_FP16.name] / ms[ALL_REDUCE.name], ms[SMALL_FP16.name] / ms[ALL_REDUCE_FP16.name]
     name = f"`{SMALL_FP16.name}` *"
-    return [name, ABSENT, ABSENT, plain(time), ABSENT, ABSENT, plain(equal), *[ABSENT] * 4]
+    used = traces.of(mine[0].setting, SMALL_FP16.name, ALL_REDUCE.name, ALL_REDUCE_FP16.name)
+    return [name, ABSENT, ABSENT, plain(time), ABSENT, ABSENT, plain(equal), *[ABSENT] * 4, used]
 
 
-def _fired(found: Sequence[Panel]) -> str:
+def _fired(found: Sequence[Panel], traces: _Traces) -> str:
     """When each switch happened, why, and what it cost."""
     if not found:
         return ""
     head = ["setting", "arm", "epochs, by seed", "part of the budget", "change", "threshold", "why", "dearest switch"]
+    head.append("records")
     rows = []
     for panel in found:
         for arm in dict.fromkeys(one.arm for one in panel.switches):
@@ -136,24 +173,27 @@ def _fired(found: Sequence[Panel]) -> str:
                     plain(mine[0].threshold),
                     "; ".join(words),
                     switch_cost({"cost_ms": dearest.cost_ms}),
+                    traces.of(panel.setting, arm),
                 ]
             )
-    text = "The rule is `plateau` with its defaults: over the last 6 epochs the mean training loss changed by at most "
-    text += (
-        "0.05 of the first loss per epoch, and has fallen to 0.8 of it. *Change* is its value when it fired. A switch "
-    )
-    text += "costs virtual milliseconds: every server takes its part of the state from the worker on its own node."
+    text = "The rule is `plateau` with [its defaults](../../podium/triggers/plateau.py): over the last 6 epochs the "
+    text += "mean training loss changed by at most 0.05 of the first loss per epoch, and has fallen to 0.8 of it. "
+    text += "*Change* is its value when it fired. A switch costs virtual milliseconds: every server takes its part of "
+    text += "the state from the worker on its own node."
     return f"## When and why it switched\n\n{text}\n\n" + table(head, rows, left=2)
 
 
-def _others(found: Sequence[Panel]) -> str:
+def _others(found: Sequence[Panel], traces: _Traces) -> str:
     """When other rules would have fired, and when such a run would have ended."""
     head = ["setting", "rule", "fired at epoch", "in runs", "after the switch", "would have ended at"]
+    head.append("records")
+    used = (SWITCH_FP16.name, ALL_REDUCE_FP16.name, ASYNC_FP16.name)
     rows = []
     for panel in found:
         for rule in panel.rules.get(SWITCH_FP16.name, ()):
             if not rule.in_force:
-                rows.append([panel.title, f"`{rule.rule}`", *_rule_cells(rule, panel)])
+                records = traces.of(panel.setting, *(used if rule.epochs else used[:1]))
+                rows.append([panel.title, f"`{rule.rule}`", *_rule_cells(rule, panel), records])
     if not rows:
         return ""
     text = (
@@ -182,35 +222,42 @@ def _rule_cells(rule: RuleLine, panel: Panel) -> list[str]:
     return [fired, f"{len(rule.epochs)} of {rule.runs}", f"{rule.late}", plain(ended, 2)]
 
 
-def _timed(timed: Sequence[Timing]) -> str:
+def _timed(timed: Sequence[Timing], traces: _Traces) -> str:
     if not timed:
         return ""
     arms = [*dict.fromkeys(arm for one in timed for arm in one.step_ms)]
-    head = ["milliseconds per global step", *(one.title for one in timed)]
-    rows = [[f"`{arm}`", *(plain(one.step_ms.get(arm)) for one in timed)] for arm in arms]
-    shares = ", ".join(f"{plain(one.share, 2)}" for one in timed)
-    ratios = [[name, *(plain(one.ratio(*which), 2) for one in timed)] for name, *which in COMPARED]
-    steps = ", ".join(str(one.steps) for one in timed)
-    text = f"Short runs for the clock alone: {steps} global steps, one seed."
+    first = [traces.runs(one.setting, *one.step_ms)[0] for one in timed]
+    titles = [traces.link(one.title, row) for one, row in zip(timed, first, strict=True)]
+
+    def records(arms: Sequence[str]) -> str:
+        return traces.links(row for one in timed for row in traces.runs(one.setting, *arms))
+
+    rows = [[f"`{arm}`", *(plain(one.step_ms.get(arm)) for one in timed), records([arm])] for arm in arms]
+    shares = to(", ".join(f"{plain(one.share, 2)}" for one in timed), place("When and why it switched"))
+    ratios = [[name, *(plain(one.ratio(*which), 2) for one in timed), records(which)] for name, *which in COMPARED]
+    steps = ", ".join(traces.link(str(one.steps), row) for one, row in zip(timed, first, strict=True))
+    text = f"Short runs for the clock alone: {steps} global steps, one seed. Milliseconds a sample are those of a "
+    text += "worker with speed 1: from the task's operations and [the default node's](../../podium/cluster/"
+    text += "description.py) rate, or as the run's cluster file has them."
     more = f"Time of a run that switches where the runs above did (at {shares} of the budget), over that of all-reduce:"
     why = (
         "All-reduce takes the straggler's computing and then the network's time; buckets small enough to leave while "
         "the backward pass goes on hide part of the latter, and fp16 halves it. An asynchronous worker takes its own "
         "computing and the network's time, and nobody waits for the straggler. So the win is the straggler's "
-        "computing: large where computing is large (8.1 ms a sample), smaller on faster nodes, and small on MNIST, "
+        f"computing: large where computing is large ({titles[0]}), smaller on faster nodes, and small on MNIST, "
         "whose steps are almost all network."
     )
-    return (
-        f"## Where the time goes\n\n{text}\n\n{table(head, rows, left=1)}\n\n{more}\n\n"
-        f"{table(['a run that switches', *head[1:]], ratios, left=1)}\n\n{why}"
-    )
+    by_arm = table(["milliseconds per global step", *titles, "records"], rows, left=1)
+    switching = table(["a run that switches", *titles, "records"], ratios, left=1)
+    return f"## Where the time goes\n\n{text}\n\n{by_arm}\n\n{more}\n\n{switching}\n\n{why}"
 
 
-def _moments(kept: Sequence[Ablation]) -> str:
+def _moments(kept: Sequence[Ablation], traces: _Traces) -> str:
     if not kept:
         return ""
     head = ["setting", "kept, % by seed", "dropped, % by seed", "kept minus dropped, points"]
     head += ["loss after, kept", "loss after, dropped", "kept minus dropped", "loss later, kept minus dropped"]
+    head.append("records")
     rows = [
         [
             one.title,
@@ -221,6 +268,7 @@ def _moments(kept: Sequence[Ablation]) -> str:
             listed([dropped for *_, dropped in one.losses], 3),
             signed(one.loss),
             signed(one.loss_later),
+            traces.of(one.setting, SWITCH_FP16.name, DROPPED_FP16.name, name=moments_of(one)),
         ]
         for one in kept
     ]
@@ -228,17 +276,21 @@ def _moments(kept: Sequence[Ablation]) -> str:
         f"`{SWITCH_FP16.name}` with the optimizer's moments kept at the switch and with `keep_moments=false`, paired "
     )
     text += "by seed. *Loss after*: mean training loss over one epoch's worth of samples after the switch, of seeds "
-    text += f"whose two runs switched at the same place. *Loss later*: of the {LATER} whole epochs that follow; it was "
+    text += (
+        f"whose two runs switched at the same place. *Loss later*: of the [{LATER} whole epochs]({CODE}/moments.py) "
+    )
+    text += "that follow; it was "
     text += "added after a look at the curves, so its p-value is too favourable. One command: "
     text += "`python studies/switching.py --ablation`."
     for one in kept:
         if one.apart:
-            text += f" {one.title}: the two runs of seed {' and '.join(map(str, one.apart))} switched at other places."
+            seeds = to(f"seed {' and '.join(map(str, one.apart))}", moments_of(one))
+            text += f" {one.title}: the two runs of {seeds} switched at other places."
     return f"## Moments at the switch\n\n{text}\n\n" + table(head, rows, left=1)
 
 
-def _diloco(panel: Panel) -> str:
-    head = ["arm", "accuracy, %", "minus all-reduce, points", "exchanges", "bytes", "time", "by seed, %"]
+def _diloco(panel: Panel, traces: _Traces) -> str:
+    head = ["arm", "accuracy, %", "minus all-reduce, points", "exchanges", "bytes", "time", "by seed, %", "records"]
     arms = [line for line in (panel.line(ALL_REDUCE.name), *rounds(panel)) if line is not None]
     rows = [
         [
@@ -249,15 +301,16 @@ def _diloco(panel: Panel) -> str:
             plain(line.bytes_ratio),
             part(line.time),
             listed(line.accuracies, 2),
+            traces.of(panel.setting, line.arm, name="" if panel.switches else row_of(panel, line.arm)),
         ]
         for line in arms
     ]
     config = panel.facts["config"]
-    text = f"`diloco RATE, MOMENTUM` of the outer step, {SYNC_EVERY} local steps between two of them, global batch "
-    text += f"{config['batch_size']} over {config['workers']} workers, {config['epochs']} epochs: the inner rate and "
-    text += "schedule are all-reduce's. *Exchanges* are steps with one, counted in the records; the mean that closes a "
-    text += "last, shorter round comes on top. Every outer step was tried with the first "
-    text += "seed, the most accurate with the others."
+    sizes = f"global batch {config['batch_size']} over {config['workers']} workers, {config['epochs']} epochs"
+    text = f"`diloco RATE, MOMENTUM` of the outer step, {SYNC_EVERY} local steps between two of them, "
+    text += f"{to(sizes, size_of(panel.setting))}: the inner rate and schedule are all-reduce's. *Exchanges* are steps "
+    text += "with one, counted in the records; the mean that closes a last, shorter round comes on top. Every outer "
+    text += "step was tried with the first seed, the most accurate with the others."
     missed = best_round(panel).gap
     if missed is not None and missed.mean < -POINT:
         text += _short_ofrounds(panel)
@@ -267,53 +320,76 @@ def _diloco(panel: Panel) -> str:
 def _short_ofrounds(panel: Panel) -> str:
     best, base = best_round(panel), panel.line(ALL_REDUCE.name)
     assert base is not None
+    ours, theirs = row_of(panel, best.arm), row_of(panel, base.arm)
     return (
-        f" The target is missed. DiLoCo's training loss ends at {plain(best.train_loss, 2)}, all-reduce's at "
-        f"{plain(base.train_loss, 2)}: it is behind in training. A likely reason, not tested, is that there are only "
-        f"{best.exchanges} rounds. Longer runs and other inner rates are not in this study."
+        f" The target is missed. DiLoCo's training loss ends at {to(plain(best.train_loss, 2), ours)}, all-reduce's at "
+        f"{to(plain(base.train_loss, 2), theirs)}: it is behind in training. A likely reason, not tested, is that "
+        f"there are only {to(f'{best.exchanges} rounds', ours)}. Longer runs and other inner rates are not in this "
+        "study."
     )
 
 
-def _setbacks(found: Sequence[Panel]) -> str:
-    head = ["setting", "arm", "runs", "seed: epoch"]
+def _setbacks(found: Sequence[Panel], traces: _Traces) -> str:
+    head = ["setting", "arm", "runs", "seed: epoch", "records"]
     rows = [
-        [panel.title, f"`{line.arm}`", f"{len(line.setbacks)} of {len(line.accuracies)}", _places(line)]
+        [
+            panel.title,
+            f"`{line.arm}`",
+            f"{len(line.setbacks)} of {len(line.accuracies)}",
+            _places(line),
+            traces.of(panel.setting, line.arm, name=place("setbacks", panel.setting, line.arm)),
+        ]
         for panel in found
         for line in panel.lines
         if line.setbacks
     ]
     if not rows:
         return ""
-    text = f"Runs whose training loss over an epoch rose above {HIGH:g} of the first epoch's after it had been below "
-    text += (
-        f"{LOW:g} of it. In runs that switch this follows the switch: gradients that are some 7 updates old are too "
-    )
+    text = f"Runs whose training loss over an epoch rose above [{HIGH:g} of the first epoch's after it had been below "
+    text += f"{LOW:g} of it]({CODE}/tables.py). In runs that switch this follows the switch: gradients that are some "
+    text += f"{_staleness(found)} are too "
     text += "much for the rate at which all-reduce had settled, with moments kept or dropped, and the loss needs "
     text += "epochs to come back. All-reduce itself is not safe at this rate either. A run that meets a setback near "
     text += "its end has a low final accuracy, which is why means over these seeds are so uncertain."
     return f"## Setbacks\n\n{text}\n\n" + table(head, rows, left=2)
 
 
+def _staleness(found: Sequence[Panel]) -> str:
+    """How old gradients are in runs that switch and meet a setback."""
+    for panel in found:
+        for line in panel.lines:
+            if line.setbacks and line.staleness and line.arm in (SWITCH.name, SWITCH_FP16.name, DROPPED_FP16.name):
+                return to(f"{line.staleness:.0f} updates old", row_of(panel, line.arm))
+    return "updates old"
+
+
 def _places(line: Line) -> str:
     return ", ".join(f"{seed}: {epoch:.0f}" for seed, epoch in line.setbacks)
 
 
-def _failures(rows: Sequence[Row]) -> str:
+def _failures(rows: Sequence[Row], traces: _Traces) -> str:
     last = [row for name in setting_names(rows) for row in deciding_rows([r for r in rows if r["setting"] == name])]
     said = [
-        f"- {TITLES.get(row['setting'], row['setting'])}, `{row['cell']}`, seed {row['seed']}: {row['error']}"
+        f"- {TITLES.get(row['setting'], row['setting'])}, `{row['cell']}`, seed {row['seed']}: {row['error']} "
+        f"({traces.link('record', row)})"
         for row in last
         if row["status"] == "failed"
     ]
     lost = [row for row in last if row["status"] == "finished" and any(row["audit"].values())]
-    said += [f"- {row['setting']}, `{row['cell']}`, seed {row['seed']}: samples {row['audit']}" for row in lost]
+    said += [
+        f"- {row['setting']}, `{row['cell']}`, seed {row['seed']}: samples {row['audit']} "
+        f"({traces.link('record', row)})"
+        for row in lost
+    ]
     if said:
         return "## Runs that failed or did not use every sample once\n\n" + "\n".join(said)
-    return f"In all {len(last)} runs every sample was used once per epoch, by the audit of their records."
+    runs = traces.whole(f"{len(last)} runs")
+    return f"In all {runs} every sample was used once per epoch, by the audit of their records."
 
 
-def _sizes(rows: Sequence[Row]) -> str:
+def _sizes(rows: Sequence[Row], traces: _Traces) -> str:
     head = ["setting", "training images", "test images", "epochs", "global batch", "workers", "task options"]
+    head.append("records")
     body = []
     for name in setting_names(rows):
         done = [row for row in rows if row["setting"] == name and row["status"] == "finished"]
@@ -322,11 +398,12 @@ def _sizes(rows: Sequence[Row]) -> str:
         config = done[0]["config"]
         sizes = [done[0]["train"], done[0]["test"], config["epochs"], config["batch_size"], config["workers"]]
         options = ", ".join(f"{option}={value}" for option, value in config["task_options"].items()) or ABSENT
-        body.append([TITLES.get(name, name), *(f"{size:,}" for size in sizes), options])
+        records = mark(size_of(name)) + traces.links(done[:1])
+        body.append([TITLES.get(name, name), *(f"{size:,}" for size in sizes), options, records])
     return "## Sizes\n\n" + table(head, body, left=1)
 
 
-def _again(rows: Sequence[Row]) -> str:
+def _again(rows: Sequence[Row], traces: _Traces) -> str:
     done = [row for row in rows if row["status"] == "finished"]
     where = []
     for device in dict.fromkeys(row["config"]["device"] for row in done):
@@ -337,7 +414,8 @@ def _again(rows: Sequence[Row]) -> str:
         where.append(f"{len(mine)} on {place} ({used}), half of them in less than {took:,.0f} s each")
     commands = "\n".join(_commands(done))
     text = (
-        f"{len(done)} runs, several at a time: {'; '.join(where)}. The tasks' files are in folders of DIR, `mnist` and "
+        f"{traces.whole(f'{len(done)} runs')}, several at a time: {'; '.join(where)}. The tasks' files are in folders "
+        "of DIR, `mnist` and "
     )
     text += (
         "`cifar10`. A study that was cut short goes on when asked for again; `--report-only` makes this page and the "

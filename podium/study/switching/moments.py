@@ -94,7 +94,8 @@ def chances(tests: Sequence[Sequence[tuple[int, float, float]]]) -> list[Chance 
 def _p(stats: Any, values: Sequence[float]) -> float:
     if len(set(values)) == 1:  # no spread: either no difference at all, or the same one every time
         return 1.0 if values[0] == 0 else 0.0
-    return float(stats.ttest_1samp(values, 0.0).pvalue)
+    p = float(stats.ttest_1samp(values, 0.0).pvalue)
+    return p if math.isfinite(p) else 1.0  # differences so small that their spread rounds to nothing
 
 
 def _later(row: Row) -> float:

@@ -1,0 +1,83 @@
+"""Every figure of a study as files for papers: SVG and PDF, in black, the same bytes from the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from podium.errors import MissingExtra, RecordError
+from podium.study.drawing import to_pdf, to_svg_file
+from podium.study.figures import (
+    Figure,
+    balance_courses,
+    convergence_panels,
+    cost_bars,
+    interactions,
+    phase_stacks,
+    staleness_bars,
+    staleness_histograms,
+    timelines,
+    topologies,
+)
+from podium.study.rows import arranged, cells, final_value, metric_name
+from podium.study.store import Row, Store
+
+MOST_LETTERS = 80
+"""A file's name is cut after as many."""
+
+
+def write_figures(folder: str | Path) -> list[Path]:
+    """Write every figure of the study in this folder as SVG and PDF into `figures/`; the files, in order."""
+    store = Store(folder)
+    study, rows = store.read_study(), store.rows()
+    names = [str(cell["cell"]) for cell in study.get("cells") or ()] or list(study.get("strategies") or ())
+    rows = arranged(rows, names)
+    order = {cell: place for place, cell in enumerate(dict.fromkeys([*names, *cells(rows)]))}
+    target = store.folder / "figures"
+    written: list[Path] = []
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, figure in _named(every_figure(study, rows)).items():
+            for ending, drawn in ((".svg", to_svg_file(figure, order)), (".pdf", to_pdf(figure, order))):
+                if drawn is None:
+                    raise MissingExtra("matplotlib", "study", "drawing figures")
+                written.append(target / f"{name}{ending}")
+                written[-1].write_bytes(drawn)
+    except OSError as error:
+        raise RecordError(f"figures cannot be written to {target}: {error.strerror or error}") from error
+    return written
+
+
+def every_figure(study: Mapping[str, Any], rows: Sequence[Row]) -> list[Figure]:
+    """All that a report of these rows can draw, in its order."""
+    metric = metric_name(rows)
+    responses = dict.fromkeys([metric, "seconds", *(study.get("responses") or ())])
+    return [
+        *convergence_panels(rows, metric),
+        *cost_bars(rows),
+        *(figure for response in responses for figure in interactions(rows, response, _value_of(response))),
+        *staleness_bars(rows),
+        *staleness_histograms(rows).values(),
+        *phase_stacks(rows, metric).values(),
+        *balance_courses(rows).values(),
+        *timelines(rows).values(),
+        *topologies(rows).values(),
+    ]
+
+
+def _value_of(response: str) -> Callable[[Row], float | None]:
+    return lambda row: final_value(row, response)
+
+
+def _named(figures: Sequence[Figure]) -> dict[str, Figure]:
+    """Figures by file name; two that would share one are numbered."""
+    found: dict[str, Figure] = {}
+    for figure in figures:
+        stem = "-".join("".join(c if c.isalnum() else " " for c in figure.name).split()).lower()[:MOST_LETTERS]
+        name, again = stem, 1
+        while name in found:
+            again += 1
+            name = f"{stem}-{again}"
+        found[name] = figure
+    return found

@@ -1,0 +1,217 @@
+"""A study as a person writes it: factors and their levels, how often, in what order, until when.
+
+    study = podium.Study(
+        name="links",
+        settings={"task": "digits-mlp", "launcher": "virtual", "epochs": 3},
+        factors={"strategy": ["all-reduce", "parameter-server"], "workers": [2, 4, 8]},
+    )
+    podium.compare(study, out="runs/links")
+
+A factor's level is a value of the setting of that name (`workers`, `task.lr`), or a name for several settings at once
+(`{"slow": {"cluster": "slow.toml"}, "fast": {"cluster": "fast.toml"}}`). `Study.design` works out the cells.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from podium.errors import ConfigError, UnknownName
+from podium.study.design import NO_STOP, ORDER_SEED, Cell, Design, Replications, Stop, check_runs, label
+from podium.study.factorial import Factor, Level, Levels, Range, fractional, full, latin_hypercube
+
+Kind = Literal["full", "fractional", "latin-hypercube"]
+KINDS: tuple[Kind, ...] = ("full", "fractional", "latin-hypercube")
+
+Settings = Mapping[str, Any]
+FactorGiven = Sequence[Level] | Mapping[str, Settings] | Range
+"""Levels; or names for settings; or a range of numbers."""
+
+OWN = ("strategy_options", "run_dir", "out", "seed", "resume", "replay")
+"""What differs from run to run, or belongs to none: not for a study to set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Settings of the cells with these levels, over all others; or those cells are left out."""
+
+    levels: Mapping[str, Level | Sequence[Level]]
+    settings: Settings = field(default_factory=dict)
+    leave_out: bool = False
+    name: str = ""
+    """What the one cell with these levels is called, where they do not say it well."""
+
+    def holds(self, at: Levels) -> bool:
+        return all(
+            at[name] in (some if isinstance(some, list | tuple) else (some,)) for name, some in self.levels.items()
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What is to be compared, and how often."""
+
+    name: str
+    question: str = ""
+    """What the study is to answer, in a sentence; the report begins with it."""
+    settings: Settings = field(default_factory=dict)
+    """Of all runs, in the words of `--set`: `task`, `workers`, `task.lr` …"""
+    factors: Mapping[str, FactorGiven]
+    where: Sequence[Where] = ()
+    derive: Callable[[Levels], Settings] | None = None
+    """Settings that follow from a cell's levels, for what a table cannot say; over all others."""
+    kind: Kind = "full"
+    generators: Sequence[str] = ()
+    """Of a fractional design: `c = a*b`."""
+    points: int | None = None
+    """Of a Latin hypercube."""
+    replications: int | Replications = 3
+    """Seeds per cell; each is a block, in which all cells come once, in an order of their own."""
+    order_seed: int = ORDER_SEED
+    target: float | None = None
+    stop: Stop = NO_STOP
+    retries: int = 1
+    """How often a failed run is tried again before its failure stands."""
+    responses: Sequence[str] = ()
+    """What the analysis of variance looks at, besides the metric and seconds."""
+    baseline: Mapping[str, Level] = field(default_factory=dict)
+    """Levels of the one cell that speed-ups are taken over; none are told without it."""
+    reference: Sequence[Mapping[str, Any]] = ()
+    """Tables that a report shows beside its own: `title`, `source`, `columns`, `rows` and perhaps `note`."""
+    file: Path | None = None
+    """Where it was read from: cluster files are looked for beside it first."""
+    size: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UnknownName("kind of design", self.kind, KINDS)
+        if not self.factors:
+            raise ConfigError(f"study {self.name}: must have at least one factor, got none")
+        for name in (*self.settings, *self.factors):
+            if name.replace("-", "_") in OWN:
+                raise ConfigError(
+                    f"study {self.name}: {name} differs from run to run and cannot be set for all of them"
+                )
+        for name in (*self.baseline, *(name for rule in self.where for name in rule.levels)):
+            if name not in self.factors:
+                raise UnknownName("factor", name, self.factors)
+        for table in self.reference:
+            if missing := {"title", "source", "columns", "rows"} - set(table):
+                raise ConfigError(f"study {self.name}: a reference must have {', '.join(sorted(missing))}, got {table}")
+
+    def with_settings(self, settings: Settings) -> Study:
+        """The same study, with these settings over its own. A setting that is a factor is refused."""
+        for name in settings:
+            if name in self.factors:
+                raise ConfigError(f"study {self.name}: {name} is a factor, so it cannot be set for all runs")
+        return replace(self, settings={**self.settings, **settings})
+
+    def design(self) -> Design:
+        """The study with its cells worked out; every run's configuration is checked."""
+        factors = {name: _levels(name, given) for name, given in self.factors.items()}
+        combinations, facts = self._combinations(factors)
+        chosen = [at for at in combinations if not any(rule.leave_out and rule.holds(at) for rule in self.where)]
+        if not chosen:
+            raise ConfigError(f"study {self.name}: where leaves out every cell")
+        names = _names(chosen)
+        for rule in self.where:
+            found = [place for place, at in enumerate(chosen) if rule.name and rule.holds(at)]
+            if len(found) > 1:
+                raise ConfigError(f"study {self.name}: where names {len(found)} cells {rule.name!r}, which must be one")
+            for place in found:
+                names[place] = rule.name
+        cells = tuple(Cell(name, at, self._settings(at)) for name, at in zip(names, chosen, strict=True))
+        given = self.replications
+        listed = {
+            name: tuple(dict.fromkeys(at[name] for at in chosen)) if isinstance(levels, Range) else tuple(levels)
+            for name, levels in factors.items()
+        }
+        design = Design(
+            name=self.name,
+            question=self.question,
+            cells=cells,
+            factors=listed,
+            replications=given if isinstance(given, Replications) else Replications(least=given, most=given),
+            order_seed=self.order_seed,
+            settings=dict(self.settings),
+            target=self.target,
+            stop=self.stop,
+            retries=self.retries,
+            responses=tuple(self.responses),
+            kind=self.kind,
+            baseline=dict(self.baseline),
+            reference=tuple(map(dict, self.reference)),
+            file="" if self.file is None else os.path.relpath(self.file),
+            size=self.size,
+            **facts,
+        )
+        return check_runs(design)
+
+    def _combinations(self, factors: Mapping[str, Factor]) -> tuple[Sequence[Levels], dict[str, Any]]:
+        if self.kind == "latin-hypercube":
+            if self.points is None:
+                raise ConfigError(f"study {self.name}: a Latin hypercube needs points, the number of its cells")
+            return latin_hypercube(factors, self.points, self.order_seed), {}
+        # `full` refuses a range, with the reason.
+        listed: Any = factors
+        if self.kind == "full":
+            return full(listed), {}
+        fraction = fractional(listed, self.generators)
+        return fraction.combinations, {"aliases": fraction.aliases, "resolution": fraction.resolution}
+
+    def _settings(self, at: Levels) -> dict[str, Any]:
+        """What a cell sets: its levels, then where they hold, then what follows from them."""
+        settings: dict[str, Any] = {}
+        for name, level in at.items():
+            given: Any = self.factors[name]
+            settings.update(given[str(level)] if isinstance(given, Mapping) else {name: level})
+        for rule in self.where:
+            if rule.holds(at):
+                settings.update(rule.settings)
+        if self.derive is not None:
+            settings.update(self.derive(dict(at)))
+        if isinstance(found := settings.get("cluster", self.settings.get("cluster")), str):
+            settings["cluster"] = self._place(found)
+        return settings
+
+    def _place(self, cluster: str) -> str:
+        """A cluster file beside the study's, named from here: results do not hold somebody's folders."""
+        if self.file is None or os.path.isabs(cluster) or not (self.file.parent / cluster).is_file():
+            return cluster
+        return os.path.relpath(self.file.parent / cluster)
+
+
+def _some(wanted: Level | Sequence[Level]) -> Sequence[Level]:
+    return wanted if isinstance(wanted, list | tuple) else (wanted,)
+
+
+def _levels(name: str, given: FactorGiven) -> Factor:
+    if isinstance(given, Range):
+        return given
+    if isinstance(given, str) or not isinstance(given, Sequence | Mapping):
+        raise ConfigError(f"factor {name!r} must be a list of levels, or a table of named ones, got {given!r}")
+    if isinstance(given, Mapping):
+        for level, settings in given.items():
+            if not isinstance(settings, Mapping):
+                raise ConfigError(f"factor {name!r}: level {level!r} must be a table of settings, got {settings!r}")
+        return tuple(given)
+    levels: Sequence[Any] = given
+    for level in levels:
+        if not isinstance(level, str | int | float | bool):
+            raise ConfigError(f"factor {name!r}: a level must be a text or a number, got {level!r}")
+    return tuple(label(str(level)) for level in given) if name == "strategy" else tuple(given)
+
+
+def _names(combinations: Sequence[Levels]) -> list[str]:
+    """What each cell is called: texts as they are, numbers with their factor, unless that would be ambiguous."""
+
+    def name_of(at: Levels, plain: bool) -> str:
+        if len(at) == 1 and isinstance(next(iter(at.values())), str):
+            return str(next(iter(at.values())))
+        return ", ".join(str(v) if plain and isinstance(v, str) else f"{k}={v}" for k, v in at.items())
+
+    names = [name_of(at, plain=True) for at in combinations]
+    return names if len(set(names)) == len(names) else [name_of(at, plain=False) for at in combinations]

@@ -1,0 +1,167 @@
+"""Study files and what they come to: cells, settings, order, rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.errors import ConfigError, UnknownName
+from podium.study.design import Replications
+from podium.study.file import read_study
+from podium.study.study import Study, Where
+
+LINKS = """
+[study]
+name = "links"
+question = "Which wins on which link?"
+replications = 2
+target = 0.9
+baseline = { strategy = "solo" }
+[settings]
+task = "digits-mlp"
+launcher = "virtual"
+epochs = 2
+"task.lr" = 0.2
+[factors]
+strategy = ["solo", "all-reduce", "parameter-server:mode=async"]
+workers = [2, 4]
+link = { slow = { cluster = "slow.toml" }, fast = {} }
+[[where]]
+levels = { strategy = "solo" }
+settings = { workers = 1 }
+[[where]]
+levels = { strategy = "solo", workers = 4 }
+leave_out = true
+[[where]]
+levels = { strategy = "solo", link = ["slow"] }
+leave_out = true
+[stop]
+seconds = 5.0
+[sizes.small]
+study = { replications = 1 }
+factors = { workers = [2] }
+"""
+
+
+def write(folder: Path, text: str, name: str = "links.toml") -> Path:
+    (folder / "slow.toml").write_text('[[node]]\nname = "n"\ncount = 5\nup_mbit = 10\ndown_mbit = 10\n')
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_file_comes_to_its_cells_with_their_settings(tmp_path: Path) -> None:
+    design = read_study(write(tmp_path, LINKS)).design()
+    assert design.names[0] == "solo, workers=2, fast" and len(design.cells) == 9
+    assert design.factors["workers"] == (2, 4) and design.replications.seeds == (0, 1)
+    config = design.config("parameter-server:mode=async, workers=4, slow", 1)
+    assert (config.strategy, config.workers, config.seed, config.epochs) == ("parameter-server", 4, 1, 2)
+    assert config.strategy_options["mode"] == "async" and config.task_options == {"lr": 0.2}
+    assert config.cluster is not None and Path(config.cluster).samefile(tmp_path / "slow.toml")
+    assert design.nodes(config) == 5  # four workers and a server
+    alone = design.config("solo, workers=2, fast", 0)
+    assert alone.workers == 1 and alone.cluster is None
+
+
+def test_a_size_has_its_own_levels_and_the_rest_of_the_study(tmp_path: Path) -> None:
+    design = read_study(write(tmp_path, LINKS), "small").design()
+    assert design.factors["workers"] == (2,) and design.replications.most == 1 and design.target == 0.9
+    assert (design.size, Path(design.file).name) == ("small", "links.toml")
+    with pytest.raises(UnknownName, match="small"):
+        read_study(tmp_path / "links.toml", "tiny")
+
+
+def test_every_block_has_every_cell_in_an_order_of_its_own(tmp_path: Path) -> None:
+    design = read_study(write(tmp_path, LINKS)).design()
+    blocks = design.blocks()
+    assert [sorted(name for name, _ in block) for block in blocks] == [sorted(design.names)] * 2
+    assert [name for name, _ in blocks[0]] != [name for name, _ in blocks[1]]
+    assert blocks == read_study(tmp_path / "links.toml").design().blocks()
+
+
+def test_python_says_what_a_table_cannot(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import podium\n"
+        "def study(size):\n"
+        "    return podium.Study(name='mine', factors={'workers': [1, 2], 'accumulate': [1, 4]},\n"
+        "        settings={'launcher': 'virtual'},\n"
+        "        derive=lambda at: {'batch_size': 16 * at['workers'] * at['accumulate']})\n"
+    )
+    design = read_study(path).design()
+    assert [design.config(name, 0).batch_size for name in design.names] == [16, 64, 32, 128]
+    assert design.names[0] == "workers=1, accumulate=1"
+    path.write_text("STUDY = 3\n")
+    with pytest.raises(ConfigError, match=r"mine\.py: must have a function study"):
+        read_study(path)
+    path.write_text("import nothing_of_that_name\n")
+    with pytest.raises(ConfigError, match="cannot be imported: ModuleNotFoundError"):
+        read_study(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("[settings]", "[setings]"), "settings"),
+        (('name = "links"', 'nam = "links"'), "name"),
+        (("epochs = 2", "epoch = 2"), "epochs"),
+        (("workers = [2, 4]", "workers = [2, 2]"), "must differ"),
+        (("workers = [2, 4]", "workers = 2"), "must be a list"),
+        (("workers = [2, 4]", "workers = []"), "at least one level"),
+        (('strategy = "solo" }\nsettings', 'strategi = "solo" }\nsettings'), "strategy"),
+        (("leave_out = true\n[stop]", "[stop]"), "leave_out"),
+        (("seconds = 5.0", "seconds = -1"), "above 0"),
+        (("replications = 2", "replications = { least = 3, most = 5 }"), "needs half_width"),
+        (("replications = 2", "replications = 0"), "1 ≤ least"),
+        (('"task.lr" = 0.2', "seed = 3"), "differs from run to run"),
+        (("[stop]", "[stop"), "not a study file"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_file_and_the_reason(
+    tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    assert change[0] in LINKS
+    path = write(tmp_path, LINKS.replace(*change))
+    with pytest.raises((ConfigError, UnknownName), match=said):
+        read_study(path).design()
+
+
+def test_a_setting_that_is_a_factor_cannot_be_set_for_all(tmp_path: Path) -> None:
+    study = read_study(write(tmp_path, LINKS))
+    assert study.with_settings({"epochs": "7"}).design().config("all-reduce, workers=2, fast", 0).epochs == 7
+    with pytest.raises(ConfigError, match="workers is a factor"):
+        study.with_settings({"workers": 3})
+
+
+def test_a_fraction_and_a_hypercube_say_what_they_are() -> None:
+    two: dict[str, Any] = {"workers": [1, 2], "batch_size": [16, 32], "codec": ["dense", "fp16"]}
+    settings = {"launcher": "virtual"}
+    design = Study(
+        name="half", factors=two, settings=settings, kind="fractional", generators=["codec = workers*batch_size"]
+    ).design()
+    assert len(design.cells) == 4 and design.resolution == 3
+    assert design.aliases["workers"] == ("batch_size × codec",)
+    from podium.study.factorial import Range
+
+    spread = {"task.lr": Range(0.01, 1, log=True), "batch_size": Range(8, 64, whole=True)}
+    cube = Study(name="cube", factors=spread, settings=settings, kind="latin-hypercube", points=6).design()
+    assert len({cell.levels["task.lr"] for cell in cube.cells}) == 6
+    config = cube.config(cube.names[0], 0)
+    assert config.task_options["lr"] == cube.cells[0].levels["task.lr"]
+    with pytest.raises(ConfigError, match="needs points"):
+        Study(name="cube", factors=spread, kind="latin-hypercube").design()
+
+
+def test_rules_may_not_leave_out_everything() -> None:
+    rule = Where(levels={"workers": [1, 2]}, leave_out=True)
+    with pytest.raises(ConfigError, match="every cell"):
+        Study(name="none", factors={"workers": [1, 2]}, where=[rule]).design()
+
+
+def test_replications_may_go_on_until_means_are_known() -> None:
+    asked = Replications(least=3, most=8, half_width=0.1)
+    assert asked.seeds == tuple(range(8))
+    with pytest.raises(ConfigError, match="half_width must be above 0"):
+        Replications(least=3, most=8, half_width=0.0)
