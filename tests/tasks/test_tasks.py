@@ -27,9 +27,16 @@ FOLDERS = {"mnist-lenet5": "mnist", "mnist-mlp": "mnist", "mnist-cnn": "mnist", 
 PARAMETERS = {"mnist-lenet5": 61_706, "cifar10-resnet20": 269_722, "wide-mlp": 24_939_530}
 
 
+SMALL: dict[str, dict[str, object]] = {
+    "tiny-imagenet-resnet50": {"width": 8, "batch_size": 4, "samples": 20},
+    "tiny-imagenet-efficientnet-b0": {"batch_size": 4, "samples": 20},
+}
+"""Options with which the largest can be tried at all; `test_images64.py` looks at them in full."""
+
+
 def make(name: str, **options: object) -> Task:
     folder = str(shared_data(FOLDERS[name])) if name in FOLDERS else None
-    return load_task(name, options, data_dir=folder)
+    return load_task(name, {**SMALL.get(name, {}), **options}, data_dir=folder)
 
 
 def train_plainly(task: Task, *, seed: int = 0, steps: int | None = None) -> tuple[torch.nn.Module, list[float]]:
