@@ -17,6 +17,7 @@ _HOME = {
     "train": "podium.cluster.launch",
     "compare": "podium.study.run",
     "run_study": "podium.study.run",
+    "compare_results": "podium.study.versus",
     "Study": "podium.study.study",
     "sweep": "podium.study.sweeps",
     "export": "podium.study.export",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from podium.study.run import run_study as run_study
     from podium.study.study import Study as Study
     from podium.study.sweeps import sweep as sweep
+    from podium.study.versus import compare_results as compare_results
     from podium.task import Task as Task
     from podium.triggers.base import Reading as Reading
     from podium.triggers.base import Trigger as Trigger

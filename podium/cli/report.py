@@ -1,31 +1,96 @@
-"""`podium report`: the page of a comparison or a sweep, made anew from its results."""
+"""`podium report`: the page of a comparison, a study or a sweep, made anew; or of two of them, side by side."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from podium.cli.options import options
-from podium.cli.output import Output
+from podium.cli.output import Output, wrapped
+
+if TYPE_CHECKING:
+    from podium.study.versus import Versus
 
 
-@click.command(short_help="Write a comparison's or a sweep's report anew.")
-@click.argument("folder", metavar="DIR")
+@click.command(short_help="Write a report anew, or compare two sets of results.")
+@click.argument("folders", metavar="DIR [DIR]", nargs=-1, required=True)
+@click.option("--out", metavar="DIR", help="Of two: where versus.html is written. [the second DIR]")
+@click.option("--figures", is_flag=True, help="Also write every figure as SVG and PDF into DIR/figures.")
+@click.option("--markdown", is_flag=True, help="Also write DIR/README.md, a summary for a repository.")
+@click.option("--check", is_flag=True, help="Open the page in a browser; exit code 1 where something is wrong.")
 @options("json")
 @click.pass_obj
-def report(out: Output, folder: str) -> None:
-    """Write report.html anew from the results in DIR, the folder of a comparison or of a sweep."""
-    path = _write(folder)
-    out.document({"report": str(path)})
-    out.say(f"report: {path}")
+def report(
+    out_: Output, /, folders: tuple[str, ...], out: str | None, figures: bool, markdown: bool, check: bool
+) -> int:
+    """Write report.html anew from the results in DIR, the folder of a comparison, a study or a sweep.
+
+    With two folders of comparisons or studies: say what changed from the first to the second, cell by cell, and write
+    that as a page.
+
+    \b
+    podium report runs/compare-digits-mlp-20261115-093836 --figures --markdown
+    podium report runs/monday runs/tuesday
+    """
+    if len(folders) > 2:
+        raise click.UsageError(f"report: takes one folder or two, got {len(folders)}")
+    if len(folders) == 2:
+        if figures or markdown:
+            raise click.UsageError("report: --figures and --markdown are for one folder, got two")
+        document, said = _two(folders[0], folders[1], out)
+    else:
+        if out is not None:
+            raise click.UsageError("report: --out is for two folders; one has its page beside its results")
+        document, said = _one(folders[0], figures=figures, markdown=markdown)
+    if check:
+        from podium.study.browser import check_report
+
+        document["problems"] = check_report(document["report"])
+        said += [f"problem: {text}" for text in document["problems"]] or ["check: nothing wrong in a browser"]
+    out_.document(document)
+    out_.say(*said)
+    return 1 if document.get("problems") else 0
 
 
-def _write(folder: str) -> str:
+def _one(folder: str, *, figures: bool, markdown: bool) -> tuple[dict[str, Any], list[str]]:
+    """Write one folder's report and what else was asked for; what there is, for programs and for people."""
     from pathlib import Path
 
     if (Path(folder) / "trials.jsonl").is_file():
+        if figures or markdown:
+            raise click.UsageError("report: --figures and --markdown are for comparisons and studies, got a sweep")
         from podium.study.sweeps import write_all
 
-        return write_all(folder).report
+        path = write_all(folder).report
+        return {"report": path}, [f"report: {path}"]
     from podium.study.report import write_report
 
-    return str(write_report(folder))
+    document: dict[str, Any] = {"report": str(write_report(folder))}
+    said = [f"report: {document['report']}"]
+    if figures:
+        from podium.study.drawing.files import write_figures
+
+        written = write_figures(folder)
+        document["figures"] = [str(path) for path in written]
+        said.append(f"figures: {len(written)} files in {Path(folder) / 'figures'}")
+    if markdown:
+        from podium.study.page import write_page
+
+        document["page"] = str(write_page(folder))
+        said.append(f"page: {document['page']}")
+    return document, said
+
+
+def _two(first: str, second: str, out: str | None) -> tuple[dict[str, Any], list[str]]:
+    from podium.study.versus import write_versus
+
+    found, path = write_versus(first, second, out)
+    return {**found.to_dict(), "report": str(path)}, [*describe(found), "", f"report: {path}"]
+
+
+def describe(found: Versus) -> list[str]:
+    """The answer with what may not be concluded, then the numbers."""
+    from podium.study.versus import lines
+
+    return [wrapped(found.answer), "", wrapped(found.limits), "", *lines(found)]
