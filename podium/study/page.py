@@ -20,14 +20,14 @@ from podium.study.again import command, python_call
 from podium.study.anova import Term
 from podium.study.answer import Findings, find, tell
 from podium.study.checks import Analysis
+from podium.study.drawing.files import stem_of
 from podium.study.format import ABSENT, plain, probability, spread
 from podium.study.links import Records, mark, to
-from podium.study.rows import arranged, finished
+from podium.study.rows import arranged, crossed, finished
 from podium.study.sections import (
     MOST_BARS,
     MOST_CURVES,
     analyses_of,
-    crossed,
     ending_of,
     kind_of,
     precision_of,
@@ -260,20 +260,13 @@ def _chosen(study: Mapping[str, Any], findings: Findings, drawn: set[str]) -> li
         wanted += [f"{findings.metric} against {axis}" for axis in ("seconds of training", "epoch")]
     if len(findings.table) <= MOST_BARS:
         wanted += ["seconds of training", "MB sent by all ranks", "% of step time spent waiting"]
-    return [name for name in wanted if _stem(name) in drawn][:MOST_FIGURES]
-
-
-def _stem(name: str) -> str:
-    """A figure's file, as `write_figures` names it."""
-    from podium.study.drawing.files import MOST_LETTERS
-
-    return "-".join("".join(c if c.isalnum() else " " for c in name).split()).lower()[:MOST_LETTERS]
+    return [name for name in wanted if stem_of(name) in drawn][:MOST_FIGURES]
 
 
 def _figures(names: Sequence[str], all_records: str) -> list[str]:
     if not names:
         return []
-    shown = [f"![{name}](figures/{_stem(name)}.svg)" for name in names]
+    shown = [f"![{name}](figures/{stem_of(name)}.svg)" for name in names]
     return ["## Figures", "", f"Made from {all_records}.", "", *(line for one in shown for line in (one, ""))]
 
 

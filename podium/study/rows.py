@@ -6,6 +6,7 @@ Rows come from a file, so numbers that are not finite are text and a metric may 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -74,6 +75,14 @@ def first_level(row: Mapping[str, Any]) -> str:
     """What a row is called among those of its setting: its level of the first factor."""
     levels = row.get("levels") or {}
     return str(next(iter(levels.values()), row["cell"]))
+
+
+def crossed(rows: Sequence[Row]) -> list[Row]:
+    """Rows whose level of the first factor is in every setting: a baseline that stands alone would upset the table."""
+    settings = by_setting(finished(rows))
+    counts = Counter(level for some in settings.values() for level in {first_level(row) for row in some})
+    most = max(counts.values(), default=0)
+    return [row for row in finished(rows) if counts[first_level(row)] > 1 or most <= 1]
 
 
 def arranged(rows: Iterable[Row], strategies: Sequence[str]) -> list[Row]:

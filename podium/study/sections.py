@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from podium.study.drawing import style
 from podium.study.figures import Interaction, convergence, interactions
 from podium.study.figures.items import timeline_items
 from podium.study.responses import response_of
-from podium.study.rows import by_setting, cells, finished, first_level
+from podium.study.rows import by_setting, cells, crossed, finished, first_level
 from podium.study.store import Row
 from podium.study.views import views
 from podium.study.winners import Winner, winners
@@ -122,14 +121,6 @@ def analyses_of(study: Mapping[str, Any], rows: Sequence[Row], findings: Finding
         aliases=study["aliases"],
         order=[(run["cell"], run["seed"]) for run in study["order"]],
     )
-
-
-def crossed(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose level of the first factor is in every setting: a baseline that stands alone would upset the table."""
-    settings = by_setting(finished(rows))
-    counts = Counter(level for some in settings.values() for level in {first_level(row) for row in some})
-    most = max(counts.values(), default=0)
-    return [row for row in finished(rows) if counts[first_level(row)] > 1 or most <= 1]
 
 
 def timelines_of(rows: Sequence[Row], folder: Path, drawn: Any) -> list[dict[str, Any]]:

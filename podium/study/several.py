@@ -57,7 +57,7 @@ class _Labourer:
     def __init__(self, scratch: Path, core: int) -> None:
         self.core, self._scratch = core, scratch
         self.key: Key | None = None
-        self._said = Path(tempfile.mkstemp(dir=scratch, prefix="said-")[1])
+        self._said = Path(tempfile.mkdtemp(dir=scratch)) / "said"
         with self._said.open("wb") as said:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "podium.study"],

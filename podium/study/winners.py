@@ -79,9 +79,8 @@ def tell(found: Sequence[Winner], claim: str) -> str:
 def _where(settings: Sequence[str], total: int) -> str:
     """In how many settings, and in which while they are few."""
     if len(settings) == total:
-        return (
-            f"in all {total} settings" if total > 1 else f"in the one setting that has two to compare ({settings[0]})"
-        )
+        one = f"in the one setting that has two to compare ({settings[0]})"
+        return one if total == 1 else "in both settings" if total == 2 else f"in all {total} settings"
     which = f" ({' · '.join(settings)})" if len(settings) <= 3 else ""
     return f"in {len(settings)} of {total} settings{which}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,17 @@ from podium.study.figures import (
     timelines,
     topologies,
 )
-from podium.study.rows import arranged, cells, final_value, metric_name
+from podium.study.responses import response_of
+from podium.study.rows import arranged, cells, crossed, default_target, metric_name
 from podium.study.store import Row, Store
 
 MOST_LETTERS = 80
 """A file's name is cut after as many."""
+
+
+def stem_of(name: str) -> str:
+    """What the file of a figure of this name is called, without its ending; the second of the name gets a number."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name).split()).lower()[:MOST_LETTERS]
 
 
 def write_figures(folder: str | Path) -> list[Path]:
@@ -52,11 +59,12 @@ def write_figures(folder: str | Path) -> list[Path]:
 def every_figure(study: Mapping[str, Any], rows: Sequence[Row]) -> list[Figure]:
     """All that a report of these rows can draw, in its order."""
     metric = metric_name(rows)
+    target = default_target(rows, metric) if study.get("target") is None else study["target"]
     responses = dict.fromkeys([metric, "seconds", *(study.get("responses") or ())])
     return [
         *convergence_panels(rows, metric),
         *cost_bars(rows),
-        *(figure for response in responses for figure in interactions(rows, response, _value_of(response))),
+        *(figure for name in responses for figure in interactions(crossed(rows), name, _value_of(name, target))),
         *staleness_bars(rows),
         *staleness_histograms(rows).values(),
         *phase_stacks(rows, metric).values(),
@@ -66,15 +74,15 @@ def every_figure(study: Mapping[str, Any], rows: Sequence[Row]) -> list[Figure]:
     ]
 
 
-def _value_of(response: str) -> Callable[[Row], float | None]:
-    return lambda row: final_value(row, response)
+def _value_of(response: str, target: float | None) -> Callable[[Row], float | None]:
+    return partial(response_of, name=response, target=target)
 
 
 def _named(figures: Sequence[Figure]) -> dict[str, Figure]:
     """Figures by file name; two that would share one are numbered."""
     found: dict[str, Figure] = {}
     for figure in figures:
-        stem = "-".join("".join(c if c.isalnum() else " " for c in figure.name).split()).lower()[:MOST_LETTERS]
+        stem = stem_of(figure.name)
         name, again = stem, 1
         while name in found:
             again += 1
