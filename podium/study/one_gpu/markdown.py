@@ -273,7 +273,7 @@ def _design(rows: Sequence[Row], link: _Links) -> str:
     small = _of_rows(rows).size == "small"
     if not small:
         text += " Device time was limited to about [25 minutes](#design), so windows long enough for energy went to "
-        text += "the best of each level only, and some cells were left out; see *What was left out*."
+        text += f"{_long_windows(rows, link)} only, and some cells were left out; see *What was left out*."
     took = spent(rows)
     planned = design("small" if small else "core").estimates_s
     used = {part: link.records.links(row for row in rows if row.get("part") == part) for part in PARTS}
@@ -282,6 +282,15 @@ def _design(rows: Sequence[Row], link: _Links) -> str:
     ]
     spent_table = table(["part", "estimated, s", "took, s", "records"], lines, left=1)
     return f"## Design\n\n{text}\n\n{arms}\n\n{spent_table}"
+
+
+def _long_windows(rows: Sequence[Row], link: _Links) -> str:
+    """The arms whose energy is a result, by task."""
+    found = {
+        one.title: [link(f"`{line.arm}`", line.line) for line in one.lines if not line.figures.j_is_hint]
+        for one in main_panels(rows)
+    }
+    return "; ".join(f"{', '.join(arms)} ({title})" for title, arms in found.items() if arms) or "no arm"
 
 
 def _of_level(level: str) -> list[str]:
