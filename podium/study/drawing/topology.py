@@ -43,7 +43,7 @@ def screen(figure: Topology, order: Mapping[str, int]) -> dict[str, Any]:
             hover = {"customdata": whole, "hovertemplate": "%{customdata}<extra></extra>"}
             traces.append({**where, **told, **hover, "name": role, "cliponaxis": False})
     layout = layout_of("", "", log=False)
-    layout["xaxis"] |= {"visible": False, "range": [-0.2, 1.2]}
+    layout["xaxis"] |= {"visible": False, "range": [-0.5, 1.5]}  # room for words on a narrow screen
     layout["yaxis"] |= {"visible": False, "range": [-0.2, 1.2]}
     layout |= {"height": round(100 * size(figure)[1]), "showlegend": len({s.role for s in figure.stations}) > 1}
     layout["legend"] = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
