@@ -26,6 +26,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "CPU": {"strategy": "solo", "workers": 1, "device": "cpu"},
 }
 
+NOTES = (
+    "Why ways that must agree do agree: a step's gradient is the mean over its samples. A collective, a sum on one "
+    "device that is sent back, and a single device that sees all samples compute the same mean, with additions in "
+    "another order. With equal samples per step, whatever differs beyond rounding would be a mistake.",
+    "What makes them differ elsewhere: libraries count the batch per device. Two devices then make steps of twice the "
+    "samples and, in as many epochs, half as many steps, at the same learning rate: another training. With equal "
+    "samples per worker the same happens here, to both ways with two workers alike, and not to the single device. One "
+    "run of each cannot tell that from the way of reducing; the second factor can.",
+    "Set-up is the time from the launch to the first step: starting processes, importing, joining. It is what a "
+    "published table may call compile time.",
+)
+
 
 def study(size: str | None) -> podium.Study:
     """`cpu` and `small` are for machines without a GPU, where the last way would be the third again."""
@@ -51,6 +63,7 @@ def study(size: str | None) -> podium.Study:
         derive=_batch,
         replications=2 if size == "small" else 5,
         responses=("mse", "r2", "setup_s", "samples_per_s"),
+        notes=NOTES,
     )
 
 

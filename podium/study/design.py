@@ -109,6 +109,7 @@ class Design:
     """Of a fraction: effects that cannot be told apart."""
     resolution: int | None = None
     baseline: Mapping[str, Level] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     reference: tuple[Mapping[str, Any], ...] = ()
     file: str = ""
     """The study file that it was read from, and its size."""

@@ -43,7 +43,7 @@ from podium.study.study import Study, Where
 SUFFIXES = (".toml", ".py")
 
 _TABLES = ("study", "settings", "factors", "where", "design", "stop", "reference", "sizes")
-_STUDY = ("name", "question", "replications", "order_seed", "target", "retries", "responses", "baseline")
+_STUDY = ("name", "question", "replications", "order_seed", "target", "retries", "responses", "baseline", "notes")
 _DESIGN = ("kind", "generators", "points")
 
 

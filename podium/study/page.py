@@ -31,6 +31,7 @@ from podium.study.sections import (
     ending_of,
     kind_of,
     precision_of,
+    responses_of,
     title_of,
     winners_of,
 )
@@ -72,8 +73,10 @@ def page(study: Mapping[str, Any], rows: Sequence[Row], drawn: Iterable[str] = (
             "What may not be concluded: " + " ".join(_linked(caution, f"{all_records}, {_STUDY}" if rows else _STUDY)),
             "",
         ],
+        [line for note in study["notes"] for line in (" ".join(_linked(note, _STUDY)), "")],
         _design(study, findings, all_records),
         _cells(study, rows, findings, anchors, records),
+        _responses(responses_of(study, rows, findings), anchors),
         _winners(winners_of(rows, findings), anchors),
         _speedups(speedups(rows, study["baseline"]), anchors),
         _analyses(analyses_of(study, rows, findings), records.links(crossed(rows)), all_records),
@@ -141,6 +144,15 @@ def _counting(rows: Sequence[Row], cell: str) -> list[Row]:
 def _to_target(line: Summary) -> str:
     short = f" ({line.reached} of {line.runs} reached it)" if line.runs and line.reached < line.runs else ""
     return _mean(line.to_target) + short
+
+
+def _responses(found: Sequence[Mapping[str, Any]], anchors: Mapping[str, str]) -> list[str]:
+    if not found:
+        return []
+    names = list(found[0]["means"])
+    lines = ([to(_code(one["cell"]), anchors[one["cell"]]), *map(_mean, one["means"].values())] for one in found)
+    lead = "What else the study looks at: means over seeds."
+    return ["## Other responses", "", lead, "", *_table(["cell", *names], "l" + "r" * len(names), lines)]
 
 
 def _winners(found: Sequence[Winner], anchors: Mapping[str, str]) -> list[str]:

@@ -13,6 +13,7 @@ again.
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, Interrupted, PodiumError
 from podium.measure.records import to_json
 from podium.study.answer import find, tell
 from podium.study.design import Design, check_same, strategies_design, surroundings
@@ -191,6 +192,8 @@ class _Runs:
 
     def go(self) -> Literal["finished", "stopped"]:
         """Run what has not been run, block by block; each row is on disk before its successor starts."""
+        if "setup_s" in self.design.responses:
+            self._warm_up()
         for number, block in enumerate(self.design.blocks()):
             if number >= self.design.replications.least and self._is_precise():
                 break
@@ -201,6 +204,18 @@ class _Runs:
             if status == "stopped":
                 return "stopped"
         return "finished"
+
+    def _warm_up(self) -> None:
+        """One step that no row tells of: whoever comes first would pay for what is loaded once, as if it were its own."""
+        name, seed = self.design.order()[0]
+        with tempfile.TemporaryDirectory(prefix="podium-study-") as folder:
+            config = replace(self.design.config(name, seed), steps=1, eval_every=0, run_dir=f"{folder}/run")
+            try:
+                self.launch(config, task=self.task, on_event=_ignore, stop=self.stop)
+            except Interrupted:
+                raise
+            except PodiumError:
+                return  # what is wrong with a run is told when its turn comes
 
     def _one_by_one(self, keys: Sequence[Key]) -> Literal["finished", "stopped"]:
         for key in keys:

@@ -16,6 +16,7 @@ from podium.study.figures import Interaction, convergence, interactions
 from podium.study.figures.items import timeline_items
 from podium.study.responses import response_of
 from podium.study.rows import by_setting, cells, crossed, finished, first_level
+from podium.study.statistics import Mean, mean_interval
 from podium.study.store import Row
 from podium.study.views import views
 from podium.study.winners import Winner, winners
@@ -45,6 +46,21 @@ def winners_of(rows: Sequence[Row], findings: Findings) -> list[Winner]:
         return []
     measure = findings.speed_measure
     return winners(rows, findings.table, findings.contrasts, findings.metric, measure)
+
+
+def responses_of(study: Mapping[str, Any], rows: Sequence[Row], findings: Findings) -> list[dict[str, Any]]:
+    """Each cell's means of what the study looks at besides the table's own columns."""
+    shown = {findings.metric, "seconds", "seconds to target", "samples_per_s", "sent_bytes", "wait_share"}
+    names = [name for name in study["responses"] if name not in shown]
+    done = finished(rows)
+
+    def mean(cell: str, name: str) -> Mean | None:
+        values = [response_of(row, name, findings.target) for row in done if row["cell"] == cell]
+        return mean_interval([value for value in values if value is not None])
+
+    if not names:
+        return []
+    return [{"cell": cell, "means": {name: mean(cell, name) for name in names}} for cell in cells(done)]
 
 
 def kind_of(study: Mapping[str, Any]) -> str:

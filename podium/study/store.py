@@ -131,7 +131,7 @@ def finished_keys(rows: Iterable[Mapping[str, Any]]) -> set[Key]:
 def modern(study: Mapping[str, Any]) -> Row:
     """A study as this version writes it; earlier ones had strategies and no other factor."""
     if "cells" in study:
-        return dict(study)
+        return {"notes": [], **study}
     names = [str(name) for name in study.get("strategies", ())]
     settings = {"task": study.get("task"), **study.get("settings", {})}
     settings |= {name: study[name] for name in ("workers", "launcher") if name in study}
@@ -148,6 +148,7 @@ def modern(study: Mapping[str, Any]) -> Row:
         "aliases": {},
         "resolution": None,
         "baseline": {},
+        "notes": [],
         "reference": [],
         "replications": {"half_width": None},
         "file": "",

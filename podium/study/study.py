@@ -79,6 +79,8 @@ class Study:
     """What the analysis of variance looks at, besides the metric and seconds."""
     baseline: Mapping[str, Level] = field(default_factory=dict)
     """Levels of the one cell that speed-ups are taken over; none are told without it."""
+    notes: Sequence[str] = ()
+    """Paragraphs for the reader of the report: why it is so, what to look at. They hold no results."""
     reference: Sequence[Mapping[str, Any]] = ()
     """Tables that a report shows beside its own: `title`, `source`, `columns`, `rows` and perhaps `note`."""
     file: Path | None = None
@@ -143,6 +145,7 @@ class Study:
             responses=tuple(self.responses),
             kind=self.kind,
             baseline=dict(self.baseline),
+            notes=tuple(self.notes),
             reference=tuple(map(dict, self.reference)),
             file="" if self.file is None else os.path.relpath(self.file),
             size=self.size,

@@ -272,8 +272,8 @@ def _design(rows: Sequence[Row], link: _Links) -> str:
         text += f"elsewhere in a task's main cell and of 1 s in others. At most {processes} run at a time."
     small = _of_rows(rows).size == "small"
     if not small:
-        text += " Device time was limited to about [25 minutes](#design), so windows long enough for energy went to "
-        text += f"{_long_windows(rows, link)} only, and some cells were left out; see *What was left out*."
+        text += " Device time was limited to about [25 minutes](#design), so windows long enough for energy went "
+        text += f"{_long_windows(rows, link)}, and some cells were left out; see *What was left out*."
     took = spent(rows)
     planned = design("small" if small else "core").estimates_s
     used = {part: link.records.links(row for row in rows if row.get("part") == part) for part in PARTS}
@@ -285,12 +285,13 @@ def _design(rows: Sequence[Row], link: _Links) -> str:
 
 
 def _long_windows(rows: Sequence[Row], link: _Links) -> str:
-    """The arms whose energy is a result, by task."""
+    """To which arms they went: those whose energy is a result."""
     found = {
         one.title: [link(f"`{line.arm}`", line.line) for line in one.lines if not line.figures.j_is_hint]
         for one in main_panels(rows)
     }
-    return "; ".join(f"{', '.join(arms)} ({title})" for title, arms in found.items() if arms) or "no arm"
+    told = "; ".join(f"{', '.join(arms)} ({title})" for title, arms in found.items() if arms)
+    return f"only to {told}" if told else "to no arm"
 
 
 def _of_level(level: str) -> list[str]:
