@@ -30,21 +30,44 @@ import importlib.util
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from podium.config import build
 from podium.errors import ConfigError, UnknownName
-from podium.study.design import Replications, Stop
+from podium.study.design import ORDER_SEED, Replications, Stop
 from podium.study.factorial import Range
 from podium.study.study import Study, Where
 
 SUFFIXES = (".toml", ".py")
 
-_TABLES = ("study", "settings", "factors", "where", "design", "stop", "reference", "sizes")
-_STUDY = ("name", "question", "replications", "order_seed", "target", "retries", "responses", "baseline", "notes")
-_DESIGN = ("kind", "generators", "points")
+_LISTS = ("where", "reference")
+_TABLES = ("study", "settings", "factors", *_LISTS, "design", "stop", "sizes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """`[study]`, as it is written."""
+
+    name: str
+    question: str = ""
+    replications: Any = 3
+    order_seed: int = ORDER_SEED
+    target: float | None = None
+    retries: int = 1
+    responses: tuple[str, ...] = ()
+    baseline: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """`[design]`, as it is written."""
+
+    kind: str = "full"
+    generators: tuple[str, ...] = ()
+    points: int | None = None
 
 
 def is_study_file(text: str) -> bool:
@@ -85,12 +108,12 @@ def _from_toml(path: Path, size: str | None) -> Study:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a study file: {error}") from error
-    _refuse_unknown(table, _TABLES, path, "table")
+    _check_tables(table, _TABLES, path, "table")
     sizes = table.pop("sizes", {})
     if size is not None:
         if size not in sizes:
             raise UnknownName(f"size of {path}", size, sizes)
-        _refuse_unknown(sizes[size], _TABLES[:-1], path, f"table of size {size}")
+        _check_tables(sizes[size], _TABLES[:-1], path, f"table of size {size}")
         table = _over(table, sizes[size])
     try:
         return _study(table, path)
@@ -99,19 +122,20 @@ def _from_toml(path: Path, size: str | None) -> Study:
 
 
 def _study(table: Mapping[str, Any], path: Path) -> Study:
-    head, shape = dict(table.get("study", {})), table.get("design", {})
-    _refuse_unknown(head, _STUDY, path, "key of [study]")
-    _refuse_unknown(shape, _DESIGN, path, "key of [design]")
-    head.setdefault("name", path.stem)
-    if isinstance(given := head.get("replications"), Mapping):
-        head["replications"] = build(Replications, given, who="replications")
-    if "responses" in head:
-        head["responses"] = tuple(head["responses"])
+    given = {"name": path.stem, **table.get("study", {})}
+    if isinstance(given.get("notes"), str):
+        given["notes"] = [given["notes"]]  # its commas are no borders
+    head, shape = vars(build(_Head, given, who="study")), build(_Shape, table.get("design", {}), who="design")
+    asked = head["replications"]
+    if isinstance(asked, Mapping):
+        head = {**head, "replications": build(Replications, asked, who="replications")}
+    elif isinstance(asked, bool) or not isinstance(asked, int):
+        raise ConfigError(f"study: replications must be a whole number or a table, got {asked!r}")
     return Study(
         **head,
-        **shape,
+        **vars(shape),
         settings=table.get("settings", {}),
-        factors={name: _factor(name, given) for name, given in table.get("factors", {}).items()},
+        factors={name: _factor(name, levels) for name, levels in table.get("factors", {}).items()},
         where=tuple(_where(rule) for rule in table.get("where", ())),
         reference=tuple(table.get("reference", ())),
         stop=build(Stop, table.get("stop", {}), who="stop"),
@@ -138,7 +162,14 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], path: Path, what: str) -> None:
-    for name in table:
+def _check_tables(table: Any, known: tuple[str, ...], path: Path, what: str) -> None:
+    """Refuse tables that no study has, and what is no table where one should be."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{path}: {what} must be a table, got {table!r}")
+    for name, value in table.items():
         if name not in known:
             raise UnknownName(f"{what} in {path}:", name, known)
+        whole = isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
+        if not (whole if name in _LISTS else isinstance(value, Mapping)):
+            shape = f"[[{name}]], one or more" if name in _LISTS else f"a table [{name}]"
+            raise ConfigError(f"{path}: {what} {name} must be {shape}, got {value!r}")

@@ -18,7 +18,7 @@ from podium.measure.staleness import tables
 from podium.strategies import make_strategy
 from podium.study.design import Stop
 from podium.study.rows import lower_is_better, metric_name
-from podium.study.store import Row, write_whole
+from podium.study.store import Row, place_of, write_whole
 
 if TYPE_CHECKING:
     from podium.task import Task
@@ -176,8 +176,12 @@ def _pictures(records: list[Row], run_dir: Path) -> dict[str, Any]:
     from podium.measure.trace import write_trace
     from podium.study.topology import topology
 
-    write_trace(run_dir)
-    return {"timeline": timeline(records), "topology": topology(records, read_manifest(run_dir))}
+    trace = write_trace(run_dir)
+    return {
+        "trace": f"{place_of(str(run_dir))}/{trace.name}",
+        "timeline": timeline(records),
+        "topology": topology(records, read_manifest(run_dir)),
+    }
 
 
 def _staleness(records: list[Row], config: RunConfig) -> dict[str, Any]:

@@ -60,7 +60,7 @@ from podium.study.sections import (
 from podium.study.speedup import speedups
 from podium.study.staleness import staleness_by_cell
 from podium.study.statistics import Mean
-from podium.study.store import Row, Store, modern, write_whole
+from podium.study.store import Row, Store, modern, place_of, write_whole
 
 _BLANK = dict.fromkeys(("error", "loss", "seconds", "steps"))
 """What a row may lack: a failed run measured little, and older rows know fewer fields."""
@@ -70,12 +70,12 @@ def write_report(study_dir: str | Path, *, include_plotly: bool = True) -> Path:
     """Write `report.html` into a study's folder from what lies there; `include_plotly=False` saves 4.8 MB."""
     store = Store(study_dir)
     study, rows = modern(store.read_study()), store.rows()
-    write_whole(store.report, render(study, rows, folder=store.folder, include_plotly=include_plotly))
+    write_whole(store.report, render(study, rows, include_plotly=include_plotly))
     return store.report
 
 
-def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, include_plotly: bool = True) -> str:
-    """The report's HTML. `folder` is only used to write the runs' places relative to it."""
+def render(study: Mapping[str, Any], rows: Sequence[Row], *, include_plotly: bool = True) -> str:
+    """The report's HTML."""
     lines = {id(row): number for number, row in enumerate(rows, 1)}
     ended, rows = rows, arranged(rows, [cell["cell"] for cell in study["cells"]])
     findings = find(rows, study.get("target"))
@@ -132,8 +132,8 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, inclu
             analyses=analyses_of(study, rows, findings),
             power=power(findings),
             most_seeds=MOST_SEEDS,
-            timelines=timelines_of(rows, folder, drawn),
-            runs=[{"line": lines[id(row)], **_run(row, findings, folder)} for row in ended],
+            timelines=timelines_of(rows, drawn),
+            runs=[{"line": lines[id(row)], **_run(row, findings)} for row in ended],
             python_call=python_call(study),
             command=command(study),
             script=Markup(script.replace("</script", "<\\/script")) if script else None,
@@ -227,10 +227,7 @@ def _script_json(value: Any) -> Markup:
     return Markup(text.replace("<", "\\u003c"))
 
 
-def _run(row: Row, findings: Findings, folder: Path) -> dict[str, Any]:
-    place = str(row.get("run_dir") or "")
-    if place and Path(place).is_relative_to(folder):
-        place = str(Path(place).relative_to(folder))
+def _run(row: Row, findings: Findings) -> dict[str, Any]:
     return {
         "cell": row["cell"],
         "seed": row["seed"],
@@ -238,7 +235,7 @@ def _run(row: Row, findings: Findings, folder: Path) -> dict[str, Any]:
         "value": (row.get("metrics") or {}).get(findings.metric, row.get(findings.metric)),
         "row": {**_BLANK, **row},
         "mishaps": written.mishaps(row),
-        "place": place,
+        "place": place_of(str(row.get("run_dir") or "")),
     }
 
 

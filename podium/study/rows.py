@@ -104,16 +104,6 @@ def final_value(row: Mapping[str, Any], metric: str) -> float | None:
     return number((row.get("metrics") or {}).get(metric, row.get(metric)))
 
 
-def number_at(row: Mapping[str, Any], name: str) -> float | None:
-    """A number of a row by name: a metric, a field, or one inside of a field (`step_ms.p50`)."""
-    if (found := final_value(row, name)) is not None:
-        return found
-    value: Any = row
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return number(value)
-
-
 def at_validation(point: Mapping[str, Any], name: str) -> float | None:
     """A number from one row of a run's history; metrics may lie flat in it or in a table of their own."""
     return number(point.get(name, (point.get("metrics") or {}).get(name)))

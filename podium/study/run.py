@@ -28,7 +28,8 @@ from podium.study.design import Design, check_same, strategies_design, surroundi
 from podium.study.file import read_study
 from podium.study.one import Asked, Launch, OnEvent, run_one
 from podium.study.report import write_report
-from podium.study.rows import arranged, finished, number_at
+from podium.study.responses import response_of
+from podium.study.rows import arranged, finished
 from podium.study.several import run_several
 from podium.study.statistics import Summary, mean_interval, require_statistics
 from podium.study.store import Key, Row, Store, finished_keys, modern
@@ -206,7 +207,7 @@ class _Runs:
         return "finished"
 
     def _warm_up(self) -> None:
-        """One step that no row tells of: whoever comes first would pay for what is loaded once, as if it were its own."""
+        """One step that no row tells of: else whoever comes first would pay for what is loaded once."""
         name, seed = self.design.order()[0]
         with tempfile.TemporaryDirectory(prefix="podium-study-") as folder:
             config = replace(self.design.config(name, seed), steps=1, eval_every=0, run_dir=f"{folder}/run")
@@ -272,10 +273,13 @@ class _Runs:
             return False
         rows = finished(self.store.rows())
         for name in self.design.names:
-            values = [number_at(row, asked.response) for row in rows if row["cell"] == name]
+            runs = [row for row in rows if row["cell"] == name]
+            values = [response_of(row, asked.response, self.design.target) for row in runs]
             mean = mean_interval([value for value in values if value is not None])
             if mean is None or mean.low is None or mean.high is None:
-                continue  # failed, or seen once: more seeds of the others would not help it
+                if runs:
+                    return False
+                continue  # it fails with every seed, so more of them would not help
             if (mean.high - mean.low) / 2 > asked.half_width * abs(mean.mean):
                 return False
         return True

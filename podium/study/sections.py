@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from podium.study import format as written
@@ -139,7 +138,7 @@ def analyses_of(study: Mapping[str, Any], rows: Sequence[Row], findings: Finding
     )
 
 
-def timelines_of(rows: Sequence[Row], folder: Path, drawn: Any) -> list[dict[str, Any]]:
+def timelines_of(rows: Sequence[Row], drawn: Any) -> list[dict[str, Any]]:
     """Of the first cells: when ranks computed and waited, who sent what to whom, and where the trace is."""
     names = cells(row for row in finished(rows) if row.get("timeline") or row.get("topology"))[:MOST_PICTURED]
-    return timeline_items([row for row in rows if row["cell"] in names], drawn, folder)
+    return timeline_items([row for row in rows if row["cell"] in names], drawn)

@@ -21,6 +21,9 @@ from podium.errors import MissingExtra
 from podium.study.rows import by_setting, cells, deciding_rows, final_value, finished, number, time_to_target
 from podium.study.store import Row
 
+ROUNDING = 1e-12
+"""Values that differ by less, in parts of them, are the same."""
+
 ALPHA = 0.05
 """A difference is told as one when its Holm-corrected p is below this."""
 
@@ -222,9 +225,14 @@ def _contrast(blank: Contrast, pairs: Sequence[tuple[float, float]]) -> Contrast
     contrast = replace(blank, n=n, value=math.exp(mean) if blank.ratio else mean, low=low, high=high)
     if n < 2:
         return contrast
+    # Sums of the same numbers in another order differ in their last digits. That is no gap.
+    size = 1.0 if blank.ratio else max(abs(x) for pair in pairs for x in pair)
+    if max(map(abs, gaps)) <= ROUNDING * size:
+        none = 1.0 if blank.ratio else 0.0
+        return replace(contrast, value=none, low=none, high=none, p=1.0, effect=0.0)
     if not _varies(gaps, mean):
-        # The same gap in every seed: no t exists. No gap is no difference; any other is beyond doubt.
-        p, effect = (1.0, 0.0) if mean == 0 else (0.0, math.copysign(math.inf, mean))
+        # The same gap in every seed: no t exists, and it is beyond doubt.
+        p, effect = 0.0, math.copysign(math.inf, mean)
         return replace(contrast, p=p, effect=effect)
     p = float(_load("scipy.stats").ttest_rel(*zip(*pairs, strict=True)).pvalue)
     deviation = math.sqrt(math.fsum((gap - mean) ** 2 for gap in gaps) / (n - 1))
@@ -233,7 +241,7 @@ def _contrast(blank: Contrast, pairs: Sequence[tuple[float, float]]) -> Contrast
 
 def _varies(values: Sequence[float], mean: float) -> bool:
     """Whether values differ by more than rounding; the same number in all seeds has no t-distribution."""
-    return max(abs(value - mean) for value in values) > 1e-12 * max(abs(value) for value in values)
+    return max(abs(value - mean) for value in values) > ROUNDING * max(abs(value) for value in values)
 
 
 def _by_seed(rows: Sequence[Row], value: Any) -> dict[str, dict[int, float]]:

@@ -29,7 +29,7 @@ Row = dict[str, Any]
 Added: `nodes` (workers, and servers apart from them), `wall_s` (of the whole run by our clock), `ended_by` (the study's
 rule that ended it). From the run's records: `parameters` (how many the model has), `setup_s` (from launch to the first
 step), where updates were asynchronous `staleness_by` (`measure.staleness.Staleness` as a dict), and of each cell's
-first seed `timeline` and `topology`.
+first seed `timeline`, `topology` and `trace` (its place below the study's folder).
 """
 
 Key = tuple[str, int]
@@ -126,6 +126,11 @@ class Store:
 def finished_keys(rows: Iterable[Mapping[str, Any]]) -> set[Key]:
     """The cells and seeds that need not be run again."""
     return {(row["cell"], int(row["seed"])) for row in rows if row.get("status") == "finished"}
+
+
+def place_of(run_dir: str) -> str:
+    """A run's folder as seen from its study's, wherever that lies now."""
+    return "/".join(Path(run_dir).parts[-2:])
 
 
 def modern(study: Mapping[str, Any]) -> Row:

@@ -13,6 +13,7 @@ A factor's level is a value of the setting of that name (`workers`, `task.lr`), 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,6 +91,11 @@ class Study:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UnknownName("kind of design", self.kind, KINDS)
+        for name, kind in (("generators", "fractional"), ("points", "latin-hypercube")):
+            if getattr(self, name) and self.kind != kind:
+                raise ConfigError(f"study {self.name}: {name} are for a {kind} design, got kind {self.kind}")
+        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
+            raise ConfigError(f"study {self.name}: retries must be a whole number from 0 on, got {self.retries!r}")
         if not self.factors:
             raise ConfigError(f"study {self.name}: must have at least one factor, got none")
         for name in (*self.settings, *self.factors):
@@ -100,6 +106,8 @@ class Study:
         for name in (*self.baseline, *(name for rule in self.where for name in rule.levels)):
             if name not in self.factors:
                 raise UnknownName("factor", name, self.factors)
+        if self.stop.target and self.target is None:
+            raise ConfigError(f"study {self.name}: stop at the target needs one: give [study] a target")
         for table in self.reference:
             if missing := {"title", "source", "columns", "rows"} - set(table):
                 raise ConfigError(f"study {self.name}: a reference must have {', '.join(sorted(missing))}, got {table}")
@@ -115,17 +123,18 @@ class Study:
         """The study with its cells worked out; every run's configuration is checked."""
         factors = {name: _levels(name, given) for name, given in self.factors.items()}
         combinations, facts = self._combinations(factors)
-        chosen = [at for at in combinations if not any(rule.leave_out and rule.holds(at) for rule in self.where)]
+        where = [replace(rule, levels=self._known(rule.levels, factors, "where")) for rule in self.where]
+        chosen = [at for at in combinations if not any(rule.leave_out and rule.holds(at) for rule in where)]
         if not chosen:
             raise ConfigError(f"study {self.name}: where leaves out every cell")
         names = _names(chosen)
-        for rule in self.where:
+        for rule in where:
             found = [place for place, at in enumerate(chosen) if rule.name and rule.holds(at)]
             if len(found) > 1:
                 raise ConfigError(f"study {self.name}: where names {len(found)} cells {rule.name!r}, which must be one")
             for place in found:
                 names[place] = rule.name
-        cells = tuple(Cell(name, at, self._settings(at)) for name, at in zip(names, chosen, strict=True))
+        cells = tuple(Cell(name, at, self._settings(at, where)) for name, at in zip(names, chosen, strict=True))
         given = self.replications
         listed = {
             name: tuple(dict.fromkeys(at[name] for at in chosen)) if isinstance(levels, Range) else tuple(levels)
@@ -144,7 +153,7 @@ class Study:
             retries=self.retries,
             responses=tuple(self.responses),
             kind=self.kind,
-            baseline=dict(self.baseline),
+            baseline=self._baseline(factors, chosen),
             notes=tuple(self.notes),
             reference=tuple(map(dict, self.reference)),
             file="" if self.file is None else os.path.relpath(self.file),
@@ -152,6 +161,30 @@ class Study:
             **facts,
         )
         return check_runs(design)
+
+    def _known(self, levels: Mapping[str, Any], factors: Mapping[str, Factor], what: str) -> dict[str, Any]:
+        """Levels in the spelling that cells have them in; one that no cell can have is a slip, and is refused."""
+        found: dict[str, Any] = {}
+        for name, wanted in levels.items():
+            factor = factors[name]
+            some = [label(str(level)) if name == "strategy" else level for level in _some(wanted)]
+            for level in some:
+                # A size may have fewer levels than the rules of its file know.
+                if not isinstance(factor, Range) and level not in factor and not self.size:
+                    raise UnknownName(f"level of {name} in {what} of study {self.name}:", str(level), map(str, factor))
+            found[name] = some
+        return found
+
+    def _baseline(self, factors: Mapping[str, Factor], chosen: Sequence[Levels]) -> dict[str, Level]:
+        """The baseline's levels, once it is sure that one cell has them."""
+        known = self._known(self.baseline, factors, "baseline")
+        cells = [at for at in chosen if all(at[name] in some for name, some in known.items())]
+        if self.baseline and len(cells) != 1:
+            raise ConfigError(
+                f"study {self.name}: baseline must be the levels of one cell, got those of {len(cells)}: "
+                f"{dict(self.baseline)}"
+            )
+        return {name: some[0] for name, some in known.items()}
 
     def _combinations(self, factors: Mapping[str, Factor]) -> tuple[Sequence[Levels], dict[str, Any]]:
         if self.kind == "latin-hypercube":
@@ -165,13 +198,13 @@ class Study:
         fraction = fractional(listed, self.generators)
         return fraction.combinations, {"aliases": fraction.aliases, "resolution": fraction.resolution}
 
-    def _settings(self, at: Levels) -> dict[str, Any]:
+    def _settings(self, at: Levels, where: Sequence[Where]) -> dict[str, Any]:
         """What a cell sets: its levels, then where they hold, then what follows from them."""
         settings: dict[str, Any] = {}
         for name, level in at.items():
             given: Any = self.factors[name]
             settings.update(given[str(level)] if isinstance(given, Mapping) else {name: level})
-        for rule in self.where:
+        for rule in where:
             if rule.holds(at):
                 settings.update(rule.settings)
         if self.derive is not None:
@@ -205,6 +238,8 @@ def _levels(name: str, given: FactorGiven) -> Factor:
     for level in levels:
         if not isinstance(level, str | int | float | bool):
             raise ConfigError(f"factor {name!r}: a level must be a text or a number, got {level!r}")
+        if isinstance(level, float) and not math.isfinite(level):
+            raise ConfigError(f"factor {name!r}: a level must be finite, got {level}")
     return tuple(label(str(level)) for level in given) if name == "strategy" else tuple(given)
 
 

@@ -340,16 +340,12 @@ def test_timelines_and_topologies_are_drawn_for_few_and_many_ranks(workers: int,
     assert ("counted" if servers else "inferred") in place.caption and "each with 100 Mbit/s" in place.caption
 
 
-def test_the_section_on_timelines_tells_of_each_cell_and_links_to_the_trace(tmp_path: Path) -> None:
+def test_the_section_on_timelines_tells_of_each_cell_and_links_to_the_trace() -> None:
     def drawn(figures: Sequence[Figure]) -> list[dict[str, Any]]:
         return [{"name": figure.name, "svg": None, "json": "{}"} for figure in figures]
 
-    place = tmp_path / "runs" / "a b"
-    rows = [ran(3, fields={"run_dir": str(place)}), make_row("solo", 0)]
-    assert timeline_items(rows, drawn, tmp_path)[0]["place"] is None, "there is no trace yet"
-    place.mkdir(parents=True)
-    (place / "trace.json").touch()
-    items = timeline_items(rows, drawn, tmp_path)
+    assert timeline_items([ran(3)], drawn)[0]["place"] is None
+    items = timeline_items([ran(3, fields={"trace": "runs/a b/trace.json"}), make_row("solo", 0)], drawn)
     assert [item["cell"] for item in items] == ["all-reduce"] and items[0]["place"] == "runs/a b/trace.json"
     assert items[0]["workers"][0]["shares"] == pytest.approx([1 / 4, 3 / 4])
     page = _environment().get_template("timeline.html.j2").module.show_timeline(items)

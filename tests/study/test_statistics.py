@@ -136,3 +136,10 @@ def test_statistics_that_are_not_installed_say_which_extra_to_install(monkeypatc
     monkeypatch.setitem(sys.modules, "statsmodels.stats.multitest", None)
     with pytest.raises(MissingExtra, match=r"statsmodels: pip install 'podium\[study\]'"):
         require_statistics()
+
+
+def test_times_that_differ_in_their_last_digit_are_the_same_time() -> None:
+    one = {"a": {0: 0.1 + 0.2, 1: 0.5}, "b": {0: 0.3, 1: 0.5 + 1e-16}}
+    for ratio in (True, False):
+        (found,) = compare_pairs("seconds", one, ratio=ratio)
+        assert not found.distinct and found.p == 1 and found.value == (1 if ratio else 0)

@@ -112,7 +112,20 @@ def test_python_says_what_a_table_cannot(tmp_path: Path) -> None:
         (("workers = [2, 4]", "workers = []"), "at least one level"),
         (('strategy = "solo" }\nsettings', 'strategi = "solo" }\nsettings'), "strategy"),
         (("leave_out = true\n[stop]", "[stop]"), "leave_out"),
+        (('levels = { strategy = "solo", workers = 4 }', 'levels = { strategy = "sollo" }'), "solo"),
+        (('levels = { strategy = "solo", workers = 4 }', 'levels = { workers = "4" }'), "level of workers in where"),
+        (('baseline = { strategy = "solo" }', 'baseline = { strategy = "all-reduce" }'), "got those of 4"),
+        (('baseline = { strategy = "solo" }', 'baseline = { strategy = "sollo" }'), "solo"),
         (("seconds = 5.0", "seconds = -1"), "above 0"),
+        (("replications = 2", "replications = 2\nretries = -1"), "retries must be"),
+        (("replications = 2", "replications = 2.5"), "whole number"),
+        (("replications = 2", "replications = true"), "whole number"),
+        (("target = 0.9", 'target = "high"'), "target must be a number"),
+        (('name = "links"', "name = 3"), "name must be text"),
+        (("[stop]", "[design]\npoints = 4\n[stop]"), "points are for"),
+        (("[stop]", '[design]\ngenerators = ["a = b*c"]\n[stop]'), "generators are for"),
+        (('[[where]]\nlevels = { strategy = "solo" }\n', "[where]\n"), "not a study file|one or more"),
+        (("workers = [2, 4]", "workers = [2, inf]"), "finite"),
         (("replications = 2", "replications = { least = 3, most = 5 }"), "needs half_width"),
         (("replications = 2", "replications = 0"), "1 ≤ least"),
         (('"task.lr" = 0.2', "seed = 3"), "differs from run to run"),
@@ -126,6 +139,27 @@ def test_what_cannot_be_is_refused_with_the_file_and_the_reason(
     path = write(tmp_path, LINKS.replace(*change))
     with pytest.raises((ConfigError, UnknownName), match=said):
         read_study(path).design()
+
+
+@pytest.mark.parametrize("text", ["study = 5", "settings = 3", "factors = [1]", "where = {}", "sizes = { small = 3 }"])
+def test_what_is_no_table_where_one_should_be_is_refused(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match="must be"):
+        read_study(path, "small" if "small" in text else None)
+
+
+def test_stopping_at_the_target_needs_a_target(tmp_path: Path) -> None:
+    text = LINKS.replace("seconds = 5.0", "target = true")
+    assert read_study(write(tmp_path, text)).design().stop.target
+    with pytest.raises(ConfigError, match="needs one"):
+        read_study(write(tmp_path, text.replace("target = 0.9", "")))
+
+
+def test_levels_in_rules_may_be_spelt_as_people_spell_strategies(tmp_path: Path) -> None:
+    rule = Where(levels={"strategy": "parameter-server: mode=async"}, settings={"epochs": 9})
+    factors: dict[str, Any] = {"strategy": ["parameter-server:mode=async", "all-reduce"]}
+    design = Study(name="spelling", factors=factors, where=[rule], settings={"workers": 2}).design()
+    assert [design.config(name, 0).epochs for name in design.names] == [9, None]
 
 
 def test_a_setting_that_is_a_factor_cannot_be_set_for_all(tmp_path: Path) -> None:

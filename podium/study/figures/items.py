@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from podium.measure.timeline import KINDS
@@ -16,15 +15,15 @@ Drawn = Callable[[Sequence[Timeline | Topology]], list[dict[str, Any]]]
 """Figures as the report's pages have them: `name`, `svg`, `json`."""
 
 
-def timeline_items(rows: Sequence[Row], drawn: Drawn, folder: str | Path = ".") -> list[dict[str, Any]]:
+def timeline_items(rows: Sequence[Row], drawn: Drawn) -> list[dict[str, Any]]:
     """One item per cell that has a timeline or a topology.
 
-    `place` is where the run's `trace.json` lies, relative to the report in `folder`; None where there is none.
+    `place` is where the run's `trace.json` lies, as seen from the study's folder; None where there is none.
     """
     times, places = timelines(rows), topologies(rows)
     done = finished(rows)
     return [
-        _item(cell, [row for row in done if row["cell"] == cell], times.get(cell), places.get(cell), drawn, folder)
+        _item(cell, [row for row in done if row["cell"] == cell], times.get(cell), places.get(cell), drawn)
         for cell in cells(done)
         if cell in times or cell in places
     ]
@@ -36,7 +35,6 @@ def _item(
     time: Timeline | None,
     place: Topology | None,
     drawn: Drawn,
-    folder: str | Path,
 ) -> dict[str, Any]:
     figures = [figure for figure in (time, place) if figure is not None]
     timed = next((row for row in runs if row.get("timeline")), {})
@@ -49,7 +47,7 @@ def _item(
         "left_out": (timed.get("timeline") or {}).get("marks_left_out", 0),
         "kinds": [KINDS[kind] for kind in _kinds(timed)],
         "workers": [_shares(lane, _kinds(timed)) for lane in (timed.get("timeline") or {}).get("ranks", ())],
-        "place": next(filter(None, (_trace_of(row, Path(folder)) for row in runs)), None),
+        "place": next((row["trace"] for row in runs if row.get("trace")), None),
     }
 
 
@@ -64,9 +62,3 @@ def _shares(lane: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     totals = lane["totals"]
     whole = sum(totals.values())
     return {"rank": lane["rank"], "shares": [totals.get(kind, 0.0) / whole if whole else None for kind in kinds]}
-
-
-def _trace_of(row: Row, folder: Path) -> str | None:
-    """Where a run's trace lies, seen from the folder; None where there is none beneath it."""
-    place = Path(str(row.get("run_dir") or "")) / "trace.json"
-    return str(place.relative_to(folder)) if place.is_relative_to(folder) and place.is_file() else None
