@@ -17,6 +17,7 @@ _HOME = {
     "train": "podium.cluster.launch",
     "compare": "podium.study.run",
     "run_study": "podium.study.run",
+    "read_study": "podium.study.file",
     "compare_results": "podium.study.versus",
     "Study": "podium.study.study",
     "sweep": "podium.study.sweeps",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from podium.strategies.base import Strategy as Strategy
     from podium.strategies.phases import Phases as Phases
     from podium.study.export import export as export
+    from podium.study.file import read_study as read_study
     from podium.study.run import compare as compare
     from podium.study.run import run_study as run_study
     from podium.study.study import Study as Study

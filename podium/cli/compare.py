@@ -141,9 +141,7 @@ def _study_design(
         if not equals or not key:
             raise ConfigError(f"--set takes KEY=VALUE, got {override!r}")
         settings[key.strip()] = text.strip()
-    changes: dict[str, Any] = {"replications": seeds, "target": target}
-    study = dataclasses.replace(study, **{name: value for name, value in changes.items() if value is not None})
-    return study.with_settings(settings).design()
+    return study.changed(settings, seeds=seeds, target=target).design()
 
 
 def study_folder_of(design: Design) -> str:

@@ -26,6 +26,8 @@ def report(
 ) -> int:
     """Write report.html anew from the results in DIR, the folder of a comparison, a study or a sweep.
 
+    A page of Markdown instead of a folder becomes an HTML file beside it, figures and all.
+
     With two folders of comparisons or studies: say what changed from the first to the second, cell by cell, and write
     that as a page.
 
@@ -57,6 +59,13 @@ def _one(folder: str, *, figures: bool, markdown: bool) -> tuple[dict[str, Any],
     """Write one folder's report and what else was asked for; what there is, for programs and for people."""
     from pathlib import Path
 
+    if folder.endswith(".md"):
+        if figures or markdown:
+            raise click.UsageError("report: --figures and --markdown are for comparisons and studies, got a page")
+        from podium.study.html import write_html
+
+        path = str(write_html(folder))
+        return {"report": path}, [f"report: {path}"]
     if (Path(folder) / "trials.jsonl").is_file():
         if figures or markdown:
             raise click.UsageError("report: --figures and --markdown are for comparisons and studies, got a sweep")

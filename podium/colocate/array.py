@@ -30,6 +30,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.optim import SGD, Adagrad
 
 from podium.colocate.alone import at_least_single, on_device, plain_state, validation
+from podium.colocate.compiling import compile_method
 from podium.colocate.dropout import CountedDropout
 from podium.colocate.keys import callable_key, module_key, optimizer_key
 from podium.colocate.losses import lifted
@@ -146,9 +147,10 @@ class Array:
         self._losses: Callable[..., Tensor] = self._stacked_losses
         self._apply: Callable[..., None] = self._update
         if compiled:
-            self._losses = torch.compile(self._stacked_losses, fullgraph=True, dynamic=False)
+            kind = (self.structure, rows, mode, fast, self.device, recipe.precision, recipe.dtype)
+            self._losses = compile_method(self._stacked_losses, kind)
             if self.optimizer.capturable:
-                self._apply = torch.compile(self._update, fullgraph=True, dynamic=False)
+                self._apply = compile_method(self._update, kind)
 
     # The step.
 
@@ -167,7 +169,7 @@ class Array:
             losses = self._losses(leaves, inputs, targets)
             grads = torch.autograd.grad(losses.sum(), leaves)
         with torch.no_grad():
-            self._apply(grads, losses)
+            self._apply(grads, losses.detach())  # torch warns when it compiles for one that has a graph behind it
 
     def _stacked_losses(self, leaves: list[Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         with computing(self.recipe, self.task):

@@ -12,8 +12,14 @@ from podium.study.design import as_text
 def python_call(study: Mapping[str, Any]) -> str:
     """A few lines of Python that run the study again."""
     if study["file"]:
-        size = f", size={study['size']!r}" if study["size"] else ""
-        return f"import podium\n\npodium.run_study({study['file']!r}{size})"
+        changes = study["changes"]
+        if set(changes) - {"settings"} or any("." in name for name in changes.get("settings", {})):
+            read = f"study = podium.read_study({study['file']!r}{_size(study)})"
+            return f"import podium\n\n{read}\npodium.run_study(study.changed({_changed(changes)}))"
+        given = "".join(f", {name}={value!r}" for name, value in changes.get("settings", {}).items())
+        return f"import podium\n\npodium.run_study({study['file']!r}{_size(study)}{given})"
+    if list(study["factors"]) != ["strategy"]:
+        return "import podium\n\npodium.run_study(study)  # the podium.Study of the program that asked for it"
     seeds = list(study["seeds"])
     options = {"strategies": _strategies(study), "seeds": seeds, **_settings(study), "target": study.get("target")}
     arguments = "".join(f"    {name}={value!r},\n" for name, value in options.items() if value is not None)
@@ -25,7 +31,15 @@ def python_call(study: Mapping[str, Any]) -> str:
 def command(study: Mapping[str, Any]) -> str | None:
     """The same as one command; None for what only Python can say (a Task object, chosen seeds)."""
     if study["file"]:
-        return shlex.join(["podium", "compare", study["file"], *(["--size", study["size"]] if study["size"] else [])])
+        changes = study["changes"]
+        words = ["podium", "compare", study["file"], *(["--size", study["size"]] if study["size"] else [])]
+        for name in ("seeds", "target"):
+            words += [f"--{name}", str(changes[name])] if name in changes else []
+        for name, value in changes.get("settings", {}).items():
+            words += _set(name, value)
+        return shlex.join(words)
+    if list(study["factors"]) != ["strategy"]:
+        return None
     seeds = list(study["seeds"])
     if study.get("own_task") or seeds != list(range(len(seeds))):
         return None
@@ -42,6 +56,15 @@ def command(study: Mapping[str, Any]) -> str | None:
     for name, value in settings.items():
         words += _set(name, value)
     return shlex.join(words)
+
+
+def _size(study: Mapping[str, Any]) -> str:
+    return f", size={study['size']!r}" if study["size"] else ""
+
+
+def _changed(changes: Mapping[str, Any]) -> str:
+    given = [repr(changes.get("settings", {})), *(f"{n}={changes[n]!r}" for n in ("seeds", "target") if n in changes)]
+    return ", ".join(given)
 
 
 def _strategies(study: Mapping[str, Any]) -> list[str]:

@@ -111,6 +111,8 @@ class Design:
     baseline: Mapping[str, Level] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     reference: tuple[Mapping[str, Any], ...] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """What was asked for over the file: `settings`, `seeds`, `target`."""
     file: str = ""
     """The study file that it was read from, and its size."""
     size: str = ""
@@ -171,6 +173,7 @@ class Design:
             "task": _only({config.task for config in configs}),
             "workers": _only({config.workers for config in configs if config.strategy != "solo"}),
             "launcher": _only({config.launcher for config in configs}),
+            "same_batch": len({(config.batch_size, config.task_options.get("batch_size")) for config in configs}) == 1,
             "seeds": list(self.replications.seeds),
             "order": [{"cell": cell, "seed": seed} for cell, seed in self.order()],
         }

@@ -72,3 +72,9 @@ def mark(name: str) -> str:
 def to(text: str, name: str) -> str:
     """A link to a place on the same page."""
     return f"[{text}](#{name})"
+
+
+def slug(heading: str) -> str:
+    """What a heading is called in links to it."""
+    kept = "".join(c for c in heading.strip().lower() if c.isalnum() or c in " -_")
+    return kept.replace(" ", "-")

@@ -11,7 +11,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from podium.config import RunConfig, RunResult, build
-from podium.errors import Interrupted, PodiumError, RecordError
+from podium.errors import Interrupted, RecordError
 from podium.measure.joules import open_meter
 from podium.measure.records import read_records, to_json
 from podium.measure.staleness import tables
@@ -65,7 +65,7 @@ def run_one(asked: Asked, *, launch: Launch, task: Task | None, on_event: OnEven
         result = launch(asked.config, task=task, on_event=heard, stop=ending)
     except Interrupted:
         raise
-    except PodiumError as error:
+    except Exception as error:  # of a user's own task, too: one bad cell must not end the study
         return unfinished(asked, f"{type(error).__name__}: {error}")
     finally:
         energy.close()

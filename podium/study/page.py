@@ -74,7 +74,7 @@ def page(study: Mapping[str, Any], rows: Sequence[Row], drawn: Iterable[str] = (
             "",
         ],
         [line for note in study["notes"] for line in (" ".join(_linked(note, _STUDY)), "")],
-        _design(study, findings, all_records),
+        _design(study, rows, findings, all_records),
         _cells(study, rows, findings, anchors, records),
         _responses(responses_of(study, rows, findings), anchors),
         _winners(winners_of(rows, findings), anchors),
@@ -87,8 +87,8 @@ def page(study: Mapping[str, Any], rows: Sequence[Row], drawn: Iterable[str] = (
     return "\n".join(line for part in parts for line in part).rstrip("\n") + "\n"
 
 
-def _design(study: Mapping[str, Any], findings: Findings, all_records: str) -> list[str]:
-    seeds = list(study["seeds"])
+def _design(study: Mapping[str, Any], rows: Sequence[Row], findings: Findings, all_records: str) -> list[str]:
+    seeds = {row["seed"] for row in finished(rows)} or set(study["seeds"])
     said = [f"- {name}: {', '.join(_code(level) for level in levels)}" for name, levels in study["factors"].items()]
     count = f"{len(study['cells'])} cells, {len(seeds)} seed{'s' * (len(seeds) != 1)}"
     facts = [f"Design, as {_STUDY} has it: {kind_of(study)}; {count}, in an order drawn at random within each seed."]

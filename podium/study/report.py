@@ -37,6 +37,7 @@ from podium.study.rows import (
     RuleLine,
     arranged,
     cells,
+    deciding_rows,
     finished,
     first_level,
     rules_by_cell,
@@ -49,6 +50,7 @@ from podium.study.sections import (
     ending_of,
     interactions_of,
     kind_of,
+    pictured,
     precision_of,
     records_of,
     responses_of,
@@ -87,8 +89,11 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, include_plotly: boo
         return [_figure(figure, places, screen=script is not None) for figure in figures]
 
     panels = convergence_panels(rows, findings.metric) if len(order) <= MOST_CURVES else []
-    histograms, stacks = staleness_histograms(rows), phase_stacks(rows, findings.metric)
-    courses = balance_courses(rows)
+    histograms = pictured(staleness_histograms(rows), len(order))
+    stacks, courses = (
+        pictured(phase_stacks(rows, findings.metric), len(order)),
+        pictured(balance_courses(rows), len(order)),
+    )
     return (
         _environment()
         .get_template("report.html.j2")
@@ -105,7 +110,8 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, include_plotly: boo
             winners=winners_of(rows, findings),
             speedups=speedups(rows, study["baseline"]),
             design_kind=kind_of(study),
-            same_batch=not any("batch_size" in cell["settings"] for cell in study["cells"]),
+            seeds=len({row["seed"] for row in finished(rows)}) or len(study["seeds"]),
+            ran=len(deciding_rows(rows)),
             precision=precision_of(study),
             ending=ending_of(study),
             target_share=TARGET_SHARE,

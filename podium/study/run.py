@@ -16,7 +16,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal
@@ -117,7 +117,7 @@ def run_study(
     there.
     """
     chosen = study if isinstance(study, Study) else read_study(study, size)
-    design = chosen.with_settings(settings).design()
+    design = (chosen.changed(settings) if settings else chosen).design()
     folder = out or study_folder(design)
     return run_design(design, folder, launch=launch, on_event=on_event, stop=stop, jobs=jobs)
 
@@ -190,16 +190,18 @@ class _Runs:
     on_event: OnEvent
     stop: Event
     jobs: int
+    through: set[Key] = field(default_factory=set)
+    """Runs that need no further try: finished, or failed as often as they may."""
 
     def go(self) -> Literal["finished", "stopped"]:
         """Run what has not been run, block by block; each row is on disk before its successor starts."""
         if "setup_s" in self.design.responses:
             self._warm_up()
+        self.through.update(finished_keys(self.store.rows()))
         for number, block in enumerate(self.design.blocks()):
             if number >= self.design.replications.least and self._is_precise():
                 break
-            done = finished_keys(self.store.rows())
-            waiting = [key for key in block if key not in done]
+            waiting = [key for key in block if key not in self.through]
             several = self.jobs > 1 and len(waiting) > 1
             status = self._at_once(waiting) if several else self._one_by_one(waiting)
             if status == "stopped":
@@ -220,7 +222,7 @@ class _Runs:
 
     def _one_by_one(self, keys: Sequence[Key]) -> Literal["finished", "stopped"]:
         for key in keys:
-            for _ in range(self.design.retries + 1):
+            for left in reversed(range(self.design.retries + 1)):
                 if self.stop.is_set():
                     return "stopped"
                 self._tell(key, event="cell")
@@ -231,7 +233,7 @@ class _Runs:
                     on_event=self._forward(key),
                     stop=self.stop,
                 )
-                self._append(key, row)
+                self._append(key, row, left)
                 if row["status"] == "stopped":
                     return "stopped"
                 if row["status"] == "finished":
@@ -241,9 +243,9 @@ class _Runs:
     def _at_once(self, keys: Sequence[Key]) -> Literal["finished", "stopped"]:
         left = dict.fromkeys(keys, self.design.retries + 1)
         while waiting := [key for key, tries in left.items() if tries]:
-            for key, row in run_several([(key, self._asked(key)) for key in waiting], self.jobs, self.stop):
+            for key, row in run_several(waiting, self._asked, self.jobs, self.stop):
                 left[key] = 0 if row["status"] == "finished" else left[key] - 1
-                self._append(key, row)
+                self._append(key, row, left[key])
             if self.stop.is_set():
                 return "stopped"
         return "finished"
@@ -262,9 +264,13 @@ class _Runs:
             pictured=key[1] == self.design.replications.seeds[0],
         )
 
-    def _append(self, key: Key, row: Row) -> None:
+    def _append(self, key: Key, row: Row, left: int) -> None:
+        """Keep a row; `left` is how many tries there still are."""
         self.store.append(row)
-        self._tell(key, event="cell-end", status=row["status"])
+        if row["status"] == "finished" or (row["status"] == "failed" and not left):
+            self.through.add(key)
+        again = ", tried again" if row["status"] == "failed" and left else ""
+        self._tell(key, event="cell-end", status=row["status"] + again)
 
     def _is_precise(self) -> bool:
         """Whether every cell's mean is known as well as was asked for. Without such a wish, seeds alone decide."""
@@ -289,9 +295,7 @@ class _Runs:
 
     def _tell(self, key: Key, **event: Any) -> None:
         if event.get("event") in ("cell", "cell-end"):
-            order = self.design.order()
-            done = len(finished_keys(self.store.rows()) - {key}) + 1
-            event |= {"number": min(done, len(order)), "total": len(order)}
+            event |= {"number": len(self.through - {key}) + 1, "total": len(self.design.order())}
         self.on_event({**event, "cell": key[0], "seed": key[1]})
 
 

@@ -23,8 +23,8 @@ from podium.study.winners import Winner, winners
 MOST_CURVES = 8
 """Cells that one panel can show; of more, each setting gets panels of its own."""
 MOST_BARS = 16
-MOST_PICTURED = 12
-"""Cells whose timeline and topology are shown; the others' are in their folders."""
+MOST_PICTURED = 6
+"""Cells of a large study that get figures of their own; those of the others can be drawn from their rows."""
 
 
 def title_of(study: Mapping[str, Any]) -> str:
@@ -136,6 +136,11 @@ def analyses_of(study: Mapping[str, Any], rows: Sequence[Row], findings: Finding
         aliases=study["aliases"],
         order=[(run["cell"], run["seed"]) for run in study["order"]],
     )
+
+
+def pictured(found: Mapping[str, Any], count: int) -> Mapping[str, Any]:
+    """Figures by cell: all of a small study, of a large one those of the first cells."""
+    return found if count <= MOST_BARS else dict(list(found.items())[:MOST_PICTURED])
 
 
 def timelines_of(rows: Sequence[Row], drawn: Any) -> list[dict[str, Any]]:

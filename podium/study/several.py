@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Event
 
@@ -28,11 +28,13 @@ _POLL_S = 0.05
 _KILL_S = 10.0
 
 
-def run_several(asked: Sequence[tuple[Key, Asked]], jobs: int, stop: Event) -> Iterator[tuple[Key, Row]]:
+def run_several(
+    keys: Sequence[Key], asked: Callable[[Key], Asked], jobs: int, stop: Event
+) -> Iterator[tuple[Key, Row]]:
     """Each run's row as it ends. Setting `stop` ends those under way, without rows: they are run again later."""
     from podium.cluster.ending import termination_unwinds
 
-    waiting, crew = list(asked), list[_Labourer]()
+    waiting, crew = list(keys), list[_Labourer]()
     with tempfile.TemporaryDirectory(prefix="podium-study-") as scratch, termination_unwinds():
         try:
             while (waiting or any(one.key for one in crew)) and not stop.is_set():
@@ -42,7 +44,8 @@ def run_several(asked: Sequence[tuple[Key, Asked]], jobs: int, stop: Event) -> I
                     crew.append(_Labourer(Path(scratch), core))
                 for one in crew:
                     if one.key is None and waiting:
-                        one.give(*waiting.pop(0))
+                        key = waiting.pop(0)
+                        one.give(key, asked(key))
                     elif one.key is not None and (row := one.row()) is not None:
                         yield one.free(), row
                 time.sleep(_POLL_S)

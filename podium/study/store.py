@@ -97,16 +97,21 @@ class Store:
         write_whole(self.study, json.dumps(json.loads(to_json(dict(study))), indent=2) + "\n")
 
     def fresh_run_dir(self, cell: str, seed: int) -> Path:
-        """A folder for a run that nobody has used: a second try does not write over the first one's records."""
+        """A new, empty folder for a run: a second try does not write over the first one's records."""
         stem = "".join(c if c.isalnum() else "-" for c in cell).strip("-")
         if len(stem) > LONGEST:
             stem = f"{stem[:LONGEST]}-{zlib.crc32(cell.encode()):08x}"
         stem += f"-seed{seed}"
         path, tries = self.folder / "runs" / stem, 1
-        while path.exists():
-            tries += 1
-            path = self.folder / "runs" / f"{stem}-try{tries}"
-        return path
+        while True:
+            try:
+                path.mkdir(parents=True)  # two cells may come to the same name, at the same time
+                return path
+            except FileExistsError:
+                tries += 1
+                path = self.folder / "runs" / f"{stem}-try{tries}"
+            except OSError as error:
+                raise RecordError(f"{path} cannot be made: {error}") from error
 
     def _cut_torn_line(self) -> None:
         """Bring the file back to whole lines after a writer was killed in the middle of one."""
@@ -136,7 +141,7 @@ def place_of(run_dir: str) -> str:
 def modern(study: Mapping[str, Any]) -> Row:
     """A study as this version writes it; earlier ones had strategies and no other factor."""
     if "cells" in study:
-        return {"notes": [], **study}
+        return {"notes": [], "changes": {}, "same_batch": False, **study}
     names = [str(name) for name in study.get("strategies", ())]
     settings = {"task": study.get("task"), **study.get("settings", {})}
     settings |= {name: study[name] for name in ("workers", "launcher") if name in study}
@@ -156,6 +161,8 @@ def modern(study: Mapping[str, Any]) -> Row:
         "notes": [],
         "reference": [],
         "replications": {"half_width": None},
+        "same_batch": True,
+        "changes": {},
         "file": "",
         "size": "",
     }

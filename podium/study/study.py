@@ -84,6 +84,8 @@ class Study:
     """Paragraphs for the reader of the report: why it is so, what to look at. They hold no results."""
     reference: Sequence[Mapping[str, Any]] = ()
     """Tables that a report shows beside its own: `title`, `source`, `columns`, `rows` and perhaps `note`."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """What was asked for over the file, so that a report can say how to run it again: `settings`, `seeds`, `target`."""
     file: Path | None = None
     """Where it was read from: cluster files are looked for beside it first."""
     size: str = ""
@@ -112,12 +114,19 @@ class Study:
             if missing := {"title", "source", "columns", "rows"} - set(table):
                 raise ConfigError(f"study {self.name}: a reference must have {', '.join(sorted(missing))}, got {table}")
 
-    def with_settings(self, settings: Settings) -> Study:
-        """The same study, with these settings over its own. A setting that is a factor is refused."""
+    def changed(self, settings: Settings, *, seeds: int | None = None, target: float | None = None) -> Study:
+        """The same study with these settings over its own, so many seeds, this target. A factor cannot be set."""
         for name in settings:
             if name in self.factors:
                 raise ConfigError(f"study {self.name}: {name} is a factor, so it cannot be set for all runs")
-        return replace(self, settings={**self.settings, **settings})
+        given: dict[str, Any] = {"settings": dict(settings), "seeds": seeds, "target": target}
+        return replace(
+            self,
+            settings={**self.settings, **settings},
+            replications=self.replications if seeds is None else seeds,
+            target=self.target if target is None else target,
+            changes={name: value for name, value in given.items() if value not in (None, {})},
+        )
 
     def design(self) -> Design:
         """The study with its cells worked out; every run's configuration is checked."""
@@ -153,6 +162,7 @@ class Study:
             retries=self.retries,
             responses=tuple(self.responses),
             kind=self.kind,
+            changes=dict(self.changes),
             baseline=self._baseline(factors, chosen),
             notes=tuple(self.notes),
             reference=tuple(map(dict, self.reference)),

@@ -148,3 +148,42 @@ def test_options_set_what_the_study_sets_and_factors_cannot_be_set(study: Path, 
     }
     refused = run("--workers", "4")
     assert refused.returncode == 2 and b"workers is a factor" in refused.stderr
+
+
+def test_a_task_that_raises_in_one_cell_is_a_row_and_the_others_go_on(tmp_path: Path, study: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import dataclasses\n"
+        "from podium.tasks.digits import digits_mlp\n"
+        "def task(broken=False):\n"
+        "    def model():\n"
+        "        raise ValueError('no such layer')\n"
+        "    made = digits_mlp()\n"
+        "    return dataclasses.replace(made, model=model) if broken else made\n"
+    )
+    study.write_text(
+        "[study]\nreplications = 1\nretries = 1\n"
+        f'[settings]\ntask = "{tmp_path}/own.py:task"\nlauncher = "virtual"\nepochs = 1\n'
+        '[factors]\n"task.broken" = [false, true]\nwhat = { "<2" = { workers = 1 }, ">2" = { workers = 3 } }\n'
+    )
+    for jobs in (1, 2):
+        told: list[dict[str, Any]] = []
+        found = run_study(study, out=tmp_path / f"out{jobs}", jobs=jobs, on_event=told.append)
+        assert [row["status"] for row in found.rows].count("finished") == 2
+        failed = [row for row in found.rows if row["status"] == "failed"]
+        assert len(failed) == 4 and all("no such layer" in row["error"] for row in failed)  # two cells, two tries each
+        assert found.failed == 2 and len({row["run_dir"] for row in found.rows}) == 6
+        ends = [event for event in told if event.get("event") == "cell-end"]
+        assert ends[-1]["number"] == ends[-1]["total"] == 4
+        assert [event["status"] for event in ends].count("failed, tried again") == 2
+
+
+def test_the_report_says_how_to_run_the_study_again_with_all_that_was_changed(tmp_path: Path, study: Path) -> None:
+    from podium.study.again import command, python_call
+    from podium.study.file import read_study
+
+    asked = read_study(study).changed({"task.lr": "0.3", "epochs": 2}, seeds=1, target=0.5).design().to_dict()
+    said = command(asked)
+    assert said is not None and said.endswith("--seeds 1 --target 0.5 --set task.lr=0.3 --set epochs=2")
+    assert "study.changed({'task.lr': '0.3', 'epochs': 2}, seeds=1, target=0.5)" in python_call(asked)
+    plain = read_study(study).design().to_dict()
+    assert python_call(plain).endswith("tiny.toml')") and str(command(plain)).endswith("tiny.toml")

@@ -383,3 +383,10 @@ def test_without_matplotlib_figures_cannot_be_written(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtra, match=r"podium\[study\]"):
         write_figures(folder)
+
+
+def test_a_name_with_dollars_is_a_name_and_no_formula() -> None:
+    rows = [make_row("2 $ and $\\alpha_$", seed) for seed in range(2)]
+    for figure in [*cost_bars(rows), *convergence_panels(rows, "accuracy")]:
+        svg = to_svg(figure, {"2 $ and $\\alpha_$": 0})
+        assert svg is not None

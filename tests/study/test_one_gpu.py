@@ -380,7 +380,8 @@ def test_figures_have_a_panel_per_task_and_are_the_same_every_time(tmp_path: Pat
     assert [bar.arm for bar in bars] == ["fused", "fused-compiled", "streams", "mps-graph", "mps", "eager"]
     assert [bar.arm for bar in bars if not bar.is_hint] == ["fused-compiled", "mps-graph"]
     made = draw(out)
-    assert sorted(path.name for path in made) == ["one-gpu-joules.svg", "one-gpu-times.svg", "one-gpu.md"]
+    names = ["one-gpu-joules.svg", "one-gpu-times.svg", "one-gpu.html", "one-gpu.md"]
+    assert sorted(path.name for path in made) == names
     before = {path: path.read_bytes() for path in made}
     for path in made:
         if path.suffix == ".svg":

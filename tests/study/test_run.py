@@ -42,7 +42,7 @@ class Runs:
         row = make_row(config.strategy, config.seed, seconds=1 + 0.1 * config.seed + len(config.strategy) / 10)
         fields = {k: v for k, v in row.items() if k not in ("cell", "parameters")}
         run_dir = str(config.run_dir)
-        Path(run_dir).mkdir(parents=True)
+        assert Path(run_dir).is_dir() and not any(Path(run_dir).iterdir())
         fields |= {"status": self.status, "run_dir": run_dir, "workers": config.workers}
         return RunResult(**fields)
 

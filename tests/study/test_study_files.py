@@ -164,9 +164,9 @@ def test_levels_in_rules_may_be_spelt_as_people_spell_strategies(tmp_path: Path)
 
 def test_a_setting_that_is_a_factor_cannot_be_set_for_all(tmp_path: Path) -> None:
     study = read_study(write(tmp_path, LINKS))
-    assert study.with_settings({"epochs": "7"}).design().config("all-reduce, workers=2, fast", 0).epochs == 7
+    assert study.changed({"epochs": "7"}).design().config("all-reduce, workers=2, fast", 0).epochs == 7
     with pytest.raises(ConfigError, match="workers is a factor"):
-        study.with_settings({"workers": 3})
+        study.changed({"workers": 3})
 
 
 def test_a_fraction_and_a_hypercube_say_what_they_are() -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from podium.study import accumulation, one_gpu, rates, switching
-from podium.study.links import Records, mark, place, to
+from podium.study.links import Records, mark, place, slug, to
 from podium.study.page import write_page
 from podium.study.report import write_report
 from podium.study.switching import real
@@ -97,12 +97,6 @@ def _protected(text: str) -> Iterator[str]:
     hidden = re.sub(r"`+.+?`+|\]\([^)]*\)", lambda match: match[0].replace(" ", "\0"), text)
     for sentence in SENTENCE.split(hidden):
         yield sentence.replace("\0", " ")
-
-
-def slug(heading: str) -> str:
-    """What a heading is called in links to it."""
-    kept = "".join(c for c in heading.strip().lower() if c.isalnum() or c in " -_")
-    return kept.replace(" ", "-")
 
 
 @cache

@@ -10,6 +10,7 @@ from podium.study.accumulation.markdown import page, titles_of
 from podium.study.accumulation.rows import open_store
 from podium.study.accumulation.svg import figure
 from podium.study.accumulation.tables import panels
+from podium.study.html import write_html
 from podium.study.store import write_whole
 
 
@@ -27,7 +28,7 @@ def draw(out: Path) -> list[Path]:
     image, text = out / "accumulation.svg", out / "accumulation.md"
     write_whole(image, figure(found, titles_of(rows)))
     write_whole(text, page(rows, found))
-    return [text, image]
+    return [text, image, write_html(text)]
 
 
 def require_drawing() -> None:

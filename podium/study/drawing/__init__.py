@@ -98,7 +98,13 @@ def _on_paper(figure: Figure, order: Mapping[str, int], form: str, ink: str) -> 
         figures = importlib.import_module("matplotlib.figure")
     except ImportError:
         return None
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "podium", "font.size": 9, "axes.spines.top": False}
+    settings = {
+        "text.parse_math": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "podium",
+        "font.size": 9,
+        "axes.spines.top": False,
+    }
     settings |= {"axes.spines.right": False, "lines.solid_capstyle": "butt", "font.family": "DejaVu Sans"}
     settings |= {"pdf.fonttype": 42}  # letters that can be searched and copied
     settings |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink)

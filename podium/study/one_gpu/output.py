@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 from podium.errors import ConfigError, MissingExtra
+from podium.study.html import write_html
 from podium.study.one_gpu.figures import draw_bars, draw_curves, find_bars, find_curves
 from podium.study.one_gpu.markdown import page
 from podium.study.one_gpu.rows import numbered, open_store
@@ -13,7 +14,7 @@ from podium.study.store import write_whole
 
 
 def draw(out: Path) -> list[Path]:
-    """Make `NAME.md`, `NAME-times.svg` and, where there is energy, `NAME-joules.svg` beside `NAME.jsonl`."""
+    """Make page (`.md`, `.html`) and figures (times and, where there is energy, joules) beside `NAME.jsonl`."""
     require_drawing()
     rows = open_store(out).rows()
     if all(row["kind"] == "session" for row in rows):
@@ -26,7 +27,7 @@ def draw(out: Path) -> list[Path]:
         made[out.with_name(f"{out.stem}-joules.svg")] = draw_bars(bars)
     for path, text in made.items():
         write_whole(path, text)
-    return list(made)
+    return [*made, write_html(out.with_suffix(".md"))]
 
 
 def require_drawing() -> None:

@@ -40,7 +40,13 @@ def _svg(draw: Callable[[Any], None], size: tuple[float, float]) -> str | None:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError:
         return None
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "podium", "font.size": 9, "axes.spines.top": False}
+    settings = {
+        "text.parse_math": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "podium",
+        "font.size": 9,
+        "axes.spines.top": False,
+    }
     settings |= {"axes.spines.right": False, "font.family": "DejaVu Sans"}
     settings |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
     with matplotlib.rc_context(settings):

@@ -1,0 +1,66 @@
+"""`torch.compile` for methods of many objects: as many kinds as come, in one process.
+
+torch keeps what it compiles with a function's code, and compiles one code for a few kinds of object only (its
+`recompile_limit`, 8). All arrays run the code of the same methods, so a process could have no more than 8 kinds of
+array. Here each kind runs a copy of the code.
+
+Objects of one kind share a copy, so that only the first of them waits for the compiler. A copy goes, with what was
+compiled for it, once its objects are gone and so many other kinds have come since.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+_KEPT = 16
+"""Copies that wait for another object of their kind: an array has two methods, so 8 kinds of array."""
+_SHARED = 4
+"""Objects that run one copy, at most: torch may tell apart what is one kind to us, and compile for each anew."""
+
+_lock = threading.Lock()
+_kept: OrderedDict[Hashable, tuple[FunctionType, int]] = OrderedDict()
+"""The copies used last, and by how many objects so far."""
+
+
+def compile_method(method: Callable[..., Any], kind: Hashable, *, backend: str = "inductor") -> Callable[..., Any]:
+    """The bound method, compiled at its first call. `kind`: equal for objects that may run the same compiled code.
+
+    Kinds that are too coarse give no wrong results: torch checks what it compiled against each object.
+    """
+    assert isinstance(method, MethodType) and isinstance(method.__func__, FunctionType)
+    copy = _copy_for(method.__func__, kind)
+    compiled: Callable[..., Any] = torch.compile(
+        MethodType(copy, method.__self__), fullgraph=True, dynamic=False, backend=backend
+    )
+    return compiled
+
+
+def _copy_for(function: FunctionType, kind: Hashable) -> FunctionType:
+    key = (function.__qualname__, hash(kind))  # a kind may hold on to a model or to data, its hash does not
+    with _lock:
+        copy, users = _kept.pop(key, (None, 0))
+        if copy is None or users >= _SHARED:
+            copy, users = _copy_of(function), 0
+        _kept[key] = copy, users + 1
+        while len(_kept) > _KEPT:
+            _kept.popitem(last=False)
+    return copy
+
+
+def _copy_of(function: FunctionType) -> FunctionType:
+    """The same function with code of its own. What is compiled for it is given back when it goes."""
+    from torch._dynamo.eval_frame import remove_from_cache  # takes a second to load
+
+    code = function.__code__.replace()
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
+    # torch's table from compiled to original code would keep both for ever.
+    weakref.finalize(copy, remove_from_cache, code).atexit = False
+    return copy
