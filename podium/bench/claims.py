@@ -178,6 +178,19 @@ def _no_factor(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case, 
     }
 
 
+def _copies(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case, bool]:
+    """Two factors, and each run of a strategy is the same number at all levels of the other."""
+    rows = factor_rows(shape, np.zeros((2, 3)), seeds, draw)
+    first = {(row["levels"]["strategy"], row["seed"]): row for row in reversed(rows)}
+    for row in rows:
+        same = first[row["levels"]["strategy"], row["seed"]]
+        row["metrics"], row["seconds"] = same["metrics"], same["seconds"]
+    return {
+        Case("2 × 3 factors, copies, no effect", measure, "any term called an effect", "at most", ALPHA): bool(terms)
+        for measure, terms in _found(rows).items()
+    }
+
+
 def _one_factor(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case, bool]:
     """The first factor has an effect, alike at all levels of the second."""
     return _in_factors(shape, "strategy", np.array([[-1.0] * 3, [1.0] * 3]), 1, seeds, draw)
@@ -191,7 +204,7 @@ def _interaction(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case
 def _in_factors(
     shape: str, term: str, pattern: Values, df: int, seeds: int, draw: np.random.Generator
 ) -> dict[Case, bool]:
-    noncentral = _noncentrality(df, (pattern.size - 1) * (seeds - 1), ALPHA / 3)
+    noncentral = _noncentrality(df, df * (seeds - 1), ALPHA / 3)  # tested against itself from seed to seed
     size = math.sqrt(noncentral / (seeds * float((pattern**2).sum())))
     found = _terms(shape, size * pattern, seeds, draw)
     case = f"2 × 3 factors, {term} planted"
@@ -212,7 +225,10 @@ def _noncentrality(df: int, residual_df: int, alpha: float) -> float:
 
 def _terms(shape: str, effects: Values, seeds: int, draw: np.random.Generator) -> dict[str, set[str]]:
     """The terms that the analysis calls effects, by measure."""
-    rows = factor_rows(shape, effects, seeds, draw)
+    return _found(factor_rows(shape, effects, seeds, draw))
+
+
+def _found(rows: Sequence[Row]) -> dict[str, set[str]]:
     found = {}
     for measure, ratio in ((_METRIC, False), (_TIME, True)):
         one = anova(rows, measure, ratio=ratio, factors=_FACTORS)
@@ -221,7 +237,7 @@ def _terms(shape: str, effects: Values, seeds: int, draw: np.random.Generator) -
     return found
 
 
-_STUDIES: tuple[Study, ...] = (_alike, _one_of_two, _one_of_three, _no_factor, _one_factor, _interaction)
+_STUDIES: tuple[Study, ...] = (_alike, _one_of_two, _one_of_three, _no_factor, _copies, _one_factor, _interaction)
 
 
 def strategy_rows(shape: str, shifts: Sequence[float], seeds: int, draw: np.random.Generator) -> list[Row]:

@@ -28,8 +28,11 @@ class Meter(Protocol):
 
 
 def open_meter(device: str) -> Meter | None:
-    """The counter that belongs to a run's device; None where there is none."""
-    return _open_board() if device.startswith("cuda") else _open_packages()
+    """The counter that belongs to a run's device; None where there is none, or where a run uses several devices."""
+    kind, _, index = device.partition(":")
+    if "," in device or kind not in ("cpu", "cuda"):
+        return None
+    return _open_board(int(index or 0)) if kind == "cuda" else _open_packages()
 
 
 @final
@@ -87,10 +90,10 @@ class PackageMeter:
             return 0
 
 
-def _open_board() -> BoardMeter | None:
+def _open_board(index: int) -> BoardMeter | None:
     from podium.measure.nvml import open_board
 
-    board = open_board()
+    board = open_board(index)
     return None if board is None else BoardMeter(board)
 
 

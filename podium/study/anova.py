@@ -31,6 +31,7 @@ from podium.study.terms import (
     Effect,
     Matrix,
     Model,
+    averaged,
     choose,
     effect_name,
     is_exact,
@@ -39,6 +40,7 @@ from podium.study.terms import (
     ols,
     ones,
     orthogonal,
+    product_of,
     read,
     rounding,
     runs,
@@ -56,6 +58,8 @@ class Term:
     df: int
     sum_sq: float
     f: float | None = None
+    error_df: int | None = None
+    """Of what it is tested against: how the term itself varies from seed to seed, or the residual."""
     p: float | None = None
     p_holm: float | None = None
     """Corrected over all terms of this response."""
@@ -157,6 +161,10 @@ def anova(
         return None
     exact = is_exact(data)
     model = choose(data, exact)
+    if model.lines and model.repeated:
+        # What a line misses is the same in all runs of a cell: as runs of their own they would seem to prove it.
+        data, exact = averaged(data), False
+        model = choose(data, exact)
     if not model.terms:
         return None
     return _analyse(data, model, exact, response, aliases or {})
@@ -208,11 +216,19 @@ def _analyse(data: Data, model: Model, exact: bool, response: str, aliases: Mapp
     scale = None if exact or df == 0 else ssr / df
     nothing = len(data.values) * rounding(data.values) ** 2
 
+    rest = max(nothing, 1e-12 * total)  # sums of squares are differences of larger ones
+    strata = model.block is not None and balanced and data.missing == 0 and not exact and df > 0
+
     def line(name: str, some: Effect, width: int, sum_sq: float, same: Sequence[str]) -> Term:
         term = Term(name=name, factors=some, df=width, sum_sq=max(0.0, sum_sq), aliases=tuple(dict.fromkeys(same)))
+        error, room = ssr, df
+        if strata and some in model.terms:
+            error, room = _from_seed_to_seed(model, full.resid, some)
         if exact:
             return replace(term, exact=sum_sq > nothing)
-        return term if scale is None else _tested(term, scale, df, total)
+        if strata and error <= rest:  # copies: this term does not vary at all
+            return replace(term, exact=sum_sq > rest)
+        return term if scale is None else _tested(term, error / room, room, total)
 
     terms = [
         line(
@@ -246,11 +262,33 @@ def _analyse(data: Data, model: Model, exact: bool, response: str, aliases: Mapp
         type=kind,
         balanced=balanced,
         exact=exact,
-        levels=tuple(_level_means(data, model, full, sums, exact)),
+        levels=tuple(_level_means(data, model, full, sums, exact, strata)),
         fits=tuple(_fits_of(data, full, sums.design)),
-        notes=(*model.notes, *_more_notes(data, terms, balanced, kind, exact, df)),
+        notes=(*model.notes, *_more_notes(data, terms, balanced, kind, exact, df), *_tested_against(strata, terms)),
         design=sums.design,
     )
+
+
+def _from_seed_to_seed(model: Model, residuals: Matrix, some: Effect) -> tuple[float, int]:
+    """How much a term varies from seed to seed: sum of squares and degrees of freedom of its product with the seed.
+
+    One residual for all terms would take the cells of a seed for independent. They are not: in virtual time a strategy
+    may learn the same on every link, number by number, and copies of a run prove no more than the run.
+    """
+    assert model.block is not None
+    columns = product_of([model.terms[some], model.block])
+    basis = np.linalg.qr(columns)[0]
+    return float(((basis.T @ residuals) ** 2).sum()), columns.shape[1]
+
+
+def _tested_against(strata: bool, terms: Sequence[Term]) -> list[str]:
+    if strata:
+        return [
+            "Each term is tested against how it varies from seed to seed, so copies of a run prove no more than it."
+        ]
+    if any(term.p is not None for term in terms):
+        return ["All terms are tested against one residual, which takes the cells of a seed for independent."]
+    return []
 
 
 def _tested(term: Term, scale: float, residual_df: int, total: float) -> Term:
@@ -258,6 +296,7 @@ def _tested(term: Term, scale: float, residual_df: int, total: float) -> Term:
     return replace(
         term,
         f=f,
+        error_df=residual_df,
         p=float(load("scipy.stats").f.sf(f, term.df, residual_df)),
         partial_eta_squared=term.sum_sq / (term.sum_sq + scale * residual_df),
         omega_squared=max(0.0, (term.sum_sq - term.df * scale) / (total + scale)),
@@ -316,7 +355,7 @@ class _Sums:
         return self._known[left]
 
 
-def _level_means(data: Data, model: Model, full: Any, sums: _Sums, exact: bool) -> list[LevelMean]:
+def _level_means(data: Data, model: Model, full: Any, sums: _Sums, exact: bool, strata: bool) -> list[LevelMean]:
     """Marginal means. With sum-to-zero contrasts they are the intercept and the level's own columns."""
     start, place = 1, {}
     for some, columns in sums.columns.items():
@@ -326,8 +365,9 @@ def _level_means(data: Data, model: Model, full: Any, sums: _Sums, exact: bool) 
     found = []
     for (name,) in [some for some in model.terms if len(some) == 1]:
         at, weights = np.array(data.at[name]), full.params[place[name,]]
-        first = 0.0
-        for k, level in enumerate(data.levels[name]):
+        first = None
+        for k in _shown(data, model, name):
+            level = data.levels[name][k]
             own = model.columns[name][int(np.flatnonzero(at == k)[0])]
             mean = float(full.params[0] + own @ weights)
             values = []
@@ -341,14 +381,24 @@ def _level_means(data: Data, model: Model, full: Any, sums: _Sums, exact: bool) 
             told = LevelMean(
                 factor=name, level=level, runs=int((at == k).sum()), mean=_around(mean, values, data.ratio)
             )
-            if k == 0:
-                first, base = mean, own
+            if first is None:
+                first, base, at_first = mean, own, values
+            elif strata:
+                told = _seed_by_seed(told, [x - y for x, y in zip(values, at_first, strict=True)], data.ratio)
             else:
                 vector = np.zeros(sums.design.shape[1])
                 vector[place[name,]] = own - base
                 told = _against(told, mean - first, vector, full, exact, data.ratio)
             found.append(told)
     return found
+
+
+def _shown(data: Data, model: Model, name: str) -> list[int]:
+    """The levels that a table shows: all, or of a line its ends."""
+    if name not in model.lines:
+        return list(range(len(data.levels[name])))
+    order = sorted(range(len(data.levels[name])), key=lambda k: data.numbers[name][k])
+    return [order[0], order[-1]]
 
 
 def _around(mean: float, values: Sequence[float], ratio: bool) -> Mean:
@@ -360,6 +410,14 @@ def _around(mean: float, values: Sequence[float], ratio: bool) -> Mean:
         return Mean(interval.n, shown)
     low, high = (mean + end - interval.mean for end in (interval.low, interval.high))
     return Mean(interval.n, shown, *(math.exp(x) if ratio else x for x in (low, high)))
+
+
+def _seed_by_seed(told: LevelMean, gaps: Sequence[float], ratio: bool) -> LevelMean:
+    """The distance from the first level and its interval, from one distance per seed."""
+    found = mean_interval(gaps)
+    assert found is not None
+    value, low, high = (None if x is None else math.exp(x) if ratio else x for x in (found.mean, found.low, found.high))
+    return replace(told, against_first=value, low=low, high=high)
 
 
 def _against(told: LevelMean, gap: float, vector: Matrix, full: Any, exact: bool, ratio: bool) -> LevelMean:

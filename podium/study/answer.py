@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from podium.study.anova import anova
+from podium.study.anova import tell as tell_anova
 from podium.study.format import plain, probability, spread
+from podium.study.responses import is_ratio
 from podium.study.rows import by_setting, deciding_rows, default_target, finished, lower_is_better, metric_name
 from podium.study.statistics import Contrast, Mean, Summary, contrasts, summarise
 from podium.study.store import Row
@@ -74,9 +77,13 @@ def limits(rows: Sequence[Row], hardware: Mapping[str, Any] | None = None) -> st
 
 def _by_setting(findings: Findings, done: Sequence[Row]) -> list[str]:
     """Of a study of several factors: who comes first where. The settings themselves are in the report."""
+    if not findings.contrasts:  # a fraction, or a hypercube: no two cells differ in the first factor alone
+        found = [anova(done, name, ratio=is_ratio(name)) for name in (findings.metric, "seconds")]
+        return [tell_anova(one) for one in found if one is not None] or ["No two cells can be compared."]
 
     def told(measure: str, claim: str) -> str:
-        return tell_winners(winners(done, findings.table, findings.contrasts, findings.metric, measure), claim)
+        found = winners(done, findings.table, findings.contrasts, findings.metric, measure)
+        return tell_winners(found, claim, len(by_setting(done)))
 
     goal = f"{plain(findings.target)} {findings.metric}"
     measure = findings.speed_measure
@@ -117,7 +124,8 @@ def _ranked(findings: Findings, measure: str, claim: str, times: Mapping[str, Me
     if all(c.n < 2 for c in pairs):
         return f"{first}; with one seed there is no interval, so this is no more than one observation."
     faster = sorted((c for c in pairs if c.distinct), key=lambda c: known[_other(c, best)].mean)
-    level = [_other(c, best) for c in pairs if not c.distinct]
+    apart = {_other(c, best) for c in faster}
+    level = [cell for cell in known if cell != best and cell not in apart]  # untested ones, too
     if not faster:
         return f"{first}, but no difference that we can detect from {_join(level)}."
     text = f"{first}: {_times_faster(faster[0], best)}"

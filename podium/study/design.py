@@ -7,6 +7,7 @@ minutes then slows all cells, not the one that happened to come last.
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
@@ -23,8 +24,10 @@ from podium.study.store import Key
 ORDER_SEED = 20_240_501
 """Fixes the order of runs; any number would do, as long as it stays the same."""
 
-SAME = ("name", "task", "cells", "replications", "settings", "target", "stop", "order_seed")
+SAME = ("name", "cells", "replications", "settings", "target", "stop", "order_seed", "clusters")
 """What must agree for a study to be gone on with."""
+TOLD = ("question", "notes", "reference", "responses", "baseline", "retries")
+"""What may have been changed since: it is about how results are told, or how hard failures are fought."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ class Design:
             "workers": _only({config.workers for config in configs if config.strategy != "solo"}),
             "launcher": _only({config.launcher for config in configs}),
             "same_batch": len({(config.batch_size, config.task_options.get("batch_size")) for config in configs}) == 1,
+            "clusters": {name: _digest(config.cluster) for name, config in zip(self.names, configs, strict=True)},
             "seeds": list(self.replications.seeds),
             "order": [{"cell": cell, "seed": seed} for cell, seed in self.order()],
         }
@@ -241,6 +245,7 @@ def label(strategy: str) -> str:
 
 def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: str) -> None:
     """Refuse to mix two designs in one folder."""
+    found, wanted = _comparable(found), _comparable(wanted)
     for name in SAME:
         if found.get(name) != wanted.get(name):
             what, old, new = _difference(name, found.get(name), wanted.get(name))
@@ -248,6 +253,16 @@ def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: str)
                 f"compare: {folder} holds another study, with {what} {old!r}; wanted {new!r}. "
                 "Give another folder, or ask for the same study to go on with it"
             )
+
+
+def _comparable(study: Mapping[str, Any]) -> dict[str, Any]:
+    """A study as it is compared: a cluster counts by what its file says, not by where it lies."""
+
+    def without(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if name != "cluster"}
+
+    cells = [{**cell, "settings": without(cell["settings"])} for cell in study["cells"]]
+    return {**study, "cells": cells, "settings": without(study["settings"])}
 
 
 def _difference(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
@@ -269,6 +284,13 @@ def surroundings() -> dict[str, Any]:
     for package in ("scipy", "statsmodels"):
         used[package] = metadata.version(package)
     return {"versions": used, "hardware": machine, "commit": git_commit(Path(podium.__file__).parent)}
+
+
+def _digest(path: str | None) -> str | None:
+    """A checksum of what a file says; None where there is none."""
+    if path is None or not Path(path).is_file():
+        return None
+    return f"{zlib.crc32(Path(path).read_bytes()):08x}"
 
 
 def as_text(value: Any) -> str:

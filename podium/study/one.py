@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -166,7 +167,8 @@ def _from_records(result: RunResult, asked: Asked) -> dict[str, Any]:
     if result.updates:
         found["staleness_by"] = _staleness(records, asked.config)
     if asked.pictured and records:
-        found |= _pictures(records, Path(result.run_dir))
+        with suppress(RecordError, OSError, KeyError):  # a picture that cannot be had costs no row
+            found |= _pictures(records, Path(result.run_dir))
     return found
 
 

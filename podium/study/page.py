@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def write_page(folder: str | Path) -> Path:
     store = Store(folder)
     path = store.folder / PAGE
     drawn = sorted(file.stem for file in (store.folder / "figures").glob("*.svg"))
-    write_whole(path, page(modern(store.read_study()), store.rows(), drawn))
+    write_whole(path, page(modern(store.read_study()), store.runs(), drawn))
     return path
 
 
@@ -65,7 +66,8 @@ def page(study: Mapping[str, Any], rows: Sequence[Row], drawn: Iterable[str] = (
     findings = find(rows, study.get("target"))
     anchors = {line.cell: f"cell-{place}" for place, line in enumerate(findings.table)}
     all_records = records.whole("all records")
-    said, caution = tell(findings, rows, study.get("hardware")).split("\n", 1)
+    # Names in sentences are no markup.
+    said, caution = escape(tell(findings, rows, study.get("hardware")), quote=False).rsplit("\n", 1)
     parts = [
         [f"# {title_of(study)}", "", *_linked(study["question"], _STUDY), ""],
         ["## Answer", "", *_linked(said, to("table", "cells")), ""],
@@ -182,7 +184,8 @@ def _speedups(found: SpeedUps | None, anchors: Mapping[str, str]) -> list[str]:
         return []
     lead = (
         f"Seconds of {to(_code(found.baseline), anchors[found.baseline])} over the cell's, seed by seed: geometric "
-        "mean and its t-interval. Efficiency: speed-up over machines (workers, and servers apart from them)."
+        "mean and its t-interval. Efficiency: speed-up over how many times the baseline's machines it has (workers, "
+        "and servers apart from them)."
     )
     lines = (
         [
@@ -334,5 +337,6 @@ def _mean(value: Mean | None) -> str:
 
 
 def _code(value: object) -> str:
-    """A name as it is written in programs; a pipe would end a table's cell."""
-    return f"`{str(value).replace('|', chr(92) + '|')}`"
+    """A name as it is written in programs; a pipe would end a table's cell, a backtick or a new line the code."""
+    text = " ".join(str(value).split()).replace("|", chr(92) + "|")
+    return f"`` {text} ``" if "`" in text else f"`{text}`"

@@ -40,6 +40,7 @@ from podium.study.rows import (
     deciding_rows,
     finished,
     first_level,
+    lower_is_better,
     rules_by_cell,
 )
 from podium.study.sections import (
@@ -71,7 +72,7 @@ _BLANK = dict.fromkeys(("error", "loss", "seconds", "steps"))
 def write_report(study_dir: str | Path, *, include_plotly: bool = True) -> Path:
     """Write `report.html` into a study's folder from what lies there; `include_plotly=False` saves 4.8 MB."""
     store = Store(study_dir)
-    study, rows = modern(store.read_study()), store.rows()
+    study, rows = modern(store.read_study()), store.runs()
     write_whole(store.report, render(study, rows, include_plotly=include_plotly))
     return store.report
 
@@ -112,6 +113,7 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, include_plotly: boo
             design_kind=kind_of(study),
             seeds=len({row["seed"] for row in finished(rows)}) or len(study["seeds"]),
             ran=len(deciding_rows(rows)),
+            lower=lower_is_better(findings.metric),
             precision=precision_of(study),
             ending=ending_of(study),
             target_share=TARGET_SHARE,

@@ -14,7 +14,10 @@ from podium.names import find_class
 from podium.study.store import Key, Row
 from podium.triggers import TRIGGERS, WATCHED
 
-LOWER_IS_BETTER = ("loss", "mae", "mse", "rmse", "error", "perplexity")
+LOWER_IS_BETTER = (
+    *("loss", "mae", "mse", "rmse", "mape", "error", "err", "perplexity", "ppl", "nll", "entropy", "crossentropy"),
+    *("wer", "cer", "fid", "distance", "regret", "cost"),
+)
 """A metric is better when lower if its name is one of these or ends in one, as `val_loss` does."""
 
 TARGET_SHARE = 0.95
@@ -60,7 +63,9 @@ def setting_of(row: Mapping[str, Any]) -> str:
     """The levels of all factors but the first, as text; empty where there is one factor."""
     levels = dict(row.get("levels") or {})
     levels.pop(next(iter(levels), ""), None)
-    return ", ".join(str(level) if isinstance(level, str) else f"{name} {level}" for name, level in levels.items())
+    # With its factor's name where it could be taken for two levels, or for a number of nothing.
+    bare = {name: isinstance(level, str) and "," not in level for name, level in levels.items()}
+    return ", ".join(str(level) if bare[name] else f"{name} {level}" for name, level in levels.items())
 
 
 def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:

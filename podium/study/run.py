@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from podium.errors import ConfigError, Interrupted, PodiumError
 from podium.measure.records import to_json
 from podium.study.answer import find, tell
-from podium.study.design import Design, check_same, strategies_design, surroundings
+from podium.study.design import TOLD, Design, check_same, strategies_design, surroundings
 from podium.study.file import read_study
 from podium.study.one import Asked, Launch, OnEvent, run_one
 from podium.study.report import write_report
@@ -32,7 +32,7 @@ from podium.study.responses import response_of
 from podium.study.rows import arranged, finished
 from podium.study.several import run_several
 from podium.study.statistics import Summary, mean_interval, require_statistics
-from podium.study.store import Key, Row, Store, finished_keys, modern
+from podium.study.store import Key, Row, Store, finished_keys, modern, short_name
 from podium.study.study import Study
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class Comparison:
     out: str
     status: Literal["finished", "stopped"]
     """`stopped` when the user ended it early; asking for the same one again goes on."""
+    name: str
+    """The study's; of a comparison of strategies the task's."""
     task: str | None
     """None where cells have tasks of their own."""
     metric: str
@@ -164,11 +166,12 @@ def _check_jobs(design: Design, jobs: int, task: Task | None, launch: Launch | N
 
 
 def _conclude(store: Store, study: Mapping[str, Any], status: Literal["finished", "stopped"]) -> Comparison:
-    rows = arranged(store.rows(), [cell["cell"] for cell in study["cells"]])
+    rows = arranged(store.runs(), [cell["cell"] for cell in study["cells"]])
     findings = find(rows, study["target"])
     return Comparison(
         out=str(store.folder),
         status=status,
+        name=study["name"],
         task=study["task"],
         metric=findings.metric,
         target=findings.target,
@@ -197,7 +200,7 @@ class _Runs:
         """Run what has not been run, block by block; each row is on disk before its successor starts."""
         if "setup_s" in self.design.responses:
             self._warm_up()
-        self.through.update(finished_keys(self.store.rows()))
+        self.through.update(finished_keys(self.store.runs()))
         for number, block in enumerate(self.design.blocks()):
             if number >= self.design.replications.least and self._is_precise():
                 break
@@ -277,7 +280,7 @@ class _Runs:
         asked = self.design.replications
         if asked.half_width is None:
             return False
-        rows = finished(self.store.rows())
+        rows = finished(self.store.runs())
         for name in self.design.names:
             runs = [row for row in rows if row["cell"] == name]
             values = [response_of(row, asked.response, self.design.target) for row in runs]
@@ -307,8 +310,12 @@ def _open_study(store: Store, design: Design) -> Row:
         return store.read_study()
     found = modern(store.read_study())
     # Compared as JSON has them: a tuple written is a list read.
-    check_same(found, _as_json(wanted), str(store.folder))
-    return found
+    asked = _as_json(wanted)
+    check_same(found, asked, str(store.folder))
+    now = {**found, **{name: asked[name] for name in TOLD}}
+    if now != found:
+        store.write_study(now)
+    return now
 
 
 def _as_json(value: Any) -> Any:
@@ -326,7 +333,7 @@ def new_folder(task: str) -> Path:
 
 
 def _stem(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name).strip("-")
+    return short_name("".join(c if c.isalnum() else "-" for c in name).strip("-") or "study")
 
 
 def _default_launch() -> Launch:

@@ -21,11 +21,13 @@ class SpeedUp:
     value: float
     low: float | None
     high: float | None
+    machines: float
+    """How many times as many machines it has as the baseline."""
 
     @property
     def efficiency(self) -> float:
-        """Speed-up over machines: 1 where nothing is lost by sharing."""
-        return self.value / self.nodes
+        """Speed-up over how many times the machines: 1 where nothing is lost by sharing."""
+        return self.value / self.machines
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ def speedups(rows: Sequence[Row], baseline: Mapping[str, Any]) -> SpeedUps | Non
         if cell == base[0]:
             continue
         for pair in compare_pairs("seconds", {base[0]: times[base[0]], cell: times[cell]}, ratio=True):
-            lines.append(SpeedUp(cell, nodes[cell], pair.n, pair.value, pair.low, pair.high))
+            more = nodes[cell] / nodes[base[0]]
+            lines.append(SpeedUp(cell, nodes[cell], pair.n, pair.value, pair.low, pair.high, more))
     return SpeedUps(base[0], tuple(lines))
 
 

@@ -37,7 +37,15 @@ Key = tuple[str, int]
 
 
 LONGEST = 120
-"""Letters of a run's folder that come from its cell; file systems end names at 255 bytes."""
+"""Bytes of a folder's name that come from a cell or a study; file systems end names at 255."""
+
+
+def short_name(stem: str) -> str:
+    """A name that fits: a long one is cut, and told from others by its checksum."""
+    whole = stem.encode()
+    if len(whole) <= LONGEST:
+        return stem
+    return f"{whole[:LONGEST].decode(errors='ignore')}-{zlib.crc32(whole):08x}"
 
 
 class Store:
@@ -80,6 +88,15 @@ class Store:
         """All whole rows, in the order they were written."""
         return list(read_records(self.results)) if self.results.is_file() else []
 
+    def runs(self) -> list[Row]:
+        """The rows of a study, each of a cell and a seed; a file that holds anything else is refused."""
+        found = self.rows()
+        for line, row in enumerate(found, 1):
+            if not (isinstance(row, dict) and isinstance(row.get("cell"), str) and isinstance(row.get("seed"), int)):
+                what = f"must be an object with a cell (text) and a seed (number), got {row!r:.80}"
+                raise RecordError(f"{self.results}, row {line}: {what}")
+        return found
+
     def read_study(self) -> Row:
         """The design that `write_study` wrote."""
         try:
@@ -98,10 +115,8 @@ class Store:
 
     def fresh_run_dir(self, cell: str, seed: int) -> Path:
         """A new, empty folder for a run: a second try does not write over the first one's records."""
-        stem = "".join(c if c.isalnum() else "-" for c in cell).strip("-")
-        if len(stem) > LONGEST:
-            stem = f"{stem[:LONGEST]}-{zlib.crc32(cell.encode()):08x}"
-        stem += f"-seed{seed}"
+        stem = "".join(c if c.isalnum() else "-" for c in cell).strip("-") or "cell"
+        stem = f"{short_name(stem)}-seed{seed}"
         path, tries = self.folder / "runs" / stem, 1
         while True:
             try:
@@ -141,31 +156,52 @@ def place_of(run_dir: str) -> str:
 def modern(study: Mapping[str, Any]) -> Row:
     """A study as this version writes it; earlier ones had strategies and no other factor."""
     if "cells" in study:
-        return {"notes": [], "changes": {}, "same_batch": False, **study}
+        return {**_BLANK, **study}
     names = [str(name) for name in study.get("strategies", ())]
     settings = {"task": study.get("task"), **study.get("settings", {})}
     settings |= {name: study[name] for name in ("workers", "launcher") if name in study}
     return {
-        **study,
+        **_BLANK,
         "name": study.get("task", ""),
-        "question": "",
+        "same_batch": True,
+        **study,
         "cells": [{"cell": name, "levels": {"strategy": name}, "settings": {"strategy": name}} for name in names],
         "factors": {"strategy": names},
-        "kind": "full",
         "settings": settings,
-        "responses": [],
-        "stop": {},
-        "aliases": {},
-        "resolution": None,
-        "baseline": {},
-        "notes": [],
-        "reference": [],
-        "replications": {"half_width": None},
-        "same_batch": True,
-        "changes": {},
-        "file": "",
-        "size": "",
     }
+
+
+_BLANK: Mapping[str, Any] = {
+    "name": "",
+    "task": None,
+    "question": "",
+    "workers": None,
+    "launcher": None,
+    "kind": "full",
+    "settings": {},
+    "factors": {},
+    "seeds": [],
+    "order": [],
+    "replications": {"half_width": None},
+    "responses": [],
+    "target": None,
+    "stop": {},
+    "aliases": {},
+    "resolution": None,
+    "baseline": {},
+    "notes": [],
+    "reference": [],
+    "changes": {},
+    "clusters": {},
+    "same_batch": False,
+    "own_task": False,
+    "file": "",
+    "size": "",
+    "versions": {"podium": "?"},
+    "hardware": {},
+    "commit": None,
+}
+"""What a study that somebody else wrote may lack."""
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -31,6 +31,9 @@ Settings = Mapping[str, Any]
 FactorGiven = Sequence[Level] | Mapping[str, Settings] | Range
 """Levels; or names for settings; or a range of numbers."""
 
+WORKERS = 2
+"""What cells have that nobody gave a number: of one worker there is nothing to compare."""
+
 OWN = ("strategy_options", "run_dir", "out", "seed", "resume", "replay")
 """What differs from run to run, or belongs to none: not for a study to set."""
 
@@ -116,9 +119,16 @@ class Study:
 
     def changed(self, settings: Settings, *, seeds: int | None = None, target: float | None = None) -> Study:
         """The same study with these settings over its own, so many seeds, this target. A factor cannot be set."""
+        factors = {_key(name) for name in self.factors}
+        levels = [level for given in self.factors.values() if isinstance(given, Mapping) for level in given.values()]
+        taken = {_key(name) for some in (*levels, *(rule.settings for rule in self.where)) for name in some}
         for name in settings:
-            if name in self.factors:
+            if _key(name) in factors:
                 raise ConfigError(f"study {self.name}: {name} is a factor, so it cannot be set for all runs")
+            if _key(name) in taken:
+                raise ConfigError(
+                    f"study {self.name}: {name} is set by a level or a rule, so it cannot be set for all runs"
+                )
         given: dict[str, Any] = {"settings": dict(settings), "seeds": seeds, "target": target}
         return replace(
             self,
@@ -156,7 +166,7 @@ class Study:
             factors=listed,
             replications=given if isinstance(given, Replications) else Replications(least=given, most=given),
             order_seed=self.order_seed,
-            settings=dict(self.settings),
+            settings={"workers": WORKERS, **self.settings},
             target=self.target,
             stop=self.stop,
             retries=self.retries,
@@ -212,22 +222,30 @@ class Study:
         """What a cell sets: its levels, then where they hold, then what follows from them."""
         settings: dict[str, Any] = {}
         for name, level in at.items():
-            given: Any = self.factors[name]
-            settings.update(given[str(level)] if isinstance(given, Mapping) else {name: level})
+            factor: Any = self.factors[name]
+            settings.update(factor[str(level)] if isinstance(factor, Mapping) else {name: level})
         for rule in where:
             if rule.holds(at):
                 settings.update(rule.settings)
         if self.derive is not None:
             settings.update(self.derive(dict(at)))
-        if isinstance(found := settings.get("cluster", self.settings.get("cluster")), str):
-            settings["cluster"] = self._place(found)
+        for name in ("cluster", "task"):
+            given = settings.get(name, self.settings.get(name))
+            if isinstance(given, str) and name not in self.changes.get("settings", {}):
+                settings[name] = self._place(given)
         return settings
 
-    def _place(self, cluster: str) -> str:
-        """A cluster file beside the study's, named from here: results do not hold somebody's folders."""
-        if self.file is None or os.path.isabs(cluster) or not (self.file.parent / cluster).is_file():
-            return cluster
-        return os.path.relpath(self.file.parent / cluster)
+    def _place(self, name: str) -> str:
+        """A cluster file, or a task's, beside the study's own, named from here: results hold nobody's folders."""
+        path, colon, function = name.partition(".py:")
+        path += ".py" * bool(colon)
+        if self.file is None or os.path.isabs(path) or not (self.file.parent / path).is_file():
+            return name
+        return os.path.relpath(self.file.parent / path) + (f":{function}" if colon else "")
+
+
+def _key(name: str) -> str:
+    return name.replace("-", "_")
 
 
 def _some(wanted: Level | Sequence[Level]) -> Sequence[Level]:

@@ -46,7 +46,7 @@ def title(comparison: Comparison) -> str:
     """What the numbers are: with one seed there is no interval to speak of."""
     intervals = any(line.seconds is not None and line.seconds.low is not None for line in comparison.table)
     spread_over = "mean over seeds ± half of the 95 % interval" if intervals else "one run each, no interval"
-    return f"{comparison.task}: {spread_over}"
+    return f"{comparison.name}: {spread_over}"
 
 
 def headings(comparison: Comparison) -> list[str]:

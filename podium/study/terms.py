@@ -135,16 +135,26 @@ class Model:
         """Of each factor."""
         self.terms: dict[Effect, Matrix] = {}
         self.aliases: dict[Effect, list[str]] = {}
+        self.lines: list[str] = []
+        """Factors that a straight line stands for."""
 
     def design(self, more: Mapping[Effect, Matrix] | None = None) -> Matrix:
         """All columns: one of ones, the blocks, the terms, and more terms to try."""
         block = [] if self.block is None else [self.block]
         return np.hstack([ones(self.data), *block, *self.terms.values(), *(more or {}).values()])
 
-    def admit(self, some: Effect, columns: Matrix) -> None:
-        """Take a term in, unless it is one with what is there already; then say so."""
+    def admit(self, some: Effect, columns: Matrix, *, partly: bool = False) -> None:
+        """Take a term in, unless it is one with what is there already; then say so.
+
+        `partly`: of a term that empty combinations leave incomplete, what there is.
+        """
         before = self.design()
         rank = int(np.linalg.matrix_rank(np.hstack([before, columns])))
+        if partly and before.shape[1] < rank < before.shape[1] + columns.shape[1]:
+            self.terms[some] = _new_in(before, columns)
+            there = f"{rank - before.shape[1]} of its {columns.shape[1]} degrees of freedom"
+            self.notes.append(f"{effect_name(some)}: with some combinations empty, the runs show {there}.")
+            return
         if rank == before.shape[1] + columns.shape[1]:
             self.terms[some] = columns
         elif same := [other for other, its in self.terms.items() if _within(columns, its)]:
@@ -154,11 +164,16 @@ class Model:
         else:
             self.notes.append(f"{effect_name(some)} can be told from other terms only in part, so it is not tested.")
 
+    @property
+    def repeated(self) -> bool:
+        """Whether any cell was run more than once."""
+        return len(set(self.data.cells)) < len(self.data.cells)
+
     def effects(self, sizes: Sequence[int]) -> dict[Effect, Matrix]:
         """The interactions of so many factors each, of those that are in."""
         names = [some[0] for some in self.terms if len(some) == 1]
         chosen: list[Effect] = [some for size in sizes for some in combinations(names, size)]
-        return {some: _product([self.columns[name] for name in some]) for some in chosen}
+        return {some: product_of([self.columns[name] for name in some]) for some in chosen}
 
 
 def choose(data: Data, exact: bool) -> Model:
@@ -174,6 +189,14 @@ def choose(data: Data, exact: bool) -> Model:
     if whole.shape[1] + spare <= len(whole) and _told_apart(whole):
         model.terms |= every
         return model
+    if model.repeated and not model.lines:
+        # Seeds say what chance does, so all that cells show beyond it must be in the model, not in the residual.
+        fuller = copy.deepcopy(model)
+        for some, columns in every.items():
+            if len(some) == 2 or _new_in(fuller.design(), columns).size:
+                fuller.admit(some, columns, partly=True)
+        if fuller.design().shape[1] + spare <= len(whole):
+            return fuller
     # All pairs that can be told apart, or none: which of them to leave out would be a choice made after the fact.
     pairs, wider = model.effects([2]), copy.deepcopy(model)
     for some, columns in pairs.items():
@@ -198,6 +221,7 @@ def _make_room(model: Model) -> None:
         return
     lines = [name for name in data.numbers if len(data.levels[name]) > 2]
     if lines and sum(columns.shape[1] for columns in mains.values()) >= _count_cells(data):
+        model.lines = lines
         model.columns |= {name: _line(data, name) for name in lines}
         mains |= {(name,): model.columns[name] for name in lines}
         model.notes.append(
@@ -210,6 +234,41 @@ def _make_room(model: Model) -> None:
             model.notes.append("Seeds and cells cannot be told apart here, so seeds are no blocks.")
             return
     model.block = block
+
+
+def _new_in(before: Matrix, columns: Matrix) -> Matrix:
+    """Those of the columns that are no sums of what is there already."""
+    kept = before
+    for column in columns.T:
+        wider = np.hstack([kept, column.reshape(-1, 1)])
+        if np.linalg.matrix_rank(wider) == wider.shape[1]:
+            kept = wider
+    return np.asarray(kept[:, before.shape[1] :])
+
+
+def averaged(data: Data) -> Data:
+    """Each cell once, by its mean over the seeds that all cells have (or over its own, where they share none)."""
+    by_cell = {cell: {s for c, s in zip(data.cells, data.seeds, strict=True) if c == cell} for cell in data.cells}
+    shared = set.intersection(*by_cell.values())
+    first = {cell: data.cells.index(cell) for cell in by_cell}
+    values = []
+    for cell in first:
+        runs_of = [k for k, c in enumerate(data.cells) if c == cell and (not shared or data.seeds[k] in shared)]
+        values.append(float(data.values[runs_of].mean()))
+    note = (
+        f"Cells differ by more than lines can say, so each counts once, by its mean over {len(shared) or 'its'} seeds."
+    )
+    return Data(
+        list(first),
+        [0] * len(first),
+        np.array(values),
+        data.ratio,
+        data.levels,
+        {name: [at[place] for place in first.values()] for name, at in data.at.items()},
+        data.numbers,
+        0,
+        (*data.notes, note),
+    )
 
 
 def ones(data: Data) -> Matrix:
@@ -228,12 +287,23 @@ def _sum_columns(at: Sequence[int], levels: int) -> Matrix:
 
 
 def _line(data: Data, name: str) -> Matrix:
-    """A factor as one number, centred over its levels; its range is 1."""
+    """A factor as one number, centred over its levels; its range is 1.
+
+    By its logarithm, where that is the scale on which levels are spread evenly.
+    """
     levels = np.array(data.numbers[name])
+    if levels.min() > 0 and _leaning(np.log(levels)) < _leaning(levels):
+        levels = np.log(levels)
     return np.asarray(((levels - levels.mean()) / np.ptp(levels))[data.at[name]].reshape(-1, 1))
 
 
-def _product(parts: Sequence[Matrix]) -> Matrix:
+def _leaning(levels: Matrix) -> float:
+    """How far the median lies from the middle of the range, in parts of it."""
+    middle = (float(levels.min()) + float(levels.max())) / 2
+    return abs(float(np.median(levels)) - middle) / float(np.ptp(levels))
+
+
+def product_of(parts: Sequence[Matrix]) -> Matrix:
     """The columns of an interaction: each column of one factor times each of the others."""
     found = parts[0]
     for part in parts[1:]:

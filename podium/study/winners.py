@@ -43,7 +43,8 @@ def winners(
         order = sorted(values, key=lambda cell: values[cell].mean if lower else -values[cell].mean)
         best = order[0]
         pairs = [c for c in contrasts if c.measure == measure and c.setting == setting and best in (c.first, c.second)]
-        alike = [c.second if c.first == best else c.first for c in pairs if not c.distinct]
+        apart = {c.second if c.first == best else c.first for c in pairs if c.distinct}
+        alike = [cell for cell in order[1:] if cell not in apart]  # untested ones, too
         found.append(
             Winner(
                 setting,
@@ -52,7 +53,7 @@ def winners(
                 values[best],
                 measure,
                 len(values),
-                tuple(names[cell] for cell in alike if cell in names),
+                tuple(names[cell] for cell in alike),
                 names[order[1]],
                 values[order[1]].mean / values[best].mean if values[best].mean else None,
             )
@@ -60,8 +61,8 @@ def winners(
     return found
 
 
-def tell(found: Sequence[Winner], claim: str) -> str:
-    """`claim`: who comes first where beyond doubt, and where nobody does."""
+def tell(found: Sequence[Winner], claim: str, settings: int) -> str:
+    """`claim`: who comes first where beyond doubt, where nobody does, and in how many settings there is no saying."""
     if not found:
         return f"{claim}: no setting has two to compare."
     ranked: dict[str, list[str]] = {}
@@ -73,6 +74,8 @@ def tell(found: Sequence[Winner], claim: str) -> str:
     if open_:
         nobody = "no difference that we can detect between the first and at least one other"
         parts.append(f"{nobody} {_where(open_, len(found))}")
+    if (rest := settings - len(found)) > 0:
+        parts.append(f"{rest} more setting{'s have' if rest > 1 else ' has'} fewer than two to compare")
     return f"{claim}: {'; '.join(parts)}."
 
 

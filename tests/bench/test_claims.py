@@ -17,7 +17,7 @@ def generator(key: int = 0) -> np.random.Generator:
 
 def test_rates_have_their_counts_interval_and_nominal_value() -> None:
     document = bench_claims(repetitions=12, shapes="normal")
-    assert document["repetitions"] == 12 and len(document["rows"]) == 18
+    assert document["repetitions"] == 12 and len(document["rows"]) == 20
     for row in document["rows"]:
         assert row["rate"] == row["found"] / 12 and row["low"] <= row["rate"] <= row["high"]
         assert row["nominal"] == pytest.approx(0.05 if row["wanted"] == "at most" else 0.8, abs=1e-3)

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import statistics
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -102,7 +103,7 @@ def test_blocks_are_taken_out_as_in_the_textbook() -> None:
         [178.17, 192.25, 109.89], abs=0.005
     )
     assert term.f == pytest.approx(8.11, abs=0.005) and term.p == pytest.approx(0.0019, abs=5e-5)
-    assert found.balanced and not found.exact and not found.notes
+    assert found.balanced and not found.exact
 
 
 def test_shares_of_variation_are_what_their_names_say() -> None:
@@ -245,7 +246,7 @@ def test_a_factor_with_one_level_is_left_out_and_named() -> None:
     rows = [r | {"levels": {**r["levels"], "link": "fast"}} for r in graft_rows()]
     found = analysed(rows)
     assert [term.name for term in found.terms] == ["pressure"]
-    assert found.notes == ("link has one level (fast), so it is left out.",)
+    assert found.notes[0] == "link has one level (fast), so it is left out."
 
 
 def test_rows_without_levels_or_with_one_cell_have_no_analysis() -> None:
@@ -484,3 +485,60 @@ def test_the_section_of_a_report_shows_terms_levels_and_checks() -> None:
     assert re.search(r"<th scope=\"row\">residual</th><td class=\"n\">27</td>", page)
     assert "lies" in page and "exactly none" in page
     json.dumps([one.anova.to_dict() for one in found] + [one.checks.to_dict() for one in found])
+
+
+def test_lines_through_a_hypercube_are_judged_by_cells_not_by_runs() -> None:
+    """Runs of a cell share what a line misses. Counted one by one, they would find factors that do nothing."""
+    draw, wrong, repetitions = random.Random(7), 0, 40
+    for k in range(repetitions):
+        points = latin_hypercube({"lr": Range(0.01, 0.5, log=True), "wd": Range(0.0, 1.0)}, 16, seed=k)
+        rows = [row(at, seed, float(at["lr"]) ** 0.5 + draw.gauss(0, 0.002)) for at in points for seed in range(4)]
+        found = analysed(rows)
+        assert found.residual_df == 16 - 1 - len(found.terms)
+        wrong += any(term.found for term in found.terms if term.name != "lr")
+    assert wrong <= 6, "a twentieth is allowed"
+
+
+def test_an_empty_combination_leaves_the_rest_of_an_interaction_in_the_model() -> None:
+    draw = random.Random(5)
+    rows = []
+    for seed in range(5):
+        for i, j in product(range(3), range(3)):
+            if (i, j) != (2, 2):
+                rows.append(row({"a": i, "b": j}, seed, 0.02 * (i - 1) * (j - 1) + draw.gauss(0, 0.002)))
+    found = analysed(rows)
+    both = next(term for term in found.terms if term.name == "a × b")
+    assert (both.df, found.residual_df) == (3, 40 - 8 - 4) and both.found
+    assert any("3 of its 4 degrees of freedom" in note for note in found.notes)
+
+
+def test_copies_of_runs_prove_no_more_than_the_runs() -> None:
+    """A synchronous strategy learns the same on every link: two links are no second observation."""
+    draw, wrong, repetitions = random.Random(11), 0, 60
+    for _ in range(repetitions):
+        values = {(a, seed): draw.gauss(0, 1) for a in "xyz" for seed in range(4)}
+        rows = [row({"a": a, "link": link}, seed, x) for (a, seed), x in values.items() for link in ("slow", "fast")]
+        found = analysed(rows)
+        assert {t.name: t.exact for t in found.terms} == {"a": None, "link": False, "a × link": False}
+        assert found.terms[0].error_df == 2 * 3
+        wrong += found.terms[0].found
+    assert wrong <= 9, "a twentieth is allowed; one residual for all terms claims it in a fifth of the studies"
+
+
+def test_with_blocks_a_term_is_tested_against_itself_from_seed_to_seed() -> None:
+    """Two levels: the F of a factor is the square of the paired t of its means by seed."""
+    rows = factorial_rows(lambda a, b: 0.2 * a, {"a": [0, 1], "b": [0, 1, 2]}, 5)
+    found = analysed(rows)
+    sides = [
+        [
+            statistics.fmean(r["metrics"]["yield"] for r in rows if r["levels"]["a"] == a and r["seed"] == s)
+            for s in range(5)
+        ]
+        for a in (0, 1)
+    ]
+    t = stats.ttest_rel(sides[1], sides[0])
+    term = found.terms[0]
+    assert term.f == pytest.approx(t.statistic**2) and term.p == pytest.approx(t.pvalue) and term.error_df == 4
+    ends = t.confidence_interval()
+    line = next(one for one in found.levels if one.factor == "a" and one.against_first is not None)
+    assert (line.low, line.high) == (pytest.approx(ends.low), pytest.approx(ends.high))

@@ -165,6 +165,8 @@ def test_levels_in_rules_may_be_spelt_as_people_spell_strategies(tmp_path: Path)
 def test_a_setting_that_is_a_factor_cannot_be_set_for_all(tmp_path: Path) -> None:
     study = read_study(write(tmp_path, LINKS))
     assert study.changed({"epochs": "7"}).design().config("all-reduce, workers=2, fast", 0).epochs == 7
+    with pytest.raises(ConfigError, match="cluster is set by a level or a rule"):
+        study.changed({"cluster": "other.toml"})
     with pytest.raises(ConfigError, match="workers is a factor"):
         study.changed({"workers": 3})
 
@@ -199,3 +201,19 @@ def test_replications_may_go_on_until_means_are_known() -> None:
     assert asked.seeds == tuple(range(8))
     with pytest.raises(ConfigError, match="half_width must be above 0"):
         Replications(least=3, most=8, half_width=0.0)
+
+
+def test_what_lies_beside_a_study_file_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text("from podium.tasks.digits import digits_mlp as make\n")
+    path = write(tmp_path, LINKS.replace('task = "digits-mlp"', 'task = "own.py:make"').replace('"task.lr" = 0.2', ""))
+    found = {}
+    for folder in (tmp_path, tmp_path.parent):
+        monkeypatch.chdir(folder)
+        design = read_study(path).design()
+        config = design.config("all-reduce, workers=2, slow", 0)
+        assert Path(config.task.partition(":")[0]).is_file() and Path(str(config.cluster)).is_file()
+        found[folder] = design.to_dict()
+    one, other = found.values()
+    assert one["clusters"] == other["clusters"] and one["clusters"]["all-reduce, workers=2, slow"]
+    (tmp_path / "slow.toml").write_text('[[node]]\nname = "n"\ncount = 5\nup_mbit = 11\n')
+    assert read_study(path).design().to_dict()["clusters"] != one["clusters"]

@@ -37,7 +37,7 @@ def stem_of(name: str) -> str:
 def write_figures(folder: str | Path) -> list[Path]:
     """Write every figure of the study in this folder as SVG and PDF into `figures/`; the files, in order."""
     store = Store(folder)
-    study, rows = store.read_study(), store.rows()
+    study, rows = store.read_study(), store.runs()
     names = [str(cell["cell"]) for cell in study.get("cells") or ()] or list(study.get("strategies") or ())
     rows = arranged(rows, names)
     order = {cell: place for place, cell in enumerate(dict.fromkeys([*names, *cells(rows)]))}

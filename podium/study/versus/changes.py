@@ -31,7 +31,7 @@ def read_set(folder: str | Path) -> Set:
     """The study in this folder; one without a finished run is refused."""
     store = Store(folder)
     study = modern(store.read_study())
-    rows = store.rows()
+    rows = store.runs()
     if not finished(rows):
         raise RecordError(f"report: {store.folder} must hold at least one finished run to compare, got none")
     order = [cell["cell"] for cell in study["cells"]]
