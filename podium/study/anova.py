@@ -319,7 +319,7 @@ def _more_notes(
         notes.append("Seeds change nothing but what they change in all cells alike: effects are exact, there is no F.")
     elif residual_df == 0:
         notes.append("The runs leave nothing to compare the terms with: there is no test.")
-    if len(set(data.seeds)) == 1:
+    if len(set(data.seeds)) == 1 and not data.averaged:
         notes.append("There is one seed: what is called chance here is what the model leaves out.")
     return notes
 

@@ -10,7 +10,7 @@ from podium.study.anova import anova
 from podium.study.anova import tell as tell_anova
 from podium.study.format import plain, probability, spread
 from podium.study.responses import is_ratio
-from podium.study.rows import by_setting, deciding_rows, default_target, finished, lower_is_better, metric_name
+from podium.study.rows import by_setting, crossed, deciding_rows, default_target, finished, lower_is_better, metric_name
 from podium.study.statistics import Contrast, Mean, Summary, contrasts, summarise
 from podium.study.store import Row
 from podium.study.winners import tell as tell_winners
@@ -83,15 +83,35 @@ def _by_setting(findings: Findings, done: Sequence[Row]) -> list[str]:
 
     def told(measure: str, claim: str) -> str:
         found = winners(done, findings.table, findings.contrasts, findings.metric, measure)
-        return tell_winners(found, claim, len(by_setting(done)))
+        return tell_winners(found, claim, len(by_setting(crossed(done))))
 
     goal = f"{plain(findings.target)} {findings.metric}"
     measure = findings.speed_measure
     speed = told(measure, "Shortest training time" if measure == "seconds" else f"Fastest to {goal}")
     quality = [c for c in findings.contrasts if c.measure == f"final {findings.metric}"]
     if quality and not any(c.distinct for c in quality):
-        return [speed, f"Final {findings.metric}: no difference that we can detect within any setting."]
-    return [speed, told(f"final {findings.metric}", f"Best final {findings.metric}")]
+        return [
+            speed,
+            *_alone(findings, done),
+            f"Final {findings.metric}: no difference that we can detect within any setting.",
+        ]
+    return [speed, *_alone(findings, done), told(f"final {findings.metric}", f"Best final {findings.metric}")]
+
+
+def _alone(findings: Findings, done: Sequence[Row]) -> list[str]:
+    """Of a cell that is in one setting only, as a baseline is: where it beats the fastest of them."""
+    inside = {str(row["cell"]) for row in crossed(done)}
+    seconds = {line.cell: line.seconds.mean for line in findings.table if line.seconds}
+    settings = [[str(row["cell"]) for row in some] for some in by_setting(crossed(done)).values()]
+    fastest = [min(times) for some in settings if (times := [seconds[cell] for cell in some if cell in seconds])]
+    said = []
+    for cell in dict.fromkeys(str(row["cell"]) for row in done):
+        if cell not in inside and cell in seconds:
+            beaten = sum(seconds[cell] < best for best in fastest)
+            some = f"{beaten} of {len(fastest)} settings"
+            which = {0: "no setting", len(fastest): "every setting"}.get(beaten, some)
+            said.append(f"{cell} alone takes less time than the fastest in {which}.")
+    return said
 
 
 def _verdict(findings: Findings) -> list[str]:

@@ -18,11 +18,13 @@ from itertools import combinations
 from typing import Any
 
 from podium.errors import MissingExtra
-from podium.study.rows import by_setting, cells, deciding_rows, final_value, finished, number, time_to_target
+from podium.study.rows import by_setting, cells, crossed, deciding_rows, final_value, finished, number, time_to_target
 from podium.study.store import Row
 
 ROUNDING = 1e-12
 """Values that differ by less, in parts of them, are the same."""
+
+TO_TARGET = "seconds to target"
 
 ALPHA = 0.05
 """A difference is told as one when its Holm-corrected p is below this."""
@@ -156,9 +158,10 @@ def contrasts(rows: Sequence[Row], metric: str, target: float | None) -> list[Co
     """All pairs of strategies, in each measure that at least two of them have.
 
     In a study of several factors: all pairs that differ in the first factor alone, so that two strategies are compared
-    with the same workers on the same link. Holm's correction runs over all of them.
+    with the same workers on the same link; a baseline that is in one setting only is left out. Holm's correction runs
+    over all of them.
     """
-    done = finished(rows)
+    done = crossed(rows)
     found = [_in_setting(setting, some, metric, target) for setting, some in by_setting(done).items()]
     measures = dict.fromkeys(contrast.measure for part in found for contrast in part)
     return [
@@ -174,7 +177,7 @@ def _in_setting(setting: str, done: Sequence[Row], metric: str, target: float | 
         times = _by_seed(done, lambda row: time_to_target(row, metric, target))
         # Seeds that never got there cannot be averaged away: a strategy takes part when all its runs did.
         whole = {cell: values for cell, values in times.items() if len(values) == _count(done, cell)}
-        found += compare_pairs("seconds to target", whole, ratio=True)
+        found += compare_pairs(TO_TARGET, whole, ratio=True)
     found += compare_pairs("seconds", _by_seed(done, lambda row: number(row.get("seconds"))), ratio=True)
     return [replace(contrast, setting=setting) for contrast in found]
 
@@ -231,9 +234,12 @@ def _contrast(blank: Contrast, pairs: Sequence[tuple[float, float]]) -> Contrast
         none = 1.0 if blank.ratio else 0.0
         return replace(contrast, value=none, low=none, high=none, p=1.0, effect=0.0)
     if not _varies(gaps, mean):
-        # The same gap in every seed: no t exists, and it is beyond doubt.
-        p, effect = 0.0, math.copysign(math.inf, mean)
-        return replace(contrast, p=p, effect=effect)
+        # The same gap in every seed: no t exists. Of a clock that is computed it is beyond doubt. Accuracies come in
+        # steps of one test sample and times to a target in steps of one validation: they agree by chance, so only the
+        # sign counts.
+        if blank.ratio and blank.measure != TO_TARGET:
+            return replace(contrast, p=0.0, effect=math.copysign(math.inf, mean))
+        return replace(contrast, p=min(1.0, 2.0 ** (1 - n)), low=None, high=None)
     p = float(_load("scipy.stats").ttest_rel(*zip(*pairs, strict=True)).pvalue)
     deviation = math.sqrt(math.fsum((gap - mean) ** 2 for gap in gaps) / (n - 1))
     return replace(contrast, p=p, effect=(1 - 3 / (4 * (n - 1) - 1)) * mean / deviation)

@@ -48,6 +48,8 @@ class Data:
     missing: int
     """How many runs it would take for every cell to have every seed."""
     notes: tuple[str, ...]
+    averaged: bool = False
+    """Whether each cell stands here once, by its mean over seeds."""
 
 
 def read(
@@ -268,6 +270,7 @@ def averaged(data: Data) -> Data:
         data.numbers,
         0,
         (*data.notes, note),
+        averaged=True,
     )
 
 

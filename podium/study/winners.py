@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from podium.study.rows import by_setting, finished, first_level, lower_is_better
+from podium.study.rows import by_setting, crossed, first_level, lower_is_better
 from podium.study.statistics import Contrast, Mean, Summary
 from podium.study.store import Row
 
@@ -34,7 +34,7 @@ def winners(
     """For each setting the best by a measure: `seconds to target`, `seconds` or `final METRIC`."""
     lines = {line.cell: line for line in table}
     found = []
-    for setting, some in by_setting(finished(rows)).items():
+    for setting, some in by_setting(crossed(rows)).items():
         names = {str(row["cell"]): first_level(row) for row in some}
         values = {cell: mean for cell in names if (mean := _value(lines[cell], measure)) is not None}
         if len(values) < 2:

@@ -36,7 +36,7 @@ def rows_of(seeds: int = 4) -> list[Row]:
         noise = 1 + 0.02 * seed
         found.append(cell("solo", 2, 4.0 * noise, seed, nodes=1))
         for (name, workers), seconds in TIMES.items():
-            jitter = 1 + 0.003 * ((seed * 7 + workers + len(name)) % 3)
+            jitter = 1 + 0.003 * ((seed * (ord(name) - 95) + workers) % 3)
             found.append(cell(NAMES[name], workers, seconds * noise * jitter, seed, nodes=workers))
     return found
 
@@ -84,8 +84,8 @@ def test_only_cells_that_differ_in_the_first_factor_alone_are_paired() -> None:
     assert {(c.setting, c.first, c.second) for c in pairs} >= {
         ("workers 4", "all-reduce, workers=4", "parameter-server, workers=4")
     }
-    assert all(c.first.endswith(c.second[-9:]) or "solo" in (c.first, c.second) for c in pairs)
-    assert len(pairs) == 4  # three pairs with two workers, one with four
+    assert all(c.first.endswith(c.second[-9:]) for c in pairs)
+    assert len(pairs) == 2  # a baseline that stands alone competes nowhere
     assert all(c.p_holm is not None and c.p is not None and c.p_holm >= c.p for c in pairs)
 
 
@@ -96,6 +96,7 @@ def test_each_setting_has_its_winner_and_the_answer_names_them() -> None:
     assert found["workers 4"].ratio == pytest.approx(3, rel=0.01) and not found["workers 4"].level_with
     said = answer(rows_of())
     assert "parameter-server in 1 of 2 settings (workers 2)" in said and "all-reduce in 1 of 2" in said
+    assert "solo alone takes less time than the fastest in no setting." in said
 
 
 def test_where_seeds_do_not_settle_it_nobody_is_named() -> None:

@@ -143,3 +143,14 @@ def test_times_that_differ_in_their_last_digit_are_the_same_time() -> None:
     for ratio in (True, False):
         (found,) = compare_pairs("seconds", one, ratio=ratio)
         assert not found.distinct and found.p == 1 and found.value == (1 if ratio else 0)
+
+
+def test_accuracies_that_differ_by_the_same_step_in_every_seed_do_so_by_chance() -> None:
+    """They come in steps of one test sample: with three seeds equal gaps are nothing rare."""
+    steps = {"a": {0: 0.900, 1: 0.910, 2: 0.905}, "b": {0: 0.905, 1: 0.915, 2: 0.910}}
+    (found,) = compare_pairs("final accuracy", steps, ratio=False)
+    assert found.p == 0.25 and not found.distinct and found.low is None and not found.exact
+    (waited,) = compare_pairs("seconds to target", {"a": {0: 1.0, 1: 1.0}, "b": {0: 2.0, 1: 2.0}}, ratio=True)
+    assert waited.p == 0.5 and not waited.distinct
+    (clock,) = compare_pairs("seconds", {"a": {0: 1.1, 1: 1.1}, "b": {0: 2.2, 1: 2.2}}, ratio=True)
+    assert clock.exact and clock.distinct, "a computed clock is exact"
