@@ -40,7 +40,6 @@ from podium.study.terms import (
     ols,
     ones,
     orthogonal,
-    product_of,
     read,
     rounding,
     runs,
@@ -60,6 +59,8 @@ class Term:
     f: float | None = None
     error_df: int | None = None
     """Of what it is tested against: how the term itself varies from seed to seed, or the residual."""
+    shape: float | None = None
+    """Huynh and Feldt's correction, by which both degrees of freedom were multiplied; 1 where it was not needed."""
     p: float | None = None
     p_holm: float | None = None
     """Corrected over all terms of this response."""
@@ -221,14 +222,14 @@ def _analyse(data: Data, model: Model, exact: bool, response: str, aliases: Mapp
 
     def line(name: str, some: Effect, width: int, sum_sq: float, same: Sequence[str]) -> Term:
         term = Term(name=name, factors=some, df=width, sum_sq=max(0.0, sum_sq), aliases=tuple(dict.fromkeys(same)))
-        error, room = ssr, df
-        if strata and some in model.terms:
-            error, room = _from_seed_to_seed(model, full.resid, some)
         if exact:
             return replace(term, exact=sum_sq > nothing)
-        if strata and error <= rest:  # copies: this term does not vary at all
+        if not (strata and some in model.terms):
+            return term if scale is None else _tested(term, scale, df, total)
+        error = _from_seed_to_seed(data, model, some)
+        if error.sum_sq <= rest:  # copies: this term does not vary at all
             return replace(term, exact=sum_sq > rest)
-        return term if scale is None else _tested(term, error / room, room, total)
+        return _tested(term, error.sum_sq / error.df, error.df, total, error.shape)
 
     terms = [
         line(
@@ -269,16 +270,38 @@ def _analyse(data: Data, model: Model, exact: bool, response: str, aliases: Mapp
     )
 
 
-def _from_seed_to_seed(model: Model, residuals: Matrix, some: Effect) -> tuple[float, int]:
-    """How much a term varies from seed to seed: sum of squares and degrees of freedom of its product with the seed.
+class _Stratum(NamedTuple):
+    """What a term is tested against: how it varies from seed to seed."""
+
+    sum_sq: float
+    df: int
+    shape: float
+    """Between 1 / (the term's df) and 1: how evenly that is spread over the term's contrasts (Huynh and Feldt). Both
+    degrees of freedom are taken times it: where all of the variation is in one contrast, it is one contrast's test."""
+
+
+def _from_seed_to_seed(data: Data, model: Model, some: Effect) -> _Stratum:
+    """A term's own variation over seeds, from one score per contrast and seed.
 
     One residual for all terms would take the cells of a seed for independent. They are not: in virtual time a strategy
     may learn the same on every link, number by number, and copies of a run prove no more than the run.
     """
-    assert model.block is not None
-    columns = product_of([model.terms[some], model.block])
-    basis = np.linalg.qr(columns)[0]
-    return float(((basis.T @ residuals) ** 2).sum()), columns.shape[1]
+    order = sorted(range(len(data.cells)), key=lambda k: (data.seeds[k], data.cells[k]))
+    seeds = len(set(data.seeds))
+    columns = model.terms[some][order[: len(order) // seeds]]
+    basis, width = np.linalg.qr(columns)[0], columns.shape[1]
+    scores = data.values[order].reshape(seeds, -1) @ basis
+    spread = np.atleast_2d(np.cov(scores, rowvar=False))
+    trace = float(np.trace(spread))
+    shape = 1.0
+    if width > 1 and trace > 0:
+        even = (
+            width * trace**2 / (width**2 * float((spread**2).sum()))
+        )  # Greenhouse and Geisser's, too low with few seeds
+        room = width * (seeds - 1 - width * even)
+        corrected = (seeds * width * even - 2) / room if room > 0 else 1.0
+        shape = min(1.0, max(1 / width, even, corrected))
+    return _Stratum(trace * (seeds - 1), width * (seeds - 1), shape)
 
 
 def _tested_against(strata: bool, terms: Sequence[Term]) -> list[str]:
@@ -291,13 +314,14 @@ def _tested_against(strata: bool, terms: Sequence[Term]) -> list[str]:
     return []
 
 
-def _tested(term: Term, scale: float, residual_df: int, total: float) -> Term:
+def _tested(term: Term, scale: float, residual_df: int, total: float, shape: float = 1.0) -> Term:
     f = term.sum_sq / term.df / scale
     return replace(
         term,
         f=f,
         error_df=residual_df,
-        p=float(load("scipy.stats").f.sf(f, term.df, residual_df)),
+        shape=shape,
+        p=float(load("scipy.stats").f.sf(f, shape * term.df, shape * residual_df)),
         partial_eta_squared=term.sum_sq / (term.sum_sq + scale * residual_df),
         omega_squared=max(0.0, (term.sum_sq - term.df * scale) / (total + scale)),
     )

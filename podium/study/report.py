@@ -263,9 +263,9 @@ def _environment() -> Environment:
     return found
 
 
-def _plain(value: Any) -> str:
+def _plain(value: Any, digits: int = 3) -> str:
     """A number as tables have it; what is no number (`nan` of a run that went wrong) as it stands."""
-    return written.plain(value) if value is None or isinstance(value, int | float) else str(value)
+    return written.plain(value, digits) if value is None or isinstance(value, int | float) else str(value)
 
 
 def _mean(value: Mean | None) -> Markup:
