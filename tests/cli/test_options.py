@@ -70,7 +70,7 @@ def test_options_stay_with_their_strategy_in_a_comma_list(text: str, strategies:
 
 def test_lists_and_single_strategies_add_up() -> None:
     plan = dry_run("compare", "--strategies", "solo,all-reduce", "--strategy", "parameter-server:mode=async,servers=2")
-    assert plan["strategies"] == ["solo", "all-reduce", "parameter-server:mode=async,servers=2"]
+    assert plan["factors"]["strategy"] == ["solo", "all-reduce", "parameter-server:mode=async,servers=2"]
 
 
 CONFIG = RunConfig(

@@ -60,10 +60,9 @@ def test_only_finished_runs_need_no_repeating() -> None:
 def test_a_second_try_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     store = Store(tmp_path)
     first = store.fresh_run_dir("parameter-server:mode=async", 3)
-    first.mkdir(parents=True)
     second = store.fresh_run_dir("parameter-server:mode=async", 3)
     assert first.name == "parameter-server-mode-async-seed3"
-    assert second != first and not second.exists()
+    assert second != first and first.is_dir() and second.is_dir()
 
 
 def test_a_folder_without_a_study_says_so(tmp_path: Path) -> None:
