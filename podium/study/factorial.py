@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from podium.colocate.search.space import Range
 from podium.errors import ConfigError, MissingExtra, UnknownName
 
 Level = str | int | float | bool
@@ -22,32 +23,6 @@ Levels = dict[str, Level]
 
 MOST_CELLS = 100_000
 """A design beyond this is a slip of the pen, and would fill the memory before anyone noticed."""
-
-
-@dataclass(frozen=True)
-class Range:
-    """A factor that is a number between two ends, for a Latin hypercube."""
-
-    low: float
-    high: float
-    log: bool = False
-    """Whether factors of ten are spread evenly, not numbers."""
-    whole: bool = False
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise ConfigError(f"a range must go from a number to a higher one, got {self.low} to {self.high}")
-        if self.log and self.low <= 0:
-            raise ConfigError(f"a logarithmic range must begin above 0, got {self.low}")
-
-    def at(self, share: float) -> Level:
-        """The number at this share of the way, from 0 to 1."""
-        if self.log:
-            value = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
-        else:
-            value = self.low + share * (self.high - self.low)
-        # Six digits: a level is a name as well, which people type and files repeat.
-        return min(round(self.high), max(round(self.low), round(value))) if self.whole else float(f"{value:.6g}")
 
 
 Factor = Sequence[Level] | Range
@@ -120,7 +95,8 @@ def latin_hypercube(factors: Mapping[str, Factor], points: int, seed: int) -> li
 
 def _level(factor: Factor, share: float) -> Level:
     if isinstance(factor, Range):
-        return factor.at(share)
+        # Six digits: a level is a name as well, which people type and files repeat.
+        return factor.at(share) if factor.whole else float(f"{factor.at(share):.6g}")
     return factor[min(int(share * len(factor)), len(factor) - 1)]
 
 

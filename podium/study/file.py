@@ -34,10 +34,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from podium.colocate.search.space import Range
 from podium.config import build
 from podium.errors import ConfigError, UnknownName
 from podium.study.design import ORDER_SEED, Replications, Stop
-from podium.study.factorial import Range
 from podium.study.study import Study, Where
 
 SUFFIXES = (".toml", ".py")

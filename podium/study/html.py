@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from markupsafe import Markup
@@ -14,6 +13,7 @@ from markupsafe import Markup
 from podium.errors import ConfigError
 from podium.study.links import slug
 from podium.study.store import write_whole
+from podium.study.templating import environment
 
 _XML = re.compile(r"<\?xml.*?\?>|<!DOCTYPE.*?>", re.DOTALL)
 
@@ -40,16 +40,9 @@ def to_html(text: str, folder: Path) -> str:
         _put_figures_in(token, folder)
     title = next((tokens[at + 1].content for at, token in enumerate(tokens) if token.type == "heading_open"), "")
     body = reader.renderer.render(tokens, reader.options, {})
-    environment = Environment(
-        loader=PackageLoader("podium.study"),
-        autoescape=select_autoescape(["html", "html.j2"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     # A wide table scrolls by itself; what we drew and wrote is markup already.
     body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
-    return environment.get_template("page.html.j2").render(title=title, body=Markup(body))
+    return environment().get_template("page.html.j2").render(title=title, body=Markup(body))
 
 
 def _put_figures_in(token: Token, folder: Path) -> None:

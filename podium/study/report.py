@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment
 from markupsafe import Markup
 
 from podium.measure.staleness import Staleness
@@ -64,6 +64,7 @@ from podium.study.speedup import speedups
 from podium.study.staleness import staleness_by_cell
 from podium.study.statistics import Mean
 from podium.study.store import Row, Store, modern, place_of, write_whole
+from podium.study.templating import environment
 
 _BLANK = dict.fromkeys(("error", "loss", "seconds", "steps"))
 """What a row may lack: a failed run measured little, and older rows know fewer fields."""
@@ -248,13 +249,7 @@ def _run(row: Row, findings: Findings) -> dict[str, Any]:
 
 
 def _environment() -> Environment:
-    found = Environment(
-        loader=PackageLoader("podium.study"),
-        autoescape=select_autoescape(["html", "html.j2"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    found = environment()
     found.filters["plain"] = _plain
     found.filters["mean"] = _mean
     found.filters["percent"] = _percent

@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal
 
-from podium.errors import ConfigError, Interrupted, PodiumError
+from podium.errors import ConfigError, Interrupted
 from podium.measure.records import to_json
 from podium.study.answer import find, tell
 from podium.study.design import TOLD, Design, check_same, strategies_design, surroundings
@@ -220,7 +220,7 @@ class _Runs:
                 self.launch(config, task=self.task, on_event=_ignore, stop=self.stop)
             except Interrupted:
                 raise
-            except PodiumError:
+            except Exception:
                 return  # what is wrong with a run is told when its turn comes
 
     def _one_by_one(self, keys: Sequence[Key]) -> Literal["finished", "stopped"]:

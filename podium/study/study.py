@@ -20,9 +20,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from podium.colocate.search.space import Range
 from podium.errors import ConfigError, UnknownName
 from podium.study.design import NO_STOP, ORDER_SEED, Cell, Design, Replications, Stop, check_runs, label
-from podium.study.factorial import Factor, Level, Levels, Range, fractional, full, latin_hypercube
+from podium.study.factorial import Factor, Level, Levels, fractional, full, latin_hypercube
 
 Kind = Literal["full", "fractional", "latin-hypercube"]
 KINDS: tuple[Kind, ...] = ("full", "fractional", "latin-hypercube")
@@ -232,7 +233,7 @@ class Study:
         for name in ("cluster", "task"):
             given = settings.get(name, self.settings.get(name))
             if isinstance(given, str) and name not in self.changes.get("settings", {}):
-                settings[name] = self._place(given)
+                settings |= {} if (placed := self._place(given)) == given else {name: placed}
         return settings
 
     def _place(self, name: str) -> str:

@@ -18,10 +18,11 @@ from statsmodels.formula.api import ols
 from statsmodels.stats.anova import anova_lm
 from statsmodels.stats.multitest import multipletests
 
+from podium.colocate.search.space import Range
 from podium.study.anova import Anova, anova, tell
 from podium.study.checks import _deviations, analyse, by_ranks, checks
 from podium.study.checks import tell as tell_checks
-from podium.study.factorial import Range, fractional, latin_hypercube
+from podium.study.factorial import fractional, latin_hypercube
 from podium.study.report import _environment
 from podium.study.responses import is_ratio, response_of
 from podium.study.statistics import holm

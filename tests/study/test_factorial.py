@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from podium.colocate.search.space import Range
 from podium.errors import ConfigError, UnknownName
-from podium.study.factorial import Range, fractional, full, latin_hypercube
+from podium.study.factorial import fractional, full, latin_hypercube
 
 TWO: dict[str, Any] = {name: ["-", "+"] for name in "abcde"}
 
@@ -88,7 +89,7 @@ def test_a_latin_hypercube_uses_each_part_of_each_range_once() -> None:
 
 def test_ranges_and_designs_that_cannot_be_are_refused() -> None:
     for bad in ((2, 1), (1, 1), (float("nan"), 1)):
-        with pytest.raises(ConfigError, match="higher"):
+        with pytest.raises(ConfigError, match="below its high end"):
             Range(*bad)
     with pytest.raises(ConfigError, match="above 0"):
         Range(0, 1, log=True)

@@ -179,7 +179,7 @@ def test_a_fraction_and_a_hypercube_say_what_they_are() -> None:
     ).design()
     assert len(design.cells) == 4 and design.resolution == 3
     assert design.aliases["workers"] == ("batch_size × codec",)
-    from podium.study.factorial import Range
+    from podium.colocate.search.space import Range
 
     spread = {"task.lr": Range(0.01, 1, log=True), "batch_size": Range(8, 64, whole=True)}
     cube = Study(name="cube", factors=spread, settings=settings, kind="latin-hypercube", points=6).design()

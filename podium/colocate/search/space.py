@@ -77,18 +77,20 @@ class Range:
         value = min(max(value, self.low), self.high)
         return round(value) if self.whole else float(value)
 
+    def at(self, share: float) -> float | int:
+        """The number at this share of the way from end to end."""
+        if self.log:
+            value = self.low * math.exp(share * math.log(self.high / self.low))
+        else:
+            value = self.low + share * (self.high - self.low)
+        # Twelve digits: 0.001 is meant where the arithmetic says 0.0009999999999999998.
+        return self.clip(float(f"{value:.12g}"))
+
     def spread(self, count: int) -> Choices:
         """Values spread evenly from end to end; of whole numbers that fall together one stays."""
         if count < 2:
             raise ConfigError(f"range {self}: a range is spread over at least 2 values, got {count}")
-        shares = [i / (count - 1) for i in range(count)]
-        if self.log:
-            ratio = math.log(self.high / self.low)
-            values = [self.low * math.exp(share * ratio) for share in shares]
-        else:
-            values = [self.low + share * (self.high - self.low) for share in shares]
-        # Twelve digits: 0.001 is meant where the arithmetic says 0.0009999999999999998.
-        return Choices(tuple(dict.fromkeys(self.clip(float(f"{value:.12g}")) for value in values)))
+        return Choices(tuple(dict.fromkeys(self.at(i / (count - 1)) for i in range(count))))
 
     def __str__(self) -> str:
         ends = (round(self.low), round(self.high)) if self.whole else (self.low, self.high)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment
 from markupsafe import Markup
 
 from podium.colocate.swept import Sweep, count_pairs, number, tell_mean, tell_options, tell_p, tell_value
@@ -21,6 +21,7 @@ from podium.study.sweeps.again import command, python_call
 from podium.study.sweeps.drawing import STATUS_COLOURS, standalone, to_svg
 from podium.study.sweeps.figures import Figure, curve_figure, score_figure, timeline_figure
 from podium.study.sweeps.table import headings, tell_statuses, values
+from podium.study.templating import environment
 
 FIGURE_NAMES = ("scores", "curves", "slots")
 MOST_POINTS = 200
@@ -176,13 +177,7 @@ def _with_unit(value: float, unit: str) -> str:
 
 
 def _environment() -> Environment:
-    found = Environment(
-        loader=PackageLoader("podium.study"),
-        autoescape=select_autoescape(["html", "html.j2"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    found = environment()
     found.filters["plain"] = written.plain
     found.filters["told"] = tell_value
     found.filters["statuses"] = tell_statuses

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 from podium.study.drawing import to_svg
@@ -14,6 +13,7 @@ from podium.study.figures import Bar, Bars
 from podium.study.format import probability
 from podium.study.sections import MOST_BARS
 from podium.study.store import write_whole
+from podium.study.templating import environment
 from podium.study.versus.base import PAGE, Change, Set, Versus
 from podium.study.versus.changes import compare_sets, named, read_set
 from podium.study.versus.words import amount, heading, size, worded
@@ -33,18 +33,15 @@ def write_versus(a: str | Path, b: str | Path, out: str | Path | None = None) ->
 
 def render(found: Versus, a: Set, b: Set, folder: Path) -> str:
     """The page; `folder` is where it will lie, for links to the two studies."""
-    environment = Environment(
-        loader=PackageLoader("podium.study"),
-        autoescape=select_autoescape(["html", "html.j2"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("versus.html.j2").render(
-        found=found,
-        sides=[("A", found.a, _seen_from(folder, a)), ("B", found.b, _seen_from(folder, b))],
-        tables=[_table(found, measure, a, b, folder) for measure in found.measures],
-        figures=_figures(found),
+    return (
+        environment()
+        .get_template("versus.html.j2")
+        .render(
+            found=found,
+            sides=[("A", found.a, _seen_from(folder, a)), ("B", found.b, _seen_from(folder, b))],
+            tables=[_table(found, measure, a, b, folder) for measure in found.measures],
+            figures=_figures(found),
+        )
     )
 
 
