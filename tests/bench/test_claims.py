@@ -20,7 +20,8 @@ def test_rates_have_their_counts_interval_and_nominal_value() -> None:
     assert document["repetitions"] == 12 and len(document["rows"]) == 20
     for row in document["rows"]:
         assert row["rate"] == row["found"] / 12 and row["low"] <= row["rate"] <= row["high"]
-        assert row["nominal"] == pytest.approx(0.05 if row["wanted"] == "at most" else 0.8, abs=1e-3)
+        power = 0.7 if "× workers planted" in row["case"] else 0.8  # the interaction's correction costs some
+        assert row["nominal"] == pytest.approx(0.05 if row["wanted"] == "at most" else power, abs=1e-3)
         assert row["holds"], row
     planted = [row["rate"] for row in document["rows"] if row["wanted"] == "at least"]
     false = [row["rate"] for row in document["rows"] if row["wanted"] == "at most"]
