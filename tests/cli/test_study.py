@@ -34,12 +34,13 @@ strategy = ["all-reduce", "parameter-server:mode=async", "local-sgd:period=4"]
 workers = [2, 3]
 """
 
+NO_FIGURES = Path(__file__).parent / "no_figures"
 COMMAND = [sys.executable, "-m", "podium", "compare"]
 
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here looks at a figure, and drawing is most of a report's time. Commands of their own do draw."""
+    """Nothing here looks at a figure, and drawing is most of a report's time."""
     for package in ("matplotlib", "plotly.offline"):
         monkeypatch.setitem(sys.modules, package, None)
 
@@ -52,7 +53,9 @@ def study(tmp_path: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(podium.__file__).parents[1])}
+    """One thread, and no figures: packages of these names come first, and say that they are not there."""
+    path = os.pathsep.join([str(NO_FIGURES), str(Path(podium.__file__).parents[1])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def facts(folder: Path) -> dict[tuple[str, int], Any]:
