@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,10 @@ def test_more_servers_come_to_weighted_ranges(tmp_path: Path, alone: RunResult) 
     def more() -> None:
         (run_dir,) = tmp_path.glob("*/control.json")
         podium.scale(run_dir.parent, servers=3)
+        # On a busy machine the run would be over before the newcomer has started.
+        newcomer, deadline = run_dir.parent / "records" / "rank-4.jsonl", time.monotonic() + 20
+        while not newcomer.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
         Gate(tmp_path).open()
 
     acting = at_gate(tmp_path, more)
