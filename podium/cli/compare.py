@@ -79,6 +79,8 @@ def compare(
         --strategy parameter-server:mode=async,servers=2
     podium compare studies/strategies.toml --size small
     """
+    from podium.study.file import is_study_file
+
     strategies = (*split_strategies(listed or ""), *single)
     where, size = given.pop("out"), given.pop("size")
     if is_study_file(given["task"] or ""):
@@ -102,11 +104,6 @@ def compare(
     out.document(comparison.to_dict())
     out.say(*describe(comparison))
     return exit_code(comparison)
-
-
-def is_study_file(text: str) -> bool:
-    """Whether this names a study file. A task of one's own is `file.py:function`."""
-    return text.endswith((".toml", ".py"))
 
 
 def _task_design(strategies: Sequence[str], seeds: int | None, target: float | None, **given: Any) -> Design:

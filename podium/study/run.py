@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal
 
-from podium.errors import ConfigError, Interrupted
+from podium.errors import ConfigError
 from podium.measure.records import to_json
 from podium.study.answer import find, tell
 from podium.study.design import TOLD, Design, check_same, strategies_design, surroundings
@@ -213,15 +213,11 @@ class _Runs:
 
     def _warm_up(self) -> None:
         """One step that no row tells of: else whoever comes first would pay for what is loaded once."""
-        name, seed = self.design.order()[0]
         with tempfile.TemporaryDirectory(prefix="podium-study-") as folder:
-            config = replace(self.design.config(name, seed), steps=1, eval_every=0, run_dir=f"{folder}/run")
-            try:
-                self.launch(config, task=self.task, on_event=_ignore, stop=self.stop)
-            except Interrupted:
-                raise
-            except Exception:
-                return  # what is wrong with a run is told when its turn comes
+            asked = self._asked(self.design.order()[0], f"{folder}/run")
+            asked = replace(asked, config=replace(asked.config, steps=1, eval_every=0), pictured=False)
+            # What is wrong with it is told when its turn comes.
+            run_one(asked, launch=self.launch, task=self.task, on_event=_ignore, stop=self.stop)
 
     def _one_by_one(self, keys: Sequence[Key]) -> Literal["finished", "stopped"]:
         for key in keys:
@@ -253,7 +249,8 @@ class _Runs:
                 return "stopped"
         return "finished"
 
-    def _asked(self, key: Key) -> Asked:
+    def _asked(self, key: Key, run_dir: str | None = None) -> Asked:
+        """One run; its records go to a new folder of the study, unless another is given."""
         cell = self.design.at(key[0])
         config = self.design.config(*key)
         return Asked(
@@ -261,7 +258,7 @@ class _Runs:
             levels=cell.levels,
             seed=key[1],
             nodes=self.design.nodes(config),
-            config=replace(config, run_dir=str(self.store.fresh_run_dir(*key))),
+            config=replace(config, run_dir=run_dir or str(self.store.fresh_run_dir(*key))),
             stop=self.design.stop,
             target=self.design.target,
             pictured=key[1] == self.design.replications.seeds[0],
