@@ -17,8 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from podium.study.drawing import bars, course, curves, histogram, interaction, stack, timeline, topology
-from podium.study.drawing.base import COLOURS, DASHES, INK, WIDTHS, embed, style
-from podium.study.drawing.base import embed as _embed
+from podium.study.drawing.base import COLOURS, DASHES, INK, WIDTHS, embed, paper_settings, style
 from podium.study.figures import (
     Bars,
     Convergence,
@@ -36,7 +35,6 @@ __all__ = [
     "DASHES",
     "INK",
     "WIDTHS",
-    "_embed",
     "embed",
     "plotly_script",
     "style",
@@ -98,16 +96,8 @@ def _on_paper(figure: Figure, order: Mapping[str, int], form: str, ink: str) -> 
         figures = importlib.import_module("matplotlib.figure")
     except ImportError:
         return None
-    settings = {
-        "text.parse_math": False,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "podium",
-        "font.size": 9,
-        "axes.spines.top": False,
-    }
-    settings |= {"axes.spines.right": False, "lines.solid_capstyle": "butt", "font.family": "DejaVu Sans"}
+    settings = paper_settings(ink) | {"lines.solid_capstyle": "butt"}
     settings |= {"pdf.fonttype": 42}  # letters that can be searched and copied
-    settings |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink)
     kind = _KINDS[type(figure)]
     # A context of its own, and no pyplot: the caller's figures and settings stay as they are.
     with matplotlib.rc_context(settings):

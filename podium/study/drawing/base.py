@@ -65,3 +65,12 @@ def embed(svg: str) -> str:
 def faded(colour: str, alpha: float) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"
+
+
+def paper_settings(ink: str) -> dict[str, Any]:
+    """What matplotlib is told for every figure: text as text, no random identifiers, all lines of one colour."""
+    settings: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "podium", "font.size": 9}
+    settings |= {"text.parse_math": False}  # a name with dollars is a name
+    settings |= {"axes.spines.top": False, "axes.spines.right": False, "font.family": "DejaVu Sans"}
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    return settings | dict.fromkeys(inked, ink)

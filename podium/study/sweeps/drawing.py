@@ -10,6 +10,7 @@ from typing import Any
 
 from podium.study import drawing
 from podium.study.drawing import COLOURS, INK
+from podium.study.drawing.base import embed, paper_settings
 from podium.study.figures import Convergence
 from podium.study.sweeps.figures import Figure, Map, OneOption, Parallel, Timeline
 
@@ -40,22 +41,13 @@ def _svg(draw: Callable[[Any], None], size: tuple[float, float]) -> str | None:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError:
         return None
-    settings = {
-        "text.parse_math": False,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "podium",
-        "font.size": 9,
-        "axes.spines.top": False,
-    }
-    settings |= {"axes.spines.right": False, "font.family": "DejaVu Sans"}
-    settings |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(paper_settings(INK)):
         canvas = figures.Figure(figsize=size, layout="constrained")
         backend.FigureCanvasSVG(canvas)
         draw(canvas.add_subplot())
         out = io.StringIO()
         canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    return drawing._embed(out.getvalue())
+    return embed(out.getvalue())
 
 
 def _draw_one_option(axes: Any, figure: OneOption) -> None:
