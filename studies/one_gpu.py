@@ -23,6 +23,7 @@ from podium.study.one_gpu import PARTS, SIZES, Ended, design, draw, from_bench, 
 @click.command(help="Measure many trainings on one GPU: MPS, Ray, fusion, branches; and say which is how much better.")
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this one; may be repeated.")
 @click.option("--only", "tasks", multiple=True, metavar="TASK", help="Only this task; may be repeated.")
+@click.option("--arm", "arms", multiple=True, metavar="ARM", help="Only this arm; may be repeated.")
 @click.option("--budget-s", type=float, help="Begin nothing that would not be through after so many seconds.")
 @click.option("--data-dir", default="", help="Holds the folders mnist and cifar10.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("docs/studies/one-gpu.jsonl"), show_default=True)
@@ -35,6 +36,7 @@ from podium.study.one_gpu import PARTS, SIZES, Ended, design, draw, from_bench, 
 def main(
     parts: tuple[str, ...],
     tasks: tuple[str, ...],
+    arms: tuple[str, ...],
     budget_s: float | None,
     data_dir: str,
     out: Path,
@@ -47,7 +49,7 @@ def main(
 ) -> None:
     ended = Ended()
     try:
-        asked = design(size).only(parts, tasks)  # type: ignore[arg-type]  # one of SIZES
+        asked = design(size).only(parts, tasks, arms)  # type: ignore[arg-type]  # one of SIZES
         if only_plan:
             for cell in asked.cells:
                 print(f"{cell.estimate_s:6.0f} s  {cell.name}")

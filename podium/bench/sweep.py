@@ -370,6 +370,9 @@ class _Watch:
     def take(self) -> Trial | None:
         return self.waiting.pop(0) if self.waiting else None
 
+    def expects_more(self) -> bool:
+        return bool(self.waiting)
+
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         return GO
 

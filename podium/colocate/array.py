@@ -115,6 +115,7 @@ class Array:
         does row by row.
         """
         self.recipe, self.resident, self.rows, self.mode = recipe, resident, rows, mode
+        self._made: dict[str, Any] = {"mode": mode, "fast": fast, "compiled": compiled}
         self.device, self.task, self.batch_size = recipe.torch_device, first.task, first.batch_size
         if resident.train.why_not:
             raise ConfigError(f"fused: the data must lie on {self.device}, but {resident.train.why_not}")
@@ -310,6 +311,30 @@ class Array:
             self.buffers[name][target].copy_(value)
         if isinstance(self.optimizer, OwnOptimizers):
             self.optimizer.copy(source, target)
+
+    def narrower(self, rows: Sequence[int], steps: Sequence[int]) -> Array:
+        """A new array of these rows alone, as they stand after so many steps; they need samples before the next one.
+
+        Rows beyond `steps` hold no trial. This array must not take another step: some of what rows hold (their
+        schedules) belongs to the new one.
+        """
+        first = self.recipe.make(self._parts(rows[0]).trial)
+        new = Array(self.recipe, first, self.resident, len(rows), **self._made)
+        if new.structure != self.structure or len(rows) < 2 or not self.optimizer.capturable:
+            raise ConfigError("fused: an array can be made narrower where its optimizer is stacked, down to two rows")
+        chosen = torch.tensor(list(rows), device=self.device)
+        for mine, theirs in zip(new._all_of_rows(), self._all_of_rows(), strict=True):
+            mine.copy_(theirs.index_select(0, chosen))
+        for i, (row, done) in enumerate(zip(rows, steps, strict=False)):
+            new.held[i], timetable = self.held[row], self._timetables[row]
+            assert timetable is not None
+            new._timetables[i] = timetable
+            new.numbers[i].copy_(timetable.rows(done, new.window_of_numbers))
+        return new
+
+    def _all_of_rows(self) -> list[Tensor]:
+        """What a row holds besides its samples and its numbers."""
+        return [*self.tensors(), *self.frozen.values(), self.clip, self.smoothing, self.loss]
 
     def tensors(self) -> list[Tensor]:
         """All that a step changes; the first dimension is rows."""

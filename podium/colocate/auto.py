@@ -6,22 +6,26 @@ and the time to train the whole group is predicted:
     start + trials × steps × seconds per model-step
 
 `start` is what has to happen before the first step (a capture, a compilation, starting processes) as far as it is still
-to come. The most promising candidates come first, and timing ends when it has cost a quarter of what is left to gain
-from. Nothing that was timed counts as training: rows are loaded anew afterwards. A candidate that raises, for lack of
-memory or because its step cannot be captured, is left out and the reason kept.
+to come. The most promising candidates come first: on a GPU all trials in one array, since no narrower one was ever
+faster there. Timing ends when it has cost a quarter of what is left to gain from, and sooner where the next candidate
+is unlikely to be the fastest. Nothing that was timed counts as training: rows are loaded anew afterwards, into the very
+array that was timed where it can be had. A candidate that raises, for lack of memory or because its step cannot be
+captured, is left out and the reason kept.
 
-Compiling takes from half a minute to several, so it is tried only where the group would train for long enough to get
-that back. Processes are timed by what one trial costs on one thread, and are considered on the CPU only: starting them
-on a GPU, to time them, would take longer than most groups train.
+Compiling takes from a quarter of a minute to minutes, so it is tried only where the group would train for long enough
+to get that back. Processes are timed by what one trial costs on one thread, and are considered on the CPU only:
+starting them on a GPU, to time them, would take longer than most groups train.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -45,8 +49,8 @@ MEASURE_S = 0.3
 """How long each candidate is timed at most, after its warm-up; the first, of which nothing is known, a tenth of it."""
 SHARE_OF_ONE = 0.004
 """The same, as a share of what the trials would take one after another."""
-COMPILE_S = 90.0
-"""What compiling a step is expected to take."""
+COMPILE_S, COMPILE_LAYER_S = 20.0, 1.0
+"""What compiling a step is expected to take, and what each layer adds to it."""
 COMPILED_GAIN = 1.6
 """How much faster compiled steps are expected to be, before it is tried."""
 PROCESS_START_S = 5.0
@@ -54,7 +58,9 @@ TOO_FEW_STEPS = 100
 """Verifying and timing take some dozens of steps themselves."""
 WORTH_FUSING = 1.1
 SHARE_OF_TOTAL = 0.25
-"""Timing ends when it has taken this share of what the best candidate so far would take for all trials."""
+"""Timing ends when it has taken this share of what the best candidate so far would take for all trials …"""
+SHARE_IF_UNLIKELY = 0.05
+"""… or this one, where the next candidate was the fastest nowhere yet."""
 _WIDTHS = (4, 8, 16, 32, 64, 128, 256)
 
 
@@ -85,6 +91,8 @@ class Choice(NamedTuple):
     executor: Executor
     why: str
     candidates: list[Candidate]
+    made: Bundle | None = None
+    """The chosen array, as it was timed; None where it is gone, or another way was chosen."""
 
 
 @final
@@ -110,6 +118,7 @@ class Auto(Executor):
     def run_groups(self, recipe: Recipe, desks: Sequence[Desk], on_event: OnEvent) -> None:
         """Choose for each group; groups that chose the same way are trained together."""
         chosen: dict[Executor, list[Desk]] = {}
+        several = len(desks) > 1  # then arrays run side by side, in one graph
         for number, desk in enumerate(desks):
             taken = take_parts(recipe, desk, WIDTH[recipe.torch_device.type], self.name)
             if not taken:
@@ -121,6 +130,8 @@ class Auto(Executor):
                 "event": "chose", "group": number, "executor": describe(choice.executor), "why": choice.why,
                 "table": [candidate.to_dict() for candidate in choice.candidates],
             })  # fmt: skip
+            if choice.made is not None and isinstance(choice.executor, Fused) and not several:
+                return choice.executor.run_made(recipe, desk, on_event, taken, choice.made)
             chosen.setdefault(choice.executor, []).append(WithReturned(desk, [parts.trial for parts in taken]))
         for executor, group in chosen.items():
             executor.run_groups(recipe, group, on_event)
@@ -141,50 +152,51 @@ class Auto(Executor):
             resident = recipe.resident_of(taken[0].task)
             found = probe(recipe, [parts.trial for parts in taken], resident, stop=stop)
             on_event(found.to_event(len(taken)))
-            timed = self._time_all(recipe, taken, resident, found, stop)
-        return _decide(timed, found, len(taken))
+            timing = _Timing(recipe, taken, resident, found, self.seconds / 10)
+            timed = self._time_all(timing, stop)
+        choice = _decide(timed, found, len(taken))
+        return choice._replace(made=timing.made_for(choice.executor))
 
-    def _time_all(
-        self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified, stop: Callable[[], bool]
-    ) -> list[Candidate]:
-        timing, began = _Timing(recipe, taken, resident, found, self.seconds / 10), time.perf_counter()
-        on_cpu, timed = recipe.torch_device.type == "cpu", []
-        for candidate in self._candidates(recipe, timing, taken, resident, found):
-            timed.append(candidate())
-            left = min(c.total_s for c in timed)
-            timing.seconds = max(self.seconds / 10, min(self.seconds, SHARE_OF_ONE * timed[0].total_s))
-            if stop() or (len(timed) > 1 and time.perf_counter() - began > SHARE_OF_TOTAL * left):
+    def _time_all(self, timing: _Timing, stop: Callable[[], bool]) -> list[Candidate]:
+        timed: list[Candidate] = []
+        began = time.perf_counter()
+        for share, candidate in self._candidates(timing):
+            left = min((c.total_s for c in timed), default=math.inf)
+            if stop() or time.perf_counter() - began > share * left:
                 break  # what is left takes no longer than looking for something faster would
-        if on_cpu and not timed[0].why_not:
+            timed.append(candidate())
+            longest = max((c.total_s for c in timed if not c.why_not), default=0.0)
+            timing.seconds = max(self.seconds / 10, min(self.seconds, SHARE_OF_ONE * longest))
+        if timing.on_cpu and timed and not timed[0].why_not:
             timed.append(timing.processes(timed[0]))
         fused = [c for c in timed if c.executor.name == "fused" and not c.why_not]
-        if fused and self._may_compile(recipe, timed, found):
+        if fused and self._may_compile(timing, timed):
             timed.append(timing.fused(min(fused, key=lambda c: c.total_s).width, compiled=True))
         return timed
 
-    def _candidates(
-        self, recipe: Recipe, timing: _Timing, taken: Sequence[Parts], resident: Resident, found: Verified
-    ) -> Iterator[Callable[[], Candidate]]:
-        """One after another first, then whatever is most likely to be faster."""
-        on_cpu = recipe.torch_device.type == "cpu"
-        yield timing.sequential
-        widths: list[int] = []
-        if found.fuses and len(taken) > 1:
-            most = widest(recipe, taken[0], resident, len(taken), found.mode)
-            widths = sorted({w for w in _WIDTHS if w < most} | {most})[:-5:-1]
-        for width in widths:
-            yield lambda width=width: timing.fused(width)  # type: ignore[misc]  # bound now
-        for width in (16, 32, 8) if timing.captures and not on_cpu else ():
-            if width <= 2 * len(taken):
-                yield lambda width=width: timing.streams(width)  # type: ignore[misc]  # bound now
+    def _candidates(self, timing: _Timing) -> Iterator[tuple[float, Callable[[], Candidate]]]:
+        """Whatever is most likely to be fast first; with the share of what is left that timing may have taken by then.
 
-    def _may_compile(self, recipe: Recipe, timed: Sequence[Candidate], found: Verified) -> bool:
+        On the CPU one after another comes first: there it may be the fastest, and takes no time to begin.
+        """
+        unlikely = SHARE_OF_TOTAL if timing.on_cpu or not timing.found.fuses else SHARE_IF_UNLIKELY
+        ways: list[tuple[float, Callable[[], Candidate]]] = [
+            (unlikely, partial(timing.fused, width)) for width in timing.widths
+        ]
+        ways.insert(0 if timing.on_cpu else 1, (math.inf if timing.on_cpu else SHARE_OF_TOTAL, timing.sequential))
+        yield from ways
+        for width in (16, 32, 8) if timing.captures and not timing.on_cpu else ():
+            if width <= 2 * len(timing.taken):
+                yield unlikely, partial(timing.streams, width)
+
+    def _may_compile(self, timing: _Timing, timed: Sequence[Candidate]) -> bool:
         if self.compiled is not None:
-            return self.compiled and found.mode == "forward"
-        if recipe.torch_device.type != "cuda" or found.mode != "forward":
+            return self.compiled and timing.found.mode == "forward"
+        if timing.on_cpu or timing.found.mode != "forward":
             return False
         left = min((c.total_s for c in timed if not c.why_not), default=0.0)
-        return left * (1 - 1 / COMPILED_GAIN) > COMPILE_S
+        layers = sum(any(True for _ in m.parameters(recurse=False)) for m in timing.taken[0].model.modules())
+        return left * (1 - 1 / COMPILED_GAIN) > COMPILE_S + layers * COMPILE_LAYER_S
 
 
 class _Timing:
@@ -201,6 +213,21 @@ class _Timing:
         self.threads: tuple[int | None, ...] = (1, None) if several else (None,)
         self.on_one_thread: dict[str, float] = {}
         """Microseconds per model-step, by executor."""
+        self.on_cpu = recipe.torch_device.type == "cpu"
+        self._made: tuple[Executor, Bundle] | None = None
+        """The array that was timed last; one at a time, since each may fill the memory."""
+
+    @property
+    def widths(self) -> list[int]:
+        """Of arrays that are worth timing, the widest first."""
+        if not self.found.fuses or len(self.taken) < 2:
+            return []
+        most = widest(self.recipe, self.taken[0], self.resident, len(self.taken), self.found.mode)
+        return sorted({w for w in _WIDTHS if w < most} | {most})[:-5:-1]
+
+    def made_for(self, executor: Executor) -> Bundle | None:
+        """The array that this executor was timed with, if it is still there."""
+        return self._made[1] if self._made is not None and self._made[0] == executor else None
 
     def sequential(self) -> Candidate:
         on_gpu = self.recipe.torch_device.type == "cuda" and self.captures
@@ -226,6 +253,7 @@ class _Timing:
 
     def streams(self, width: int) -> Candidate:
         rows = min(width, len(self.taken))
+        self._made = None
 
         def begin() -> Callable[[int], None]:
             arrays = []
@@ -238,15 +266,22 @@ class _Timing:
         return self._timed(Streams(width=width), rows, begin)
 
     def fused(self, width: int, *, compiled: bool = False) -> Candidate:
+        self._made = None
+        made: list[Bundle] = []
+
         def begin() -> Callable[[int], None]:
             array = Array(self.recipe, self.taken[0], self.resident, width, mode=self.found.mode, compiled=compiled)
             for row in range(width):
                 array.load(row, self.recipe.make(self.taken[row % len(self.taken)].trial))
             array.refill([0] * width)
-            return Bundle([array]).run
+            made.append(Bundle([array]))
+            return made[0].run
 
         executor = Fused(width=width, compiled=compiled, probed=False, mode=self.found.mode)
-        return self._timed(executor, width, begin)
+        found = self._timed(executor, width, begin)
+        if not found.why_not:
+            self._made = found.executor, made[0]
+        return found
 
     def _timed(self, executor: Any, width: int, begin: Callable[[], Callable[[int], None]]) -> Candidate:
         """Time an executor; on the CPU with one thread and with all, and keep the faster."""
@@ -308,8 +343,11 @@ def _decide(timed: list[Candidate], found: Verified, trials: int) -> Choice:
         reasons = "; ".join(f"{describe(c.executor)}: {c.why_not}" for c in timed)
         # Trials that cannot take a step are handed in as failed, each with its reason, by whoever trains them.
         return Choice(Sequential(), f"no executor could take a step: {reasons}", timed)
-    one = min((c for c in timed if c.executor.name == "sequential"), key=lambda c: c.total_s)
     best = min(possible, key=lambda c: c.total_s)
+    one = next((c for c in timed if c.executor.name == "sequential"), None)
+    if one is None:
+        why = f"{describe(best.executor)}: all {trials} trials take some {best.total_s:.2g} s; nothing else was timed"
+        return Choice(best.executor, why, timed)
     gain = one.total_s / best.total_s if not one.why_not else float("inf")
     if best.executor.name != "sequential" and gain < WORTH_FUSING:
         why = f"do not share: {describe(best.executor)} is predicted only {gain:.2f}× as fast as one after another"

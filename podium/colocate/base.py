@@ -33,6 +33,9 @@ class Desk(Protocol):
     def take(self) -> Trial | None:
         """The next trial of this executor's group; None when there is none now. Finishing one may bring more."""
 
+    def expects_more(self) -> bool:
+        """Whether `take` may ever give another trial: where not, nobody needs a free place any more."""
+
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         """Tell how a trial does; at its last step the verdict means nothing."""
 
@@ -78,6 +81,9 @@ class InFront(ABC):
     @abstractmethod
     def take(self) -> Trial | None: ...
 
+    def expects_more(self) -> bool:
+        return self._desk.expects_more()
+
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         return self._desk.report(trial, evaluation)
 
@@ -104,3 +110,6 @@ class WithReturned(InFront):
 
     def take(self) -> Trial | None:
         return self._returned.pop(0) if self._returned else self._desk.take()
+
+    def expects_more(self) -> bool:
+        return bool(self._returned) or self._desk.expects_more()

@@ -7,6 +7,7 @@ GPU has room. On the CPU, or where a step cannot be captured, arrays step one af
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
 
 import torch
@@ -27,16 +28,22 @@ class Bundle:
         possible = self.device.type == "cuda" and all(array.optimizer.capturable for array in arrays)
         self.captured = possible if captured is None else captured and possible
         self._graph: torch.cuda.CUDAGraph | None = None
+        self.start_s: float | None = None
+        """What came before the first step, the capture and what it compiled; on the CPU with that step."""
 
     def run(self, steps: int) -> None:
         """Take so many steps. On a GPU this returns before they are done."""
+        began = time.perf_counter()
         if self.captured and self._graph is None:
             self._capture()
+            self.start_s = time.perf_counter() - began
         for _ in range(steps):
             if self._graph is not None:
                 self._graph.replay()
             else:
                 self._step()
+            if self.start_s is None:
+                self.start_s = time.perf_counter() - began
 
     def close(self) -> None:
         """Give the graph's memory back."""

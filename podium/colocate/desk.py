@@ -88,6 +88,10 @@ class TrialDesk:
                 return trial
         return None
 
+    def expects_more(self) -> bool:
+        """Whether any group may ever have another trial."""
+        return not self.source.exhausted or any(self._queues.values())
+
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         """Tell how a trial does, and hear what is to happen to it."""
         self._record(trial, evaluation)
@@ -322,6 +326,9 @@ class _GroupDesk(InFront):
 
     def take(self) -> Trial | None:
         return self._whole._take(self._key)
+
+    def expects_more(self) -> bool:
+        return not self._whole.source.exhausted or bool(self._whole.waiting(self._key))
 
 
 def read_outcomes(folder: str | Path) -> list[Outcome]:

@@ -10,6 +10,7 @@ import torch
 
 from podium.colocate.array import Array, Mode
 from podium.colocate.base import Desk, Executor, OnEvent, WithReturned
+from podium.colocate.bundle import Bundle
 from podium.colocate.probe import Verified, probe
 from podium.colocate.recipe import Parts, Recipe, precision_of, with_threads
 from podium.colocate.resident import Resident
@@ -78,6 +79,20 @@ class Fused(Executor):
                 left += train_in_slots(recipe, arrays, first, self.name, on_event, captured=self.captured)
         for desk in left:
             Sequential(threads=self.threads).run(recipe, desk, on_event)
+
+    def run_made(self, recipe: Recipe, desk: Desk, on_event: OnEvent, taken: Sequence[Parts], bundle: Bundle) -> None:
+        """Train these trials of the desk, and all others, in a bundle's one array, whatever it held before."""
+        (array,) = bundle.arrays
+        for row in range(array.rows):
+            array.release(row)
+        more = WithReturned(desk, [parts.trial for parts in taken[array.rows :]])
+        with precision_of(recipe), with_threads(self.threads):
+            first = {0: list(taken[: array.rows])}
+            left = train_in_slots(
+                recipe, [(array, more)], first, self.name, on_event, captured=self.captured, bundle=bundle
+            )
+        for remaining in left:
+            Sequential(threads=self.threads).run(recipe, remaining, on_event)
 
     def _verify(
         self,

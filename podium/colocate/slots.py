@@ -3,7 +3,10 @@
 The host knows beforehand when anything will happen to a row: its samples run out, it is to be evaluated, it ends. So it
 lets all arrays run as many steps as nothing happens in, without looking at the device, and then does what is due: gives
 rows new samples, evaluates those that are due together, asks the desk, frees rows and fills them from the queue. The
-graph stays the same throughout; a trial that comes late begins at its own step 0 in it.
+graph stays the same while rows are needed; a trial that comes late begins at its own step 0 in it.
+
+Towards a sweep's end rows stay empty, and cost as much as others. Once half of them are, and what is left of the sweep
+is long enough to pay for it, the trials move into arrays without those.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ _LONGEST_RUN = 2000
 """Steps after which the host looks up, to see whether it is asked to stop."""
 _LOOK_UP_S = 0.5
 """The same on the CPU, in seconds."""
+_PER_ROW = 0.5
+"""What a step's rows cost of it, at least: the rest is the same for any number of them."""
+_NARROW_S = 0.1
+"""What new arrays cost, besides what the first ones did."""
 
 
 class Slot:
@@ -61,16 +68,21 @@ class Slots:
         on_event: OnEvent,
         *,
         captured: bool | None = None,
+        bundle: Bundle | None = None,
     ) -> None:
-        """Each array has the desk that its trials come from."""
+        """Each array has the desk that its trials come from. `bundle`: of these arrays, if there is one already."""
         self.recipe, self.executor, self.on_event = recipe, executor, on_event
-        self.arrays = arrays
-        self.bundle = Bundle([array for array, _ in arrays], captured=captured)
+        self.arrays, self.captured = arrays, captured
+        self.bundle = bundle or Bundle([array for array, _ in arrays], captured=captured)
+        self.narrows = True
+        """Whether arrays may be made narrower."""
         self.slots: dict[tuple[int, int], Slot] = {}
         self.copied = False
         """Whether any row took over another's state: then no trial can be trained again by itself."""
         self.steps = 0
         """How often all arrays took a step."""
+        self._since: tuple[int, float] | None = None
+        """From which step on, and when, the bundle's steps are timed: its first ones take longer."""
 
     def run(self, first: dict[int, list[Parts]] | None = None) -> None:
         """Train until no trial is left; `first`: trials that were taken already, by the array's place."""
@@ -90,11 +102,13 @@ class Slots:
             self.steps += steps
             for slot in self.slots.values():
                 slot.steps += steps
+            self._since = self._since or (self.steps, time.perf_counter())
             if any(desk.stop_requested() for _, desk in self.arrays):
                 return
             for place in range(len(self.arrays)):
                 self._judge(place)
             self._fill()
+            self._narrow()
             self._refill()
 
     # What happens to rows.
@@ -132,6 +146,57 @@ class Slots:
             array.refill([due[row].steps if row in due else None for row in range(array.rows)])
             for slot in due.values():
                 slot.filled_to = slot.steps + array.window
+
+    def _narrow(self) -> None:
+        """Leave out rows, and arrays, that no trial will ever need again, where that pays."""
+        wanted = [self._rows_wanted(place) for place in range(len(self.arrays))]
+        before = sum(array.rows for array in self.bundle.arrays)
+        if not self.narrows or not self.slots or 2 * sum(wanted) > before or self._since is None:
+            return
+        step, at = self._since
+        each = (time.perf_counter() - at) / max(1, self.steps - step)  # whoever left a row was waited for
+        ahead = max(slot.parts.steps - slot.steps for slot in self.slots.values())
+        if _PER_ROW * (1 - sum(wanted) / before) * each * ahead < (self.bundle.start_s or 0.0) + _NARROW_S:
+            return
+        try:
+            moved = {
+                place: self._narrower(place)
+                for place, ((array, _), rows) in enumerate(zip(self.arrays, wanted, strict=True))
+                if 0 < rows < array.rows
+            }
+        except Exception as error:  # the user's own code, or memory: then it goes on as it is
+            self.narrows = False
+            self.on_event({"event": "not narrowed", "why": f"{type(error).__name__}: {error}"[:500]})
+            return
+        for place, (array, slots) in moved.items():
+            self.arrays[place] = (array, self.arrays[place][1])
+            for row, slot in enumerate(slots):
+                del self.slots[place, slot.row]
+                slot.array, slot.row, slot.filled_to = array, row, slot.steps
+            self.slots.update({(place, slot.row): slot for slot in slots})
+        self.bundle.close()
+        kept = [array for (array, _), rows in zip(self.arrays, wanted, strict=True) if rows]
+        self.bundle, self._since = Bundle(kept, captured=self.captured), None
+        self.on_event({"event": "narrowed", "rows": sum(array.rows for array in kept), "before": before})
+
+    def _rows_wanted(self, place: int) -> int:
+        """How many rows the array would have if it were made now."""
+        array, desk = self.arrays[place]
+        live = sum(at == place for at, _ in self.slots)
+        if desk.expects_more():
+            return array.rows
+        if array.rows <= 2 or not array.optimizer.capturable:
+            return array.rows if live else 0
+        return min(array.rows, max(2, live)) if live else 0
+
+    def _narrower(self, place: int) -> tuple[Array, list[Slot]]:
+        """The array with the rows that hold trials alone, and their slots in its order."""
+        array, _ = self.arrays[place]
+        slots = [slot for (at, _), slot in sorted(self.slots.items()) if at == place]
+        rows = [slot.row for slot in slots]
+        if len(rows) < 2:  # an array has two: the other one goes on computing, and nobody looks
+            rows.append(next(row for row in range(array.rows) if row not in rows))
+        return array.narrower(rows, [slot.steps for slot in slots]), slots
 
     def _judge(self, place: int) -> None:
         array, desk = self.arrays[place]
@@ -212,9 +277,10 @@ def train_in_slots(
     on_event: OnEvent,
     *,
     captured: bool | None = None,
+    bundle: Bundle | None = None,
 ) -> list[Desk]:
     """Train in these arrays. Where a step raises, what is not finished is left for another way, from its beginning."""
-    slots = Slots(recipe, arrays, executor, on_event, captured=captured)
+    slots = Slots(recipe, arrays, executor, on_event, captured=captured, bundle=bundle)
     try:
         slots.run(first)
     except PodiumError:

@@ -409,6 +409,9 @@ class Desk:
     def take(self) -> Trial | None:
         return self.waiting.pop(0) if self.waiting else None
 
+    def expects_more(self) -> bool:
+        return bool(self.waiting)
+
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         self.reports.append((trial.number, evaluation))
         return GO if self.judge is None else self.judge(trial, evaluation)

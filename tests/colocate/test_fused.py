@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from podium import Task
-from podium.colocate.array import structure_of
+from podium.colocate import auto, slots
+from podium.colocate.array import Array, structure_of
 from podium.colocate.auto import Auto
 from podium.colocate.fused import Fused
-from podium.colocate.probe import TOLERANCE, probe
+from podium.colocate.probe import TOLERANCE, Verified, probe
 from podium.colocate.sequential import Sequential
 from podium.colocate.stacked_optim import Place, stretches_of
 from podium.colocate.streams import Streams
@@ -368,6 +369,62 @@ class TestNeighbours:
             assert fused.outcomes[number].steps == outcome.steps
             assert apart(fused.states[number], alone.states[number]) < ROUNDING
 
+    @pytest.mark.parametrize(
+        ("optimizer", "schedule"),
+        [(torch.optim.SGD, None), (torch.optim.SGD, nets.plain_one_cycle), (torch.optim.AdamW, nets.falling)],
+        ids=["constant", "one-cycle", "adamw"],
+    )
+    def test_trials_that_move_into_narrower_arrays_stay_what_they_were(
+        self, optimizer: Any, schedule: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(slots, "_NARROW_S", -1e9)  # whatever it costs
+        make = partial(nets.net, dropout=0.2)
+        task = dataclasses.replace(nets.task_of(make, optimizer), schedule=schedule)
+        epochs = (1, 1, 1, 1, 1, 2, 2, 4, 1)  # the ninth comes into a free row
+        trials = trials_of(*[{"lr": 0.01 * (i + 1), "clip_norm": 1.0, "epochs": n} for i, n in enumerate(epochs)])
+        recipe, heard = recipe_of(task, eval_every=1), []
+        fused, alone = Desk(trials), Desk(trials)
+        Fused(width=8).run(recipe, fused, heard.append)
+        Sequential().run(recipe, alone, lambda event: None)
+        assert [(e["before"], e["rows"]) for e in heard if e["event"] == "narrowed"] == [(8, 4), (4, 2)]
+        assert not any(e["event"] in ("fell back", "not narrowed") for e in heard)
+        for trial in trials:
+            mine, theirs = fused.outcomes[trial.number], alone.outcomes[trial.number]
+            assert (mine.status, mine.steps) == ("finished", theirs.steps)
+            assert [e.metrics for e in mine.history] == [e.metrics for e in theirs.history]
+            # A bias before BatchNorm has no true gradient: AdamW makes steps of rounding there.
+            assert apart(fused.states[trial.number], alone.states[trial.number]) < (1e-6 if schedule else ROUNDING)
+
+    def test_branches_that_nobody_needs_any_more_are_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(slots, "_NARROW_S", -1e9)
+        trials = trials_of(*[{"lr": 0.05 * (i + 1), "epochs": 1 + 2 * (i == 3)} for i in range(4)])
+        recipe, heard, desk, alone = recipe_of(nets.toy), [], Desk(trials), Desk(trials)
+        Streams(width=4).run(recipe, desk, heard.append)
+        Sequential().run(recipe, alone, lambda event: None)
+        assert [(e["before"], e["rows"]) for e in heard if e["event"] == "narrowed"] == [(4, 1)]
+        assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(4))
+
+    def test_an_array_stays_wide_while_more_may_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(slots, "_NARROW_S", -1e9)
+        trials, heard = trials_of(*[{"epochs": 1 + 3 * (i == 0)} for i in range(6)]), []
+        desk = Desk(trials)
+        monkeypatch.setattr(desk, "expects_more", lambda: True)
+        Fused(width=6).run(recipe_of(nets.toy), desk, heard.append)
+        assert len(desk.outcomes) == 6 and not any(event["event"] == "narrowed" for event in heard)
+
+    def test_an_array_that_cannot_be_made_narrower_goes_on_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(array: Array, rows: Any, steps: Any) -> Array:
+            raise torch.OutOfMemoryError("no room")
+
+        monkeypatch.setattr(slots, "_NARROW_S", -1e9)
+        monkeypatch.setattr(Array, "narrower", full)
+        trials, heard = trials_of(*[{"epochs": 1 + 3 * (i == 0)} for i in range(6)]), []
+        desk, alone = Desk(trials), Desk(trials)
+        Fused(width=6).run(recipe_of(nets.toy), desk, heard.append)
+        Sequential().run(recipe_of(nets.toy), alone, lambda event: None)
+        assert [event["why"] for event in heard if event["event"] == "not narrowed"] == ["OutOfMemoryError: no room"]
+        assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(6))
+
     def test_a_trial_that_diverges_ends_alone(self) -> None:
         trials = trials_of({"lr": 0.1}, {"lr": 1e30}, {"lr": 0.2})
         recipe = recipe_of(nets.toy, eval_every=1, dtype="float32")
@@ -597,6 +654,23 @@ class TestFallBack:
         fused.run(recipe, desk, heard.append)
         assert not any(event["event"] == "fell back" for event in heard)
         assert {outcome.executor for outcome in desk.outcomes.values()} == {"fused"}
+
+    def test_what_auto_has_timed_leaves_no_trace_in_what_is_trained_in_the_same_array(self) -> None:
+        trials = trials_of(*[{"lr": 0.01 * (i + 1), "dropout": 0.1, "momentum": 0.9, "epochs": 3} for i in range(5)])
+        recipe = recipe_of(nets.toy, eval_every=1)
+        taken = [recipe.make(trial) for trial in trials[:3]]
+        timing = auto._Timing(recipe, taken, recipe.resident_of(taken[0].task), Verified(fuses=True), 0.01)
+        timed = timing.fused(3)
+        timing.sequential()
+        bundle = timing.made_for(timed.executor)
+        assert bundle is not None and bundle.arrays[0].loss.count_nonzero() == 3  # it has taken steps
+        desk, alone = Desk(trials[3:]), Desk(trials)
+        timed.executor.run_made(recipe, desk, lambda event: None, taken, bundle)
+        Sequential().run(recipe, alone, lambda event: None)
+        assert desk.outcomes.keys() == alone.outcomes.keys()
+        assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(5))
+        timing.fused(2)
+        assert timing.made_for(timed.executor) is None
 
     def test_auto_says_what_it_chose_and_from_what(self) -> None:
         trials, heard = trials_of(*[{"lr": 0.01 * (i + 1)} for i in range(8)]), []

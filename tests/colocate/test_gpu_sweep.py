@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from podium.colocate import slots
 from podium.colocate.auto import Auto
 from podium.colocate.bundle import Bundle
 from podium.colocate.fused import Fused
@@ -48,6 +49,20 @@ def test_nine_trials_are_the_same_nine_trials(executor: Any) -> None:
         mine, theirs = desk.outcomes[trial.number], alone.outcomes[trial.number]
         assert (mine.status, mine.steps, mine.why) == ("finished", theirs.steps, "")
         assert apart(desk.states[trial.number], alone.states[trial.number]) < 1e-9
+
+
+@pytest.mark.parametrize("executor", [Fused(width=8), Streams(width=8)], ids=["fused", "streams"])
+def test_trials_move_into_a_narrower_graph(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_NARROW_S", -1e9)  # whatever it costs
+    options = [{"lr": 0.02 * (i + 1), "momentum": 0.9, "dropout": 0.1, "epochs": 1 + i} for i in range(8)]
+    trials = [Trial(number=i, seed=i, options=one) for i, one in enumerate(options)]
+    recipe, heard = on_gpu(nets.toy, eval_every=1), []
+    desk, alone = Desk(trials), Desk(trials)
+    executor.run(recipe, desk, heard.append)
+    Sequential().run(recipe, alone, lambda event: None)
+    assert len([event for event in heard if event["event"] == "narrowed"]) >= 2
+    assert not any(event["event"] in ("fell back", "not narrowed") for event in heard)
+    assert all(apart(desk.states[i], alone.states[i]) < 1e-9 for i in range(8))
 
 
 def test_a_poisoned_row_changes_no_bit_of_the_others_in_a_captured_graph() -> None:

@@ -80,6 +80,9 @@ class ListDesk:
     def take(self) -> Trial | None:
         return self.trials.pop(0) if self.trials else None
 
+    def expects_more(self) -> bool:
+        return bool(self.trials)
+
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
         self.reports.append((trial.number, evaluation))
         return GO if self.verdict is None else self.verdict(trial, evaluation)

@@ -121,16 +121,22 @@ class Design:
                 found[cell.key.part] += cell.estimate_s
         return found
 
-    def only(self, parts: Sequence[str] = (), tasks: Sequence[str] = ()) -> Design:
-        """The cells of these parts and tasks; of all where none are named."""
+    def only(self, parts: Sequence[str] = (), tasks: Sequence[str] = (), arms: Sequence[str] = ()) -> Design:
+        """The cells of these parts, tasks and arms; of all where none are named."""
         known = list(dict.fromkeys(cell.key.task for cell in self.cells))
-        for name in parts:
-            if name not in PARTS:
-                raise UnknownName("part", name, PARTS)
-        for name in tasks:
-            if name not in known:
-                raise UnknownName("task of the study", name, known)
-        kept = [c for c in self.cells if c.key.part in (parts or PARTS) and c.key.task in (tasks or known)]
+        asked = (("part", parts, PARTS), ("task of the study", tasks, known), ("arm of the study", arms, tuple(LEVELS)))
+        for what, names, possible in asked:
+            for name in names:
+                if name not in possible:
+                    raise UnknownName(what, name, possible)
+        kept = [
+            cell
+            for cell in self.cells
+            if all(
+                not names or name in names
+                for name, names in ((cell.key.part, parts), (cell.key.task, tasks), (cell.key.arm, arms))
+            )
+        ]
         return dataclasses.replace(self, cells=tuple(kept))
 
     def executor(self, arm: str) -> str:
