@@ -37,6 +37,7 @@ WIDE = 100
 )
 @click.option("--seeds", type=click.IntRange(min=1), metavar="N", help="Runs of each cell. [3, or the study's own]")
 @click.option("--target", type=float, metavar="X", help="The value of the metric that time to target waits for.")
+@click.option("--maximize/--minimize", default=None, help="Which way the metric is better. [by its name]")
 @click.option("--size", metavar="NAME", help="One of the sizes that a study file has, as small.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, metavar="N", help="Runs at once, in virtual time. [1]")
 @options(
@@ -106,13 +107,17 @@ def compare(
     return exit_code(comparison)
 
 
-def _task_design(strategies: Sequence[str], seeds: int | None, target: float | None, **given: Any) -> Design:
+def _task_design(
+    strategies: Sequence[str], seeds: int | None, target: float | None, maximize: bool | None, **given: Any
+) -> Design:
     from podium.study.design import strategies_design
 
     config = _resolve(**given)
     shared = {name: value for name, value in changed(config).items() if name not in ("task", "out", *OWN)}
     settings = {**shared, "workers": config.workers, "launcher": config.launcher}
-    return strategies_design(config.task, strategies, seeds or SEEDS, settings, target=target, retries=0)
+    return strategies_design(
+        config.task, strategies, seeds or SEEDS, settings, target=target, maximize=maximize, retries=0
+    )
 
 
 def _study_design(
@@ -122,6 +127,7 @@ def _study_design(
     task: str,
     seeds: int | None,
     target: float | None,
+    maximize: bool | None,
     config_file: str | None,
     overrides: tuple[str, ...],
     **given: Any,
@@ -138,7 +144,7 @@ def _study_design(
         if not equals or not key:
             raise ConfigError(f"--set takes KEY=VALUE, got {override!r}")
         settings[key.strip()] = text.strip()
-    return study.changed(settings, seeds=seeds, target=target).design()
+    return study.changed(settings, seeds=seeds, target=target, maximize=maximize).design()
 
 
 def study_folder_of(design: Design) -> str:

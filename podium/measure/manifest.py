@@ -14,9 +14,11 @@ from typing import Any
 
 from podium import __version__
 from podium.errors import RecordError
+from podium.measure.nvml import open_board
 from podium.measure.records import to_json
 
 _PACKAGES = ("torch", "numpy", "scikit-learn", "podium")
+_MOST_GPUS = 64
 
 
 def write_manifest(run_dir: Path, config: dict[str, Any], **facts: Any) -> None:
@@ -58,13 +60,25 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
+    """The machine that this runs on; `gpus` only where there are any. Does not start CUDA."""
+    gpus = _gpus()
     return {
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        **({"gpus": gpus} if gpus else {}),
     }
+
+
+def _gpus() -> list[str]:
+    """The names of the GPUs that torch would see."""
+    names: list[str] = []
+    while len(names) < _MOST_GPUS and (board := open_board(len(names))) is not None:
+        with board:
+            names.append(board.name or "a GPU")
+    return names
 
 
 def git_commit(folder: Path) -> str | None:

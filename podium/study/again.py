@@ -22,6 +22,7 @@ def python_call(study: Mapping[str, Any]) -> str:
         return "import podium\n\npodium.run_study(study)  # the podium.Study of the program that asked for it"
     seeds = list(study["seeds"])
     options = {"strategies": _strategies(study), "seeds": seeds, **_settings(study), "target": study.get("target")}
+    options["maximize"] = study.get("maximize")
     arguments = "".join(f"    {name}={value!r},\n" for name, value in options.items() if value is not None)
     # A Task that was handed over lives in the caller's program; its name alone does not bring it back.
     task = f"task,  # the Task object named {study['name']}" if study.get("own_task") else f"{study['name']!r},"
@@ -35,6 +36,7 @@ def command(study: Mapping[str, Any]) -> str | None:
         words = ["podium", "compare", study["file"], *(["--size", study["size"]] if study["size"] else [])]
         for name in ("seeds", "target"):
             words += [f"--{name}", str(changes[name])] if name in changes else []
+        words += _way_up(changes)
         for name, value in changes.get("settings", {}).items():
             words += _set(name, value)
         return shlex.join(words)
@@ -53,9 +55,15 @@ def command(study: Mapping[str, Any]) -> str | None:
             words += [f"--{name}", str(settings.pop(name))]
     if study.get("target") is not None:
         words += ["--target", str(study["target"])]
+    words += _way_up(study)
     for name, value in settings.items():
         words += _set(name, value)
     return shlex.join(words)
+
+
+def _way_up(given: Mapping[str, Any]) -> list[str]:
+    maximize = given.get("maximize")
+    return [] if maximize is None else ["--maximize" if maximize else "--minimize"]
 
 
 def _size(study: Mapping[str, Any]) -> str:

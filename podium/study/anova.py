@@ -150,14 +150,16 @@ def anova(
     target: float | None = None,
     factors: Mapping[str, Sequence[Any]] | None = None,
     aliases: Mapping[str, Sequence[str]] | None = None,
+    maximize: bool | None = None,
 ) -> Anova | None:
     """Analyse one response (`responses.response_of`) over the `levels` of the finished runs.
 
     `factors` gives the order of levels, of which the first is what others are compared with; else numbers are sorted
     and texts come as they first appear. `aliases` names what a fraction cannot tell apart; what runs show to be one is
-    found without it. None where there are not two cells with a number, or no factor has two levels.
+    found without it. `maximize` is which way the metric of `seconds to target` is better, by its name where it is None.
+    None where there are not two cells with a number, or no factor has two levels.
     """
-    data = read(rows, response, ratio, target, factors)
+    data = read(rows, response, ratio, target, factors, maximize)
     if data is None:
         return None
     exact = is_exact(data)

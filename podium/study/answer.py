@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from podium.config import devices_in
 from podium.study.anova import anova
 from podium.study.anova import tell as tell_anova
 from podium.study.format import plain, probability, spread
@@ -25,6 +26,13 @@ class Findings:
     target: float | None
     table: list[Summary]
     contrasts: list[Contrast]
+    maximize: bool | None = None
+    """Which way the metric is better, where the study says so."""
+
+    @property
+    def lower(self) -> bool:
+        """Whether the metric is better when lower."""
+        return lower_is_better(self.metric, self.maximize)
 
     @property
     def speed_measure(self) -> str:
@@ -38,33 +46,41 @@ class Findings:
         return [c for c in self.contrasts if c.measure == measure and cell in (c.first, c.second)]
 
 
-def find(rows: Sequence[Row], target: float | None = None) -> Findings:
-    """Evaluate all rows. With no target, it is chosen from the results (`rows.default_target`)."""
+def find(rows: Sequence[Row], target: float | None = None, maximize: bool | None = None) -> Findings:
+    """Evaluate all rows. With no target, it is chosen from the results (`rows.default_target`).
+
+    `maximize` is which way the metric is better; None goes by its name (`rows.lower_is_better`).
+    """
     metric = metric_name(rows)
-    goal = default_target(rows, metric) if target is None else target
-    return Findings(metric, goal, summarise(rows, metric, goal), contrasts(rows, metric, goal))
+    goal = default_target(rows, metric, maximize) if target is None else target
+    table, pairs = summarise(rows, metric, goal, maximize), contrasts(rows, metric, goal, maximize)
+    return Findings(metric, goal, table, pairs, maximize)
 
 
-def answer(rows: Sequence[Row], target: float | None = None, hardware: Mapping[str, Any] | None = None) -> str:
-    """The answer first, then on a line of its own what may not be concluded."""
-    return tell(find(rows, target), rows, hardware)
+def answer(
+    rows: Sequence[Row],
+    target: float | None = None,
+    study: Mapping[str, Any] | None = None,
+    maximize: bool | None = None,
+) -> str:
+    """The answer first, then on a line of its own what may not be concluded. `study` is what study.json holds."""
+    return tell(find(rows, target, maximize), rows, study)
 
 
-def tell(findings: Findings, rows: Sequence[Row], hardware: Mapping[str, Any] | None = None) -> str:
+def tell(findings: Findings, rows: Sequence[Row], study: Mapping[str, Any] | None = None) -> str:
     """`answer` for who has the findings already."""
     done = finished(rows)
     verdict = _by_setting(findings, done) if len(by_setting(done)) > 1 else _verdict(findings) if done else []
     parts = [*verdict, *_failures(rows), *_losses(rows)] if done else [_nothing(rows)]
-    return " ".join(parts) + "\n" + limits(rows, hardware)
+    return " ".join(parts) + "\n" + limits(rows, study)
 
 
-def limits(rows: Sequence[Row], hardware: Mapping[str, Any] | None = None) -> str:
+def limits(rows: Sequence[Row], study: Mapping[str, Any] | None = None) -> str:
     """What the comparison may not be taken for."""
     done = finished(rows)
     seeds = len({row["seed"] for row in done})
-    cores = (hardware or {}).get("cores")
     sizes = [row["parameters"] for row in done if isinstance(row.get("parameters"), int)]
-    where = f"{cores} CPU core{'s' * (cores != 1)}" if cores else "this machine"
+    where = _where(study or {})
     model = f"a model of {sizes[0]:,} parameters" if sizes else "this model"
     text = f"Measured on {where}, with {model} and {seeds} seed{'s' * (seeds != 1)}: this says nothing about other "
     text += "hardware, larger models or slower networks."
@@ -75,6 +91,20 @@ def limits(rows: Sequence[Row], hardware: Mapping[str, Any] | None = None) -> st
     return text
 
 
+def _where(study: Mapping[str, Any]) -> str:
+    """What runs were measured on: GPUs where any was asked for, and the cores."""
+    hardware = study.get("hardware") or {}
+    cores, gpus = hardware.get("cores"), hardware.get("gpus") or []
+    settings = [study.get("settings") or {}, *(cell["settings"] for cell in study.get("cells") or ())]
+    devices = {name.partition(":")[0] for given in settings for name in devices_in(given.get("device", "cpu"))}
+    found = []
+    if "cuda" in devices or ("auto" in devices and gpus):
+        found += [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)] or ["a GPU"]
+    if cores:
+        found.append(f"{cores} CPU core{'s' * (cores != 1)}")
+    return " and ".join(found) or "this machine"
+
+
 def _by_setting(findings: Findings, done: Sequence[Row]) -> list[str]:
     """Of a study of several factors: who comes first where. The settings themselves are in the report."""
     if not findings.contrasts:  # a fraction, or a hypercube: no two cells differ in the first factor alone
@@ -82,7 +112,7 @@ def _by_setting(findings: Findings, done: Sequence[Row]) -> list[str]:
         return [tell_anova(one) for one in found if one is not None] or ["No two cells can be compared."]
 
     def told(measure: str, claim: str) -> str:
-        found = winners(done, findings.table, findings.contrasts, findings.metric, measure)
+        found = winners(done, findings.table, findings.contrasts, findings.metric, measure, maximize=findings.maximize)
         return tell_winners(found, claim, len(by_setting(crossed(done))))
 
     goal = f"{plain(findings.target)} {findings.metric}"
@@ -181,7 +211,7 @@ def _quality(findings: Findings) -> str:
 
 
 def _against_best(findings: Findings, measure: str) -> str:
-    lower = lower_is_better(findings.metric)
+    lower = findings.lower
     known = {line.cell: line.metric for line in findings.table if line.metric}
     best = (min if lower else max)(known, key=lambda cell: known[cell].mean)
     pairs = findings.pairs(measure, best)

@@ -100,11 +100,13 @@ def analyse(
     factors: Mapping[str, Sequence[Any]] | None = None,
     aliases: Mapping[str, Sequence[str]] | None = None,
     order: Sequence[tuple[str, int]] | None = None,
+    maximize: bool | None = None,
 ) -> list[Analysis]:
     """Analysis and checks of each response that can be analysed; times, rates and bytes as ratios."""
     found = []
+    asked: dict[str, Any] = {"target": target, "factors": factors, "aliases": aliases, "maximize": maximize}
     for response in responses:
-        one = anova(rows, response, ratio=is_ratio(response), target=target, factors=factors, aliases=aliases)
+        one = anova(rows, response, ratio=is_ratio(response), **asked)
         if one is not None:
             looked = checks(one, order)
             found.append(Analysis(one, tell_anova(one), looked, tell(looked)))

@@ -16,9 +16,11 @@ from typing import Any
 
 import podium
 from podium.config import RunConfig, lift, parse_strategy, resolve
-from podium.errors import ConfigError
+from podium.errors import ConfigError, UnknownName
 from podium.measure.manifest import git_commit, hardware, versions
 from podium.study.factorial import Level
+from podium.study.responses import TO_TARGET, is_response, known_responses
+from podium.study.rows import judged_by
 from podium.study.store import Key
 
 ORDER_SEED = 20_240_501
@@ -26,7 +28,7 @@ ORDER_SEED = 20_240_501
 
 SAME = ("name", "cells", "replications", "settings", "target", "stop", "order_seed", "clusters")
 """What must agree for a study to be gone on with."""
-TOLD = ("question", "notes", "reference", "responses", "baseline", "retries")
+TOLD = ("question", "notes", "reference", "responses", "baseline", "retries", "maximize")
 """What may have been changed since: it is about how results are told, or how hard failures are fought."""
 
 
@@ -103,6 +105,8 @@ class Design:
     """Of all runs, in the words of `--set`."""
     question: str = ""
     target: float | None = None
+    maximize: bool | None = None
+    """Whether the metric is better when higher; None goes by its name."""
     stop: Stop = NO_STOP
     retries: int = 1
     responses: tuple[str, ...] = ()
@@ -189,9 +193,53 @@ def check_runs(design: Design) -> Design:
         twice = sorted({name for name in design.names if design.names.count(name) > 1})
         raise ConfigError(f"compare: cells must differ from each other, got {', '.join(twice)} more than once")
     design = _with_equal_threads(design)
-    for name in design.names:
-        design.config(name, design.replications.seeds[0])
+    configs = [design.config(name, design.replications.seeds[0]) for name in design.names]
+    _check_metrics(design, configs)
     return design
+
+
+def _check_metrics(design: Design, configs: Sequence[RunConfig]) -> None:
+    """Refuse responses that no run can have, and tasks that are judged by different metrics.
+
+    Tasks are made only where the answer depends on them. One that cannot be made here has its say when it is run.
+    """
+    if design.own_task:
+        return
+    unknown = [name for name in (*design.responses, design.replications.response) if not is_response(name)]
+    several = len({config.task for config in configs}) > 1
+    judged: dict[str, str] = {}
+    seen: list[tuple[Any, ...]] = []
+    metrics: set[str] = set()
+    all_made = True
+    for config in configs:
+        kind = (config.task, config.task_options, config.data_dir)  # a task's options may change its metrics
+        if kind in seen or not (unknown or (several and config.task not in judged)):
+            continue
+        seen.append(kind)
+        names = _metrics(config)
+        all_made &= names is not None
+        if names is not None:
+            judged.setdefault(config.task, judged_by(names))
+            unknown = [name for name in unknown if not is_response(name, names)]
+            metrics.update(names)
+    if len(set(judged.values())) > 1:
+        told = ", ".join(f"{metric} of {task}" for task, metric in judged.items())
+        raise ConfigError(
+            f"study {design.name}: all tasks must be judged by the same metric, since a study has one target and one "
+            f"metric; got {told}. Make a study of each"
+        )
+    if unknown and all_made:
+        raise UnknownName(f"response of study {design.name}:", unknown[0], [TO_TARGET, *known_responses(), *metrics])
+
+
+def _metrics(config: RunConfig) -> list[str] | None:
+    """The names of a task's metrics; None where it cannot be made here."""
+    from podium.task import load_task  # imports torch
+
+    try:
+        return list(load_task(config.task, config.task_options, config.data_dir).metrics)
+    except Exception:  # the user's own code may raise anything; runs will say what
+        return None
 
 
 def _with_equal_threads(design: Design) -> Design:
@@ -246,7 +294,9 @@ def label(strategy: str) -> str:
 def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: str) -> None:
     """Refuse to mix two designs in one folder."""
     found, wanted = _comparable(found), _comparable(wanted)
-    for name in SAME:
+    # Which way is better is a matter of telling, unless runs were ended by it.
+    ended = bool((wanted.get("stop") or {}).get("target"))
+    for name in (*SAME, *(["maximize"] if ended else [])):
         if found.get(name) != wanted.get(name):
             what, old, new = _difference(name, found.get(name), wanted.get(name))
             raise ConfigError(

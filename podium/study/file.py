@@ -55,6 +55,7 @@ class _Head:
     replications: Any = 3
     order_seed: int = ORDER_SEED
     target: float | None = None
+    maximize: bool | None = None
     retries: int = 1
     responses: tuple[str, ...] = ()
     baseline: Mapping[str, Any] = field(default_factory=dict)

@@ -40,6 +40,8 @@ class Asked:
     config: RunConfig
     stop: Stop
     target: float | None
+    maximize: bool | None = None
+    """Which way the metric is better; None goes by its name."""
     pictured: bool
     """Whether its row is to hold what its timeline and topology are drawn from."""
 
@@ -93,16 +95,16 @@ class _Ending(Event):
         limit, target = self._asked.stop.seconds, self._asked.target if self._asked.stop.target else None
         if limit is not None and event["seconds"] >= limit:
             self.reason = "seconds"
-        elif target is not None and _met(event, target):
+        elif target is not None and _met(event, target, self._asked.maximize):
             self.reason = "target"
         if self.reason:
             self.set()
 
 
-def _met(event: Mapping[str, Any], target: float) -> bool:
+def _met(event: Mapping[str, Any], target: float, maximize: bool | None) -> bool:
     metric = metric_name([{"cell": "", "seed": 0, "status": "finished", "metrics": event["metrics"]}])
     value = event["metrics"].get(metric, event["loss"])
-    return bool(value <= target if lower_is_better(metric) else value >= target)
+    return bool(value <= target if lower_is_better(metric, maximize) else value >= target)
 
 
 class _Energy:

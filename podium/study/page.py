@@ -31,6 +31,7 @@ from podium.study.sections import (
     analyses_of,
     ending_of,
     kind_of,
+    missing_of,
     precision_of,
     responses_of,
     title_of,
@@ -63,11 +64,11 @@ def page(study: Mapping[str, Any], rows: Sequence[Row], drawn: Iterable[str] = (
     """The page's text; `drawn` are the names of figures that are there, without their endings."""
     records = Records("results.jsonl", rows)
     rows = arranged(rows, [str(cell["cell"]) for cell in study["cells"]])
-    findings = find(rows, study.get("target"))
+    findings = find(rows, study.get("target"), study.get("maximize"))
     anchors = {line.cell: f"cell-{place}" for place, line in enumerate(findings.table)}
     all_records = records.whole("all records")
     # Names in sentences are no markup.
-    said, caution = escape(tell(findings, rows, study.get("hardware")), quote=False).rsplit("\n", 1)
+    said, caution = escape(tell(findings, rows, study), quote=False).rsplit("\n", 1)
     parts = [
         [f"# {title_of(study)}", "", *_linked(study["question"], _STUDY), ""],
         ["## Answer", "", *_linked(said, to("table", "cells")), ""],
@@ -78,7 +79,7 @@ def page(study: Mapping[str, Any], rows: Sequence[Row], drawn: Iterable[str] = (
         [line for note in study["notes"] for line in (" ".join(_linked(note, _STUDY)), "")],
         _design(study, rows, findings, all_records),
         _cells(study, rows, findings, anchors, records),
-        _responses(responses_of(study, rows, findings), anchors),
+        _responses(responses_of(study, rows, findings), missing_of(study, rows, findings), anchors),
         _winners(winners_of(rows, findings), anchors),
         _speedups(speedups(rows, study["baseline"]), anchors),
         _analyses(analyses_of(study, rows, findings), records.links(crossed(rows)), all_records),
@@ -101,6 +102,8 @@ def _design(study: Mapping[str, Any], rows: Sequence[Row], findings: Findings, a
         given = study.get("target") is not None
         why = f"set in advance ({_STUDY})" if given else f"chosen after the fact, from {all_records}"
         facts.append(f"The target is {goal}, {why}.")
+    if findings.maximize is not None:
+        facts.append(f"Of {findings.metric} {'lower' if findings.lower else 'higher'} is better, as {_STUDY} says.")
     return ["## Design", "", *facts, "", *said, ""]
 
 
@@ -148,13 +151,14 @@ def _to_target(line: Summary) -> str:
     return _mean(line.to_target) + short
 
 
-def _responses(found: Sequence[Mapping[str, Any]], anchors: Mapping[str, str]) -> list[str]:
-    if not found:
-        return []
-    names = list(found[0]["means"])
-    lines = ([to(_code(one["cell"]), anchors[one["cell"]]), *map(_mean, one["means"].values())] for one in found)
-    lead = "What else the study looks at: means over seeds."
-    return ["## Other responses", "", lead, "", *_table(["cell", *names], "l" + "r" * len(names), lines)]
+def _responses(found: Sequence[Mapping[str, Any]], missing: Sequence[str], anchors: Mapping[str, str]) -> list[str]:
+    said = ["## Other responses", ""] if found or missing else []
+    if found:
+        names = list(found[0]["means"])
+        lines = ([to(_code(one["cell"]), anchors[one["cell"]]), *map(_mean, one["means"].values())] for one in found)
+        said += ["What else the study looks at: means over seeds.", ""]
+        said += _table(["cell", *names], "l" + "r" * len(names), lines)
+    return said + [line for name in missing for line in (f"{_code(name)}: no run has it.", "")]
 
 
 def _winners(found: Sequence[Winner], anchors: Mapping[str, str]) -> list[str]:
@@ -289,7 +293,10 @@ def _again(study: Mapping[str, Any]) -> list[str]:
     line = command(study)
     how = ["```", line, "```"] if line else ["```python", *python_call(study).splitlines(), "```"]
     versions = ", ".join(f"{name} {_code(value)}" for name, value in (study.get("versions") or {}).items())
-    machine = ", ".join(f"{name.replace('_', ' ')} {_code(x)}" for name, x in (study.get("hardware") or {}).items())
+    known = {**(study.get("hardware") or {})}
+    if known.get("gpus"):
+        known["gpus"] = ", ".join(known["gpus"])
+    machine = ", ".join(f"{name.replace('_', ' ')} {_code(value)}" for name, value in known.items())
     commit = f"; commit {_code(study['commit'])}" if study.get("commit") else ""
     return [
         "## How to reproduce",

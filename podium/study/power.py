@@ -24,7 +24,6 @@ from typing import Any
 from podium.errors import ConfigError, MissingExtra
 from podium.study.answer import Findings
 from podium.study.format import percent, plain
-from podium.study.rows import lower_is_better
 from podium.study.statistics import ALPHA, Contrast
 
 GOAL = 0.8
@@ -107,9 +106,9 @@ def worth_of(findings: Findings, measure: str) -> float:
     if any(c.ratio for c in findings.contrasts if c.measure == measure):
         return 1 + SHARE
     means = [abs(line.metric.mean) for line in findings.table if line.metric is not None]
-    if not lower_is_better(findings.metric) and all(mean <= 1 for mean in means):
+    if not findings.lower and all(mean <= 1 for mean in means):
         return POINT
-    return SHARE * (min if lower_is_better(findings.metric) else max)(means, default=1.0) or POINT
+    return SHARE * (min if findings.lower else max)(means, default=1.0) or POINT
 
 
 def of_contrast(contrast: Contrast, tests: int, worth: float) -> Power | None:

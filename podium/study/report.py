@@ -40,7 +40,6 @@ from podium.study.rows import (
     deciding_rows,
     finished,
     first_level,
-    lower_is_better,
     rules_by_cell,
 )
 from podium.study.sections import (
@@ -51,6 +50,7 @@ from podium.study.sections import (
     ending_of,
     interactions_of,
     kind_of,
+    missing_of,
     pictured,
     precision_of,
     records_of,
@@ -82,10 +82,10 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, include_plotly: boo
     """The report's HTML."""
     lines = {id(row): number for number, row in enumerate(rows, 1)}
     ended, rows = rows, arranged(rows, [cell["cell"] for cell in study["cells"]])
-    findings = find(rows, study.get("target"))
+    findings = find(rows, study.get("target"), study.get("maximize"))
     script = plotly_script() if include_plotly and rows else None
     order = _order(study, rows)
-    said, caution = tell(findings, rows, study.get("hardware")).split("\n", 1)
+    said, caution = tell(findings, rows, study).split("\n", 1)
 
     def drawn(figures: Sequence[Figure], places: Mapping[str, int] = order) -> list[dict[str, Any]]:
         return [_figure(figure, places, screen=script is not None) for figure in figures]
@@ -109,12 +109,13 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, include_plotly: boo
             short={str(row["cell"]): first_level(row) for row in rows},
             records=records_of(rows, lines),
             responses=responses_of(study, rows, findings),
+            missing=missing_of(study, rows, findings),
             winners=winners_of(rows, findings),
             speedups=speedups(rows, study["baseline"]),
             design_kind=kind_of(study),
             seeds=len({row["seed"] for row in finished(rows)}) or len(study["seeds"]),
             ran=len(deciding_rows(rows)),
-            lower=lower_is_better(findings.metric),
+            lower=findings.lower,
             precision=precision_of(study),
             ending=ending_of(study),
             target_share=TARGET_SHARE,
@@ -124,7 +125,7 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, include_plotly: boo
             bytes_assumed=any(panel.assumed for panel in panels),
             cost=drawn(cost_bars(rows) if len(order) <= MOST_BARS else []),
             interactions=interactions_of(study, rows, findings.metric, drawn),
-            views=views_of(rows, findings.metric),
+            views=views_of(rows, findings),
             staleness=drawn(staleness_bars(rows) if len(order) <= MOST_BARS else []),
             stale_cells=[
                 _stale_cell(cell, tables, drawn([histograms[cell]] if cell in histograms else []))

@@ -35,7 +35,10 @@ def number(value: Any) -> float | None:
     return result if math.isfinite(result) else None
 
 
-def lower_is_better(metric: str) -> bool:
+def lower_is_better(metric: str, maximize: bool | None = None) -> bool:
+    """Which way is better: as the study's `maximize` says, or by the metric's name where it says nothing."""
+    if maximize is not None:
+        return not maximize
     return metric.lower().replace("-", "_").split("_")[-1] in LOWER_IS_BETTER
 
 
@@ -98,10 +101,14 @@ def arranged(rows: Iterable[Row], strategies: Sequence[str]) -> list[Row]:
 
 def metric_name(rows: Iterable[Row]) -> str:
     """What strategies are judged by: `accuracy` where there is one, else the task's first metric, else the loss."""
-    names = list(dict.fromkeys(name for row in finished(rows) for name in row.get("metrics") or {}))
-    if "accuracy" in names:
+    return judged_by(list(dict.fromkeys(name for row in finished(rows) for name in row.get("metrics") or {})))
+
+
+def judged_by(metrics: Sequence[str]) -> str:
+    """Of these metrics the one that strategies are judged by."""
+    if "accuracy" in metrics:
         return "accuracy"
-    return names[0] if names else "loss"
+    return metrics[0] if metrics else "loss"
 
 
 def final_value(row: Mapping[str, Any], metric: str) -> float | None:
@@ -114,12 +121,12 @@ def at_validation(point: Mapping[str, Any], name: str) -> float | None:
     return number(point.get(name, (point.get("metrics") or {}).get(name)))
 
 
-def time_to_target(row: Mapping[str, Any], metric: str, target: float) -> float | None:
+def time_to_target(row: Mapping[str, Any], metric: str, target: float, maximize: bool | None = None) -> float | None:
     """Training seconds at the first validation that met the target; None when none did.
 
     Nothing is interpolated, so the answer is late by up to the time between two validations.
     """
-    lower = lower_is_better(metric)
+    lower = lower_is_better(metric, maximize)
     for point in row.get("history") or ():
         value = at_validation(point, metric)
         if value is not None and (value <= target if lower else value >= target):
@@ -127,7 +134,7 @@ def time_to_target(row: Mapping[str, Any], metric: str, target: float) -> float 
     return None
 
 
-def default_target(rows: Sequence[Row], metric: str) -> float | None:
+def default_target(rows: Sequence[Row], metric: str, maximize: bool | None = None) -> float | None:
     """Five per cent short of the best strategy's mean final metric, to three significant digits.
 
     Short of, not a share of: so it also means something for a metric that is better when lower, or below zero.
@@ -141,7 +148,7 @@ def default_target(rows: Sequence[Row], metric: str) -> float | None:
             means.append(sum(known) / len(known))
     if not means:
         return None
-    lower = lower_is_better(metric)
+    lower = lower_is_better(metric, maximize)
     best = min(means) if lower else max(means)
     slack = (1 - TARGET_SHARE) * abs(best)
     return float(f"{best + slack if lower else best - slack:.3g}")

@@ -79,6 +79,7 @@ def compare(
     out: str | Path | None = None,
     on_event: OnEvent | None = None,
     target: float | None = None,
+    maximize: bool | None = None,
     launch: Launch | None = None,
     stop: Event | None = None,
     jobs: int = 1,
@@ -87,15 +88,16 @@ def compare(
     """Train `task` with each strategy and each seed, and say what differs.
 
     `seeds` is how many (0, 1, 2 …) or which. `target` is the value of the task's metric that "time to target" waits
-    for; without one it lies 5 % short of the best strategy's mean. Other options are fields of RunConfig. `on_event`
-    gets the launcher's events with `cell` and `seed` added, and around each run `{"event": "cell"}` (with `number`,
-    `total`) and `{"event": "cell-end"}` (with `status`). Setting `stop` ends the comparison after the run in progress
-    has been saved. `jobs` runs go on at once where time is virtual.
+    for; without one it lies 5 % short of the best strategy's mean. `maximize` is whether that metric is better when
+    higher; without it, losses and errors are better when lower and all else when higher. Other options are fields of
+    RunConfig. `on_event` gets the launcher's events with `cell` and `seed` added, and around each run
+    `{"event": "cell"}` (with `number`, `total`) and `{"event": "cell-end"}` (with `status`). Setting `stop` ends the
+    comparison after the run in progress has been saved. `jobs` runs go on at once where time is virtual.
     """
     name = task if isinstance(task, str) else task.name
     own_task = None if isinstance(task, str) else task
     settings = {**run_options, "workers": workers, "launcher": launcher}
-    fields = {"target": target, "own_task": own_task is not None, "retries": 0}
+    fields = {"target": target, "maximize": maximize, "own_task": own_task is not None, "retries": 0}
     design = strategies_design(name, strategies, seeds, settings, **fields)
     return run_design(
         design, out or new_folder(name), task=own_task, launch=launch, on_event=on_event, stop=stop, jobs=jobs
@@ -167,7 +169,7 @@ def _check_jobs(design: Design, jobs: int, task: Task | None, launch: Launch | N
 
 def _conclude(store: Store, study: Mapping[str, Any], status: Literal["finished", "stopped"]) -> Comparison:
     rows = arranged(store.runs(), [cell["cell"] for cell in study["cells"]])
-    findings = find(rows, study["target"])
+    findings = find(rows, study["target"], study.get("maximize"))
     return Comparison(
         out=str(store.folder),
         status=status,
@@ -175,7 +177,7 @@ def _conclude(store: Store, study: Mapping[str, Any], status: Literal["finished"
         task=study["task"],
         metric=findings.metric,
         target=findings.target,
-        answer=tell(findings, rows, study["hardware"]),
+        answer=tell(findings, rows, study),
         table=tuple(findings.table),
         rows=tuple(rows),
         report=str(write_report(store.folder)),
@@ -261,6 +263,7 @@ class _Runs:
             config=replace(config, run_dir=run_dir or str(self.store.fresh_run_dir(*key))),
             stop=self.design.stop,
             target=self.design.target,
+            maximize=self.design.maximize,
             pictured=key[1] == self.design.replications.seeds[0],
         )
 
@@ -280,7 +283,8 @@ class _Runs:
         rows = finished(self.store.runs())
         for name in self.design.names:
             runs = [row for row in rows if row["cell"] == name]
-            values = [response_of(row, asked.response, self.design.target) for row in runs]
+            target, maximize = self.design.target, self.design.maximize
+            values = [response_of(row, asked.response, target, maximize=maximize) for row in runs]
             mean = mean_interval([value for value in values if value is not None])
             if mean is None or mean.low is None or mean.high is None:
                 if runs:

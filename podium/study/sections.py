@@ -44,13 +44,14 @@ def winners_of(rows: Sequence[Row], findings: Findings) -> list[Winner]:
     if len(by_setting(finished(rows))) < 2:
         return []
     measure = findings.speed_measure
-    return winners(rows, findings.table, findings.contrasts, findings.metric, measure)
+    return winners(rows, findings.table, findings.contrasts, findings.metric, measure, maximize=findings.maximize)
 
 
 def responses_of(study: Mapping[str, Any], rows: Sequence[Row], findings: Findings) -> list[dict[str, Any]]:
     """Each cell's means of what the study looks at besides the table's own columns."""
     shown = {findings.metric, "seconds", "seconds to target", "samples_per_s", "sent_bytes", "wait_share"}
-    names = [name for name in study["responses"] if name not in shown]
+    absent = missing_of(study, rows, findings)
+    names = [name for name in study["responses"] if name not in shown and name not in absent]
     done = finished(rows)
 
     def mean(cell: str, name: str) -> Mean | None:
@@ -60,6 +61,16 @@ def responses_of(study: Mapping[str, Any], rows: Sequence[Row], findings: Findin
     if not names:
         return []
     return [{"cell": cell, "means": {name: mean(cell, name) for name in names}} for cell in cells(done)]
+
+
+def missing_of(study: Mapping[str, Any], rows: Sequence[Row], findings: Findings) -> list[str]:
+    """Responses that no finished run has; none as long as no run has finished."""
+    done = finished(rows)
+
+    def known(row: Row, name: str) -> bool:
+        return response_of(row, name, findings.target, maximize=findings.maximize) is not None
+
+    return [name for name in dict.fromkeys(study["responses"]) if done and not any(known(row, name) for row in done)]
 
 
 def kind_of(study: Mapping[str, Any]) -> str:
@@ -114,12 +125,12 @@ def interactions_of(study: Mapping[str, Any], rows: Sequence[Row], metric: str, 
     return list(drawn(found, levels))
 
 
-def views_of(rows: Sequence[Row], metric: str) -> list[dict[str, Any]]:
+def views_of(rows: Sequence[Row], findings: Findings) -> list[dict[str, Any]]:
     """The views of each setting by itself: what is equal must be all but the first factor."""
     found = []
     for setting, some in by_setting(rows).items():
         named = [{**row, "cell": first_level(row)} for row in some] if setting else some
-        if shown := views(named, metric):
+        if shown := views(named, findings.metric, findings.maximize):
             found.append({"setting": setting, "views": shown})
     return found
 
@@ -135,6 +146,7 @@ def analyses_of(study: Mapping[str, Any], rows: Sequence[Row], findings: Finding
         factors=study["factors"],
         aliases=study["aliases"],
         order=[(run["cell"], run["seed"]) for run in study["order"]],
+        maximize=findings.maximize,
     )
 
 

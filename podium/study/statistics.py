@@ -126,14 +126,15 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Mean | N
     return Mean(len(values), mean, float(low), float(high))
 
 
-def summarise(rows: Sequence[Row], metric: str, target: float | None) -> list[Summary]:
+def summarise(rows: Sequence[Row], metric: str, target: float | None, maximize: bool | None = None) -> list[Summary]:
     """The table: one line per strategy, in the order of the rows."""
-    return [_summary(cell, [row for row in rows if row["cell"] == cell], metric, target) for cell in cells(rows)]
+    by_cell = {cell: [row for row in rows if row["cell"] == cell] for cell in cells(rows)}
+    return [_summary(cell, some, metric, target, maximize) for cell, some in by_cell.items()]
 
 
-def _summary(cell: str, rows: Sequence[Row], metric: str, target: float | None) -> Summary:
+def _summary(cell: str, rows: Sequence[Row], metric: str, target: float | None, maximize: bool | None) -> Summary:
     done = finished(rows)
-    times = [] if target is None else _known(time_to_target(row, metric, target) for row in done)
+    times = [] if target is None else _known(time_to_target(row, metric, target, maximize) for row in done)
     workers = [int(row["workers"]) for row in done if "workers" in row]
     return Summary(
         cell=cell,
@@ -154,7 +155,7 @@ def _summary(cell: str, rows: Sequence[Row], metric: str, target: float | None) 
     )
 
 
-def contrasts(rows: Sequence[Row], metric: str, target: float | None) -> list[Contrast]:
+def contrasts(rows: Sequence[Row], metric: str, target: float | None, maximize: bool | None = None) -> list[Contrast]:
     """All pairs of strategies, in each measure that at least two of them have.
 
     In a study of several factors: all pairs that differ in the first factor alone, so that two strategies are compared
@@ -162,7 +163,7 @@ def contrasts(rows: Sequence[Row], metric: str, target: float | None) -> list[Co
     over all of them.
     """
     done = crossed(rows)
-    found = [_in_setting(setting, some, metric, target) for setting, some in by_setting(done).items()]
+    found = [_in_setting(setting, some, metric, target, maximize) for setting, some in by_setting(done).items()]
     measures = dict.fromkeys(contrast.measure for part in found for contrast in part)
     return [
         contrast
@@ -171,10 +172,12 @@ def contrasts(rows: Sequence[Row], metric: str, target: float | None) -> list[Co
     ]
 
 
-def _in_setting(setting: str, done: Sequence[Row], metric: str, target: float | None) -> list[Contrast]:
+def _in_setting(
+    setting: str, done: Sequence[Row], metric: str, target: float | None, maximize: bool | None
+) -> list[Contrast]:
     found = compare_pairs(f"final {metric}", _by_seed(done, lambda row: final_value(row, metric)), ratio=False)
     if target is not None:
-        times = _by_seed(done, lambda row: time_to_target(row, metric, target))
+        times = _by_seed(done, lambda row: time_to_target(row, metric, target, maximize))
         # Seeds that never got there cannot be averaged away: a strategy takes part when all its runs did.
         whole = {cell: values for cell, values in times.items() if len(values) == _count(done, cell)}
         found += compare_pairs(TO_TARGET, whole, ratio=True)

@@ -185,6 +185,7 @@ _BLANK: Mapping[str, Any] = {
     "replications": {"half_width": None},
     "responses": [],
     "target": None,
+    "maximize": None,
     "stop": {},
     "aliases": {},
     "resolution": None,

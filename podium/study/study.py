@@ -77,6 +77,8 @@ class Study:
     """Seeds per cell; each is a block, in which all cells come once, in an order of their own."""
     order_seed: int = ORDER_SEED
     target: float | None = None
+    maximize: bool | None = None
+    """Whether the metric is better when higher; None goes by its name: losses and errors are better when lower."""
     stop: Stop = NO_STOP
     retries: int = 1
     """How often a failed run is tried again before its failure stands."""
@@ -102,6 +104,10 @@ class Study:
                 raise ConfigError(f"study {self.name}: {name} are for a {kind} design, got kind {self.kind}")
         if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
             raise ConfigError(f"study {self.name}: retries must be a whole number from 0 on, got {self.retries!r}")
+        if self.maximize is not None and not isinstance(self.maximize, bool):
+            raise ConfigError(f"study {self.name}: maximize must be true or false, got {self.maximize!r}")
+        if isinstance(self.responses, str):
+            raise ConfigError(f"study {self.name}: responses must be a list of names, got the text {self.responses!r}")
         if not self.factors:
             raise ConfigError(f"study {self.name}: must have at least one factor, got none")
         for name in (*self.settings, *self.factors):
@@ -118,8 +124,18 @@ class Study:
             if missing := {"title", "source", "columns", "rows"} - set(table):
                 raise ConfigError(f"study {self.name}: a reference must have {', '.join(sorted(missing))}, got {table}")
 
-    def changed(self, settings: Settings, *, seeds: int | None = None, target: float | None = None) -> Study:
-        """The same study with these settings over its own, so many seeds, this target. A factor cannot be set."""
+    def changed(
+        self,
+        settings: Settings,
+        *,
+        seeds: int | None = None,
+        target: float | None = None,
+        maximize: bool | None = None,
+    ) -> Study:
+        """The same study with these settings over its own, so many seeds, this target, this way up.
+
+        A factor cannot be set.
+        """
         factors = {_key(name) for name in self.factors}
         levels = [level for given in self.factors.values() if isinstance(given, Mapping) for level in given.values()]
         taken = {_key(name) for some in (*levels, *(rule.settings for rule in self.where)) for name in some}
@@ -130,12 +146,13 @@ class Study:
                 raise ConfigError(
                     f"study {self.name}: {name} is set by a level or a rule, so it cannot be set for all runs"
                 )
-        given: dict[str, Any] = {"settings": dict(settings), "seeds": seeds, "target": target}
+        given: dict[str, Any] = {"settings": dict(settings), "seeds": seeds, "target": target, "maximize": maximize}
         return replace(
             self,
             settings={**self.settings, **settings},
             replications=self.replications if seeds is None else seeds,
             target=self.target if target is None else target,
+            maximize=self.maximize if maximize is None else maximize,
             changes={name: value for name, value in given.items() if value not in (None, {})},
         )
 
@@ -169,6 +186,7 @@ class Study:
             order_seed=self.order_seed,
             settings={"workers": WORKERS, **self.settings},
             target=self.target,
+            maximize=self.maximize,
             stop=self.stop,
             retries=self.retries,
             responses=tuple(self.responses),

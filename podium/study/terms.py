@@ -58,6 +58,7 @@ def read(
     ratio: bool,
     target: float | None,
     factors: Mapping[str, Sequence[Any]] | None,
+    maximize: bool | None = None,
 ) -> Data | None:
     """The finished runs that have levels and the number; None where two cells or two levels are not there."""
     done = [row for row in finished(rows) if row.get("levels")]
@@ -66,7 +67,7 @@ def read(
     notes = []
     if len(whole) < len(done):
         notes.append(f"{runs(len(done) - len(whole))} without a level of every factor left out.")
-    known = [(row, x) for row in whole if (x := response_of(row, response, target)) is not None]
+    known = [(row, x) for row in whole if (x := response_of(row, response, target, maximize=maximize)) is not None]
     used = [(row, math.log(x) if ratio else x) for row, x in known if x > 0 or not ratio]
     if len(used) < len(known):
         notes.append(f"{runs(len(known) - len(used))} left out: a value of 0 or less has no logarithm.")

@@ -70,24 +70,32 @@ class _Point(NamedTuple):
 Amount = Callable[[Row, Mapping[str, Any]], float | None]
 
 
-def views(rows: Sequence[Row], metric: str) -> list[View]:
-    """All views of the finished runs; empty where fewer than two strategies have any."""
+def views(rows: Sequence[Row], metric: str, maximize: bool | None = None) -> list[View]:
+    """All views of the finished runs; empty where fewer than two strategies have any.
+
+    `maximize` is which way the metric is better; None goes by its name.
+    """
+    lower = lower_is_better(metric, maximize)
     done = finished(rows)
     if len(cells(done)) < 2:
         return []
     silent = {cell: "it sends nothing" for cell in cells(done) if not any(_sent(row) for row in _of(done, cell))}
     sending = [row for row in done if row["cell"] not in silent]
-    bytes_view = _at_budget("equal bytes", "MB", sending, metric, _megabytes, silent)
+    bytes_view = _at_budget("equal bytes", "MB", sending, metric, lower, _megabytes, silent)
     return [
-        _at_budget("equal samples", "samples", done, metric, lambda row, point: at_validation(point, "samples"), {}),
-        _at_budget("equal seconds", "s", done, metric, lambda row, point: at_validation(point, "seconds"), {}),
+        _at_budget("equal samples", "samples", done, metric, lower, _recorded("samples"), {}),
+        _at_budget("equal seconds", "s", done, metric, lower, _recorded("seconds"), {}),
         replace(bytes_view, assumed=bytes_view.budget is not None and _assumed(sending)),
-        *_by_nodes(done, metric),
+        *_by_nodes(done, metric, lower),
     ]
 
 
+def _recorded(name: str) -> Amount:
+    return lambda row, point: at_validation(point, name)
+
+
 def _at_budget(
-    name: str, unit: str, rows: Sequence[Row], metric: str, amount: Amount, left_out: Mapping[str, str]
+    name: str, unit: str, rows: Sequence[Row], metric: str, lower: bool, amount: Amount, left_out: Mapping[str, str]
 ) -> View:
     courses = [(row, _course(row, metric, amount)) for row in rows]
     out = {**left_out, **{str(row["cell"]): f"no validation with {metric}" for row, course in courses if not course}}
@@ -130,18 +138,18 @@ def _at_budget(
     pairs = compare_pairs(metric, _by_cell(reached, lambda point: point.metric), ratio=False)
     if unit != "s":
         pairs += compare_pairs("seconds", _by_cell(reached, lambda point: point.seconds), ratio=True)
-    return _judged(whole, metric, pairs)
+    return _judged(whole, metric, lower, pairs)
 
 
-def _by_nodes(rows: Sequence[Row], metric: str) -> list[View]:
+def _by_nodes(rows: Sequence[Row], metric: str, lower: bool) -> list[View]:
     nodes = {cell: _nodes(_of(rows, cell)) for cell in cells(rows)}
     return [
-        _on_nodes(count, [row for row in rows if nodes[row["cell"]] == count], metric)
+        _on_nodes(count, [row for row in rows if nodes[row["cell"]] == count], metric, lower)
         for count in sorted({count for count in nodes.values() if count is not None})
     ]
 
 
-def _on_nodes(count: int, rows: Sequence[Row], metric: str) -> View:
+def _on_nodes(count: int, rows: Sequence[Row], metric: str, lower: bool) -> View:
     standings = []
     for cell in cells(rows):
         runs = _of(rows, cell)
@@ -171,29 +179,37 @@ def _on_nodes(count: int, rows: Sequence[Row], metric: str) -> View:
     pairs += compare_pairs("seconds", _by_cell(known, lambda row: number(row.get("seconds"))), ratio=True)
     if len([line for line in standings if line.metric]) < 2:
         return replace(view, said=f"{_title(view.name)} ({_amount(count, view.unit)}): nothing to compare with.")
-    return _judged(view, metric, pairs)
+    return _judged(view, metric, lower, pairs)
 
 
-def _judged(view: View, metric: str, pairs: Sequence[Contrast]) -> View:
+def _judged(view: View, metric: str, lower: bool, pairs: Sequence[Contrast]) -> View:
     """Name the best, keep its contrasts, and say what they come to."""
     known = {line.cell: line.metric for line in view.standings if line.metric is not None}
-    best = (min if lower_is_better(metric) else max)(known, key=lambda cell: known[cell].mean)
+    best = (min if lower else max)(known, key=lambda cell: known[cell].mean)
     own = tuple(c for c in pairs if best in (c.first, c.second))
     mean = known[best]
     budget = _amount(view.budget or 0.0, view.unit)
-    text = f"{_title(view.name)} ({budget}): best {metric} has {best}, {spread(mean.mean, mean.low, mean.high)}"
+    text = f"{_title(view.name)} ({budget}): best {metric} has {best}, {_mean(mean)}"
     by_metric = [c for c in own if c.measure == metric]
     behind = [f"{_other(c, best)} (Holm p {_p(c)})" for c in by_metric if c.distinct]
     level = [_other(c, best) for c in by_metric if not c.distinct and c.p is not None]
-    if all(c.p is None for c in by_metric):
-        text += "; one run each, so this is no more than one observation"
-    elif all(c.value == 0 and c.p == 1 for c in by_metric):
-        text = f"{_title(view.name)} ({budget}): {metric} is the same for all, {spread(mean.mean, mean.low, mean.high)}"
+    tested = {_other(c, best) for c in by_metric if c.p is not None}
+    untested = [cell for cell in known if cell != best and cell not in tested]
+    if not tested:
+        text += f"; {_join([f'{cell} has {_mean(known[cell])}' for cell in untested])}"
+        if all(line.n == 1 for line in view.standings):
+            text += "; one run each, so this is no more than one observation"
+        else:
+            text += "; fewer than two pairs of runs with the same seed, so nothing is tested"
+    elif not untested and all(c.value == 0 and c.p == 1 for c in by_metric):
+        text = f"{_title(view.name)} ({budget}): {metric} is the same for all, {_mean(mean)}"
     elif not behind:
         text += f", but no difference that we can detect from {_join(level)}"
     else:
         text += f", better than {_join(behind)}"
         text += f"; not distinguishable from {_join(level)}" if level else ""
+    if tested and untested:
+        text += f"; too few runs with the same seed to test it against {_join(untested)}"
     return replace(view, best=best, contrasts=own, said=f"{text}.{_why(view.left_out)}")
 
 
@@ -258,6 +274,10 @@ def _nodes(rows: Sequence[Row]) -> int | None:
 
 def _of(rows: Sequence[Row], cell: str) -> list[Row]:
     return [row for row in rows if row["cell"] == cell]
+
+
+def _mean(mean: Mean) -> str:
+    return spread(mean.mean, mean.low, mean.high)
 
 
 def _title(name: str) -> str:

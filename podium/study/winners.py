@@ -29,7 +29,13 @@ class Winner:
 
 
 def winners(
-    rows: Sequence[Row], table: Sequence[Summary], contrasts: Sequence[Contrast], metric: str, measure: str
+    rows: Sequence[Row],
+    table: Sequence[Summary],
+    contrasts: Sequence[Contrast],
+    metric: str,
+    measure: str,
+    *,
+    maximize: bool | None = None,
 ) -> list[Winner]:
     """For each setting the best by a measure: `seconds to target`, `seconds` or `final METRIC`."""
     lines = {line.cell: line for line in table}
@@ -39,7 +45,7 @@ def winners(
         values = {cell: mean for cell in names if (mean := _value(lines[cell], measure)) is not None}
         if len(values) < 2:
             continue
-        lower = measure.startswith("seconds") or lower_is_better(metric)
+        lower = measure.startswith("seconds") or lower_is_better(metric, maximize)
         order = sorted(values, key=lambda cell: values[cell].mean if lower else -values[cell].mean)
         best = order[0]
         pairs = [c for c in contrasts if c.measure == measure and c.setting == setting and best in (c.first, c.second)]

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from podium.study.answer import answer
+import pytest
+
+from podium.study.answer import answer, find
+from podium.study.power import worth_of
 from tests.study.synthetic import failed_row, make_row, make_rows
 
 FAST, SLOW = [1.0, 1.05, 0.95, 1.02, 0.98], [2.0, 2.2, 1.9, 2.1, 2.05]
@@ -72,11 +75,41 @@ def test_one_strategy_alone_is_not_a_comparison() -> None:
 
 def test_it_says_what_may_not_be_concluded() -> None:
     rows = make_rows({"solo": SLOW, "all-reduce": FAST})
-    limits = answer(rows, None, {"cores": 2}).split("\n")[1]
+    limits = answer(rows, None, {"hardware": {"cores": 2}}).split("\n")[1]
     assert "2 CPU cores" in limits and "9,610 parameters" in limits and "5 seeds" in limits
     assert "says nothing about other hardware" in limits
+
+
+@pytest.mark.parametrize(
+    ("devices", "gpus", "where"),
+    [
+        (["cuda", "cpu"], ["NVIDIA H200"], "1 × NVIDIA H200 and 16 CPU cores,"),
+        (["cuda:1,cuda:0"], ["NVIDIA L4", "NVIDIA L4"], "2 × NVIDIA L4 and 16 CPU cores,"),
+        (["cuda"], [], "a GPU and 16 CPU cores,"),
+        (["cpu"], ["NVIDIA H200"], "on 16 CPU cores,"),
+        (["auto"], ["NVIDIA H200"], "1 × NVIDIA H200 and 16 CPU cores,"),
+        (["auto"], [], "on 16 CPU cores,"),
+    ],
+)
+def test_it_says_on_which_gpus_where_any_was_used(devices: list[str], gpus: list[str], where: str) -> None:
+    cells = [{"cell": name, "settings": {"device": name}} for name in devices]
+    study = {"hardware": {"cores": 16, "gpus": gpus}, "settings": {}, "cells": cells}
+    assert where in answer(make_rows({"solo": FAST}), None, study)
 
 
 def test_simulated_seconds_are_called_so() -> None:
     assert "simulated" in answer([make_row("solo", 0, launcher="virtual")])
     assert "simulated" not in answer([make_row("solo", 0)])
+
+
+def test_which_way_is_better_is_the_studys_word_over_the_name() -> None:
+    finals = {"solo": [0.2, 0.21, 0.205], "all-reduce": [0.1, 0.111, 0.104]}
+    rows = make_rows({"solo": [1.0, 1.1, 1.05], "all-reduce": [1.0, 1.1, 1.05]}, finals)
+    assert "best is solo" in answer(rows) and "lower is all-reduce by" in answer(rows)
+    other = answer(rows, maximize=False)
+    assert "best is all-reduce" in other and "higher is solo by" in other
+    up, down = find(rows), find(rows, maximize=False)
+    assert (up.lower, down.lower) == (False, True)
+    assert up.target == 0.195 and down.target == 0.11  # 5 % short of the best, from either side
+    assert [line.reached for line in down.table] == [3, 3]  # validations begin far below: reached at once
+    assert worth_of(up, "final accuracy") == 0.01 and worth_of(down, "final accuracy") == pytest.approx(0.05 * 0.105)

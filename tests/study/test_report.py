@@ -236,3 +236,10 @@ def test_a_study_without_phases_has_no_section_on_them(tmp_path: Path, no_figure
     write_study(tmp_path, [{**row, "switches": [], "rules": []} for row in one_seed()], seeds=1)
     page = page_of(tmp_path)
     assert page.sections == SECTIONS and "#phases" not in page.loads
+
+
+def test_which_way_is_better_is_said_when_the_comparison_was_told(tmp_path: Path) -> None:
+    study = write_study(tmp_path, []).read_study()
+    assert command(study) is not None and "maximize" not in python_call(study)
+    assert (command({**study, "maximize": False}) or "").count(" --minimize ") == 1
+    assert "    maximize=False,\n" in python_call({**study, "maximize": False})

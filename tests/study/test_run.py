@@ -11,9 +11,10 @@ import pytest
 
 from podium.config import RunConfig, RunResult
 from podium.errors import ConfigError, Interrupted, RankFailed, UnknownName
-from podium.study.design import label, strategies_design
-from podium.study.run import compare
+from podium.study.design import Stop, label, strategies_design
+from podium.study.run import compare, run_study
 from podium.study.store import Store
+from podium.study.study import Study
 from podium.study.table import format_plain, format_table
 from tests.study.synthetic import STRATEGIES, make_row
 
@@ -240,3 +241,28 @@ def test_an_asynchronous_run_leaves_its_staleness_by_worker_and_range_in_its_row
     assert [line["worker"] for line in found["workers"]] == [0, 1]
     assert found["lead"] <= found["bound"] == 2
     assert f"Staleness, {cell}" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_run_ends_at_the_target_by_the_studys_own_direction(tmp_path: Path) -> None:
+    """No accuracy is as low as 0.01 after an epoch, and every one is as high."""
+    ended = {}
+    for way in (None, False):
+        study = Study(
+            name="ends",
+            settings={"task": "digits-mlp", "launcher": "virtual", "epochs": 2},
+            factors={"strategy": ["solo"]},
+            replications=1,
+            target=0.01,
+            stop=Stop(target=True),
+            maximize=way,
+        )
+        (row,) = run_study(study, out=tmp_path / str(way)).rows
+        ended[way] = row.get("ended_by")
+        assert json.loads((tmp_path / str(way) / "study.json").read_text())["maximize"] is way
+    assert ended == {None: "target", False: None}
+
+
+def test_a_comparison_may_be_told_which_way_is_better(tmp_path: Path) -> None:
+    comparison = small_compare(tmp_path, Runs(), maximize=False)
+    assert json.loads((tmp_path / "study.json").read_text())["maximize"] is False
+    assert comparison.target == pytest.approx(1.02, abs=0.01)  # short of the best from above

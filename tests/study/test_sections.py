@@ -11,6 +11,7 @@ import pytest
 
 from podium.study.answer import answer, find
 from podium.study.design import surroundings
+from podium.study.page import write_page
 from podium.study.report import write_report
 from podium.study.rows import by_setting, crossed, first_level, setting_of
 from podium.study.speedup import speedups
@@ -145,3 +146,40 @@ def test_rows_of_an_older_study_without_levels_still_make_a_page(tmp_path: Path)
             store.append(make_row(name, seed, seconds=1 + seed))
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "digits-mlp: 2 strategies compared" in page and "podium compare digits-mlp --strategy solo" in page
+
+
+def test_a_response_that_no_run_has_is_said_to_be_missing(tmp_path: Path) -> None:
+    store = study_in(tmp_path, rows_of(2))
+    store.write_study({**store.read_study(), "responses": ["f1 <b>", "parameters", "step_ms.p50"]})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "The study was to look at f1 &lt;b&gt;, too: no run has it." in page and page.count("no run has it") == 1
+    text = write_page(tmp_path).read_text(encoding="utf-8")
+    assert "| cell | parameters | step_ms.p50 |" in text and "`f1 <b>`: no run has it." in text
+    store.write_study({**store.read_study(), "responses": ["f1"]})
+    assert "## Other responses\n\n`f1`: no run has it.\n" in write_page(tmp_path).read_text(encoding="utf-8")
+    store.results.unlink()
+    assert "no run has it" not in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_reports_go_by_the_studys_own_word_on_which_way_is_better(tmp_path: Path) -> None:
+    rows = rows_of()
+    for row in rows:  # parameter-server has 0.05 more, not quite the same in every seed
+        more = (0.05 + 0.001 * row["seed"]) * ("parameter" in row["cell"])
+        row["metrics"]["accuracy"] += more
+        for point in row["history"]:
+            point["accuracy"] += more
+    store = study_in(tmp_path, rows)
+    found = {}
+    for way in (None, False):
+        store.write_study({**store.read_study(), "maximize": way})
+        found[way] = (
+            write_report(tmp_path).read_text(encoding="utf-8"),
+            write_page(tmp_path).read_text(encoding="utf-8"),
+        )
+    up, down = found[None][0], found[False][0]
+    assert "Best final accuracy: parameter-server in both settings." in up and "accuracy, higher is better</dd>" in up
+    assert "Best final accuracy: all-reduce in both settings." in down
+    assert "accuracy, lower is better, as the study says</dd>" in down
+    assert "best accuracy has parameter-server" in up and "best accuracy has all-reduce" in down
+    assert "Of accuracy lower is better, as [study.json](study.json) says." in found[False][1]
+    assert "is better" not in found[None][1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError, UnknownName
-from podium.study.design import Replications
+from podium.study.design import Replications, check_same
 from podium.study.file import read_study
 from podium.study.study import Study, Where
 
@@ -121,6 +121,8 @@ def test_python_says_what_a_table_cannot(tmp_path: Path) -> None:
         (("replications = 2", "replications = 2.5"), "whole number"),
         (("replications = 2", "replications = true"), "whole number"),
         (("target = 0.9", 'target = "high"'), "target must be a number"),
+        (("target = 0.9", "maximize = 3"), "maximize must be true or false"),
+        (("target = 0.9", 'responses = ["acuracy"]'), "accuracy"),
         (('name = "links"', "name = 3"), "name must be text"),
         (("[stop]", "[design]\npoints = 4\n[stop]"), "points are for"),
         (("[stop]", '[design]\ngenerators = ["a = b*c"]\n[stop]'), "generators are for"),
@@ -217,3 +219,68 @@ def test_what_lies_beside_a_study_file_is_found_from_anywhere(tmp_path: Path, mo
     assert one["clusters"] == other["clusters"] and one["clusters"]["all-reduce, workers=2, slow"]
     (tmp_path / "slow.toml").write_text('[[node]]\nname = "n"\ncount = 5\nup_mbit = 11\n')
     assert read_study(path).design().to_dict()["clusters"] != one["clusters"]
+
+
+@pytest.mark.parametrize(
+    "name", ["setup_s", "final accuracy", "accuracy", "metrics.accuracy", "step_ms.p50", "balance.exchange_s"]
+)
+def test_a_response_is_a_number_of_a_run_or_a_metric_of_the_task(name: str) -> None:
+    study = Study(name="known", factors={"workers": [1, 2]}, settings={"task": "digits-mlp"}, responses=[name])
+    assert study.design().responses == (name,)
+
+
+@pytest.mark.parametrize("name", ["acuracy", "step_ms.p51", "node_seconds", "mae", "seeds to target", "balance."])
+def test_a_response_that_no_run_can_have_is_refused_before_the_first(name: str) -> None:
+    settings, factors = {"task": "digits-mlp"}, {"workers": [1, 2]}
+    with pytest.raises(UnknownName, match=f"unknown response of study slip: '{name}'.*accuracy.*seconds to target"):
+        Study(name="slip", factors=factors, settings=settings, responses=["seconds", name]).design()
+    asked = Replications(least=2, most=3, half_width=0.1, response=name)
+    with pytest.raises(UnknownName, match=name):
+        Study(name="slip", factors=factors, settings=settings, replications=asked).design()
+
+
+def test_what_a_task_that_cannot_be_made_here_would_report_is_left_to_its_runs(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def make():\n    raise OSError('no data here')\n")
+    settings = {"task": f"{tmp_path}/own.py:make"}
+    study = Study(name="absent", factors={"workers": [1, 2]}, settings=settings, responses=["f1"])
+    assert study.design().responses == ("f1",)
+
+
+def test_a_metric_may_come_with_an_option_of_the_task(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import replace\nfrom podium.tasks.digits import digits_mlp\n"
+        "def make(more: str = ''):\n    task = digits_mlp()\n"
+        "    return replace(task, metrics={**task.metrics, **({more: task.metrics['accuracy']} if more else {})})\n"
+    )
+    factors: dict[str, Any] = {"task.more": ["", "top1"]}
+    settings = {"task": f"{tmp_path}/own.py:make", "workers": 1}
+    assert Study(name="more", factors=factors, settings=settings, responses=["top1"]).design().names
+    with pytest.raises(UnknownName, match="top1"):
+        Study(name="less", factors={"task.more": ["", "top2"]}, settings=settings, responses=["top1"]).design()
+
+
+def test_tasks_of_one_study_are_judged_by_one_metric() -> None:
+    def study(*tasks: str) -> Study:
+        return Study(name="tasks", factors={"strategy": ["solo", "all-reduce"], "task": tasks})
+
+    assert len(study("digits-mlp", "digits-cnn").design().cells) == 4
+    with pytest.raises(ConfigError, match=r"same metric.*got accuracy of digits-mlp, mae of regression\. Make a study"):
+        study("digits-mlp", "regression").design()
+
+
+def test_which_way_is_better_may_be_said_in_the_file(tmp_path: Path) -> None:
+    for text, wanted in (("", None), ("maximize = false\n", False), ("maximize = true\n", True)):
+        design = read_study(write(tmp_path, LINKS.replace("target = 0.9\n", f"target = 0.9\n{text}"))).design()
+        assert design.maximize is wanted and design.to_dict()["maximize"] is wanted
+    with pytest.raises(ConfigError, match="maximize must be true or false"):
+        Study(name="ways", factors={"workers": [1, 2]}, maximize="down")  # type: ignore[arg-type]
+
+
+def test_which_way_is_better_may_change_later_unless_runs_were_ended_by_it(tmp_path: Path) -> None:
+    path = write(tmp_path, LINKS)
+    before = read_study(path).design().to_dict()
+    after = {**before, "maximize": False}
+    check_same({name: x for name, x in before.items() if name != "maximize"}, after, "here")
+    stop = {"stop": {"seconds": None, "target": True}}
+    with pytest.raises(ConfigError, match="maximize None; wanted False"):
+        check_same({**before, **stop}, {**after, **stop}, "here")

@@ -243,3 +243,35 @@ def test_where_nothing_changed_few_cells_are_said_to(tmp_path: Path) -> None:
         sets = [Set("x", tmp_path, study, rows, rows) for rows in (some_rows(draw=draw), some_rows(draw=1000 + draw))]
         wrong += any(change.verdict in ("larger", "smaller") for change in compare_sets(*sets).of("seconds"))
     assert wrong < 10
+
+
+def test_bytes_that_come_from_nothing_or_go_to_nothing_are_told_without_a_ratio(
+    versus: Callable[..., Versus], tmp_path: Path
+) -> None:
+    a, b = some_rows(), some_rows()  # solo sends nothing in either
+    for row in b:
+        row["sent_bytes"] = {"solo": 2_000_000, "all-reduce": 0}.get(row["cell"], row["sent_bytes"])
+    found = versus(a, b)
+    told = {one.cell: (one.measure, one.first.mean, one.second.mean) for one in found.zeros}
+    assert told == {"solo": ("bytes sent", 0, 2e6), "all-reduce": ("bytes sent", 4e6, 0)}
+    assert [change.cell for change in found.of("bytes sent")] == [STRATEGIES[2]]
+    said = "MB sent by all ranks: solo from 0 ± 0 to 2.00 ± 0, all-reduce from 4.00 ± 0 to 0 ± 0; 0 has no ratio."
+    assert said in found.answer
+    assert "  solo, MB sent by all ranks  0 ± 0 → 2.00 ± 0" in lines(found)
+    page = write_versus(tmp_path / "a", tmp_path / "b")[1].read_text()
+    assert "From 0 or to 0" in page and '<tr><th scope="row">solo</th><td>MB sent by all ranks</td>' in page
+    assert json.loads(json.dumps(found.to_dict()))["zeros"][0]["second"]["mean"] == 2e6
+
+
+def test_what_is_nothing_in_both_sets_is_no_change(versus: Callable[..., Versus], tmp_path: Path) -> None:
+    assert versus(some_rows(), some_rows(start=SEEDS, draw=1)).zeros == ()
+    assert "From 0 or to 0" not in write_versus(tmp_path / "a", tmp_path / "b")[1].read_text()
+
+
+def test_a_study_s_own_word_on_which_way_is_better_holds_and_is_listed(versus: Callable[..., Versus]) -> None:
+    a = [make_row("solo", seed, final=0.5 + 0.01 * seed) for seed in range(3)]
+    b = [make_row("solo", seed, final=0.7 + 0.011 * seed) for seed in range(3)]
+    assert "Final accuracy: solo became better, by 0.20" in versus(a, b).answer
+    found = versus(a, b, maximize=False)
+    assert "Final accuracy: solo became worse, by 0.20" in found.answer
+    assert [(one.what, one.first, one.second) for one in found.differences] == [("maximize", "–", "False")]

@@ -162,3 +162,34 @@ def test_the_section_of_a_report_shows_every_view() -> None:
     assert "Equal samples: 400 samples" in page and "node-seconds" in page and "&lt;i&gt;" in page and "<i>" not in page
     assert page.count("<h3>") == len(found) == 5
     json.dumps([view.to_dict() for view in found])
+
+
+def test_a_strategy_that_cannot_be_tested_is_named_beside_those_that_can() -> None:
+    rows = [*two_speeds(), course("once", 0, [(400.0, 4.0, 0.1)], nodes=2)]
+    said = named(rows, "equal samples").said
+    assert "better than fast (Holm p" in said and said.endswith(
+        "; too few runs with the same seed to test it against once."
+    )
+    other = [*two_speeds(), *(course("other", seed, [(400.0, 4.0, 0.1)], nodes=2) for seed in (8, 9))]
+    assert "to test it against other." in named(other, "equal nodes").said
+
+
+def test_with_a_single_pair_both_are_named_with_their_values() -> None:
+    rows = [course("a", 0, [(100, 1.0, 0.5)]), course("b", 0, [(100, 1.0, 0.6)])]
+    said = "best accuracy has b, 0.600; a has 0.500; one run each, so this is no more than one observation."
+    assert named(rows, "equal samples").said.endswith(said)
+    rows += [course("a", seed, [(100, 1.0, 0.5)]) for seed in (1, 2)]
+    said = named(rows, "equal samples").said
+    assert "; a has 0.500 ± 0; fewer than two pairs of runs with the same seed, so nothing is tested." in said
+
+
+def test_equal_results_with_an_untested_one_are_not_the_same_for_all() -> None:
+    rows = [make_row(cell, seed) for cell in ("a", "b") for seed in range(3)] + [make_row("c", 7, final=0.1)]
+    said = named(rows, "equal samples").said
+    assert "no difference that we can detect from b; too few runs with the same seed to test it against c." in said
+
+
+def test_a_study_may_say_which_way_is_better() -> None:
+    assert [
+        next(v for v in views(two_speeds(), "accuracy", way) if v.name == "equal samples").best for way in (True, False)
+    ] == ["slow", "fast"]

@@ -59,12 +59,15 @@ def write_figures(folder: str | Path) -> list[Path]:
 def every_figure(study: Mapping[str, Any], rows: Sequence[Row]) -> list[Figure]:
     """All that a report of these rows can draw, in its order."""
     metric = metric_name(rows)
-    target = default_target(rows, metric) if study.get("target") is None else study["target"]
+    target, maximize = study.get("target"), study.get("maximize")
+    if target is None:
+        target = default_target(rows, metric, maximize)
+    value_of = partial(_value_of, target=target, maximize=maximize)
     responses = dict.fromkeys([metric, "seconds", *(study.get("responses") or ())])
     return [
         *convergence_panels(rows, metric),
         *cost_bars(rows),
-        *(figure for name in responses for figure in interactions(crossed(rows), name, _value_of(name, target))),
+        *(figure for name in responses for figure in interactions(crossed(rows), name, value_of(name))),
         *staleness_bars(rows),
         *staleness_histograms(rows).values(),
         *phase_stacks(rows, metric).values(),
@@ -74,8 +77,8 @@ def every_figure(study: Mapping[str, Any], rows: Sequence[Row]) -> list[Figure]:
     ]
 
 
-def _value_of(response: str, target: float | None) -> Callable[[Row], float | None]:
-    return partial(response_of, name=response, target=target)
+def _value_of(response: str, target: float | None, maximize: bool | None) -> Callable[[Row], float | None]:
+    return partial(response_of, name=response, target=target, maximize=maximize)
 
 
 def _named(figures: Sequence[Figure]) -> dict[str, Figure]:

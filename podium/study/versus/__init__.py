@@ -17,7 +17,7 @@ another version) is in the difference, and seeds cannot tell one cause from anot
 
 from __future__ import annotations
 
-from podium.study.versus.base import Change, Difference, Set, Side, Versus
+from podium.study.versus.base import Change, Difference, FromZero, Set, Side, Versus
 from podium.study.versus.changes import compare_results, compare_sets, read_set, welch
 from podium.study.versus.page import write_versus
 from podium.study.versus.words import lines
@@ -25,6 +25,7 @@ from podium.study.versus.words import lines
 __all__ = [
     "Change",
     "Difference",
+    "FromZero",
     "Set",
     "Side",
     "Versus",

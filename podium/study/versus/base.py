@@ -70,6 +70,16 @@ class Change:
         return "larger" if self.value > (1 if self.ratio else 0) else "smaller"
 
 
+@dataclass(frozen=True, kw_only=True)
+class FromZero:
+    """One measure of one cell that is 0 in some run, so that there is no ratio: both values, and no test."""
+
+    cell: str
+    measure: str
+    first: Mean
+    second: Mean
+
+
 @dataclass(frozen=True)
 class Difference:
     """Something that the two studies do not have in common."""
@@ -108,6 +118,10 @@ class Versus:
     differences: tuple[Difference, ...]
     same_parameters: tuple[int, int]
     """How many pairs ended with the same parameters bit by bit, and of how many that is known."""
+    zeros: tuple[FromZero, ...] = ()
+    """What went from 0 to some, or from some to 0. What is 0 in all runs of both sets is left out."""
+    maximize: bool | None = None
+    """Which way the metric is better, where a study says so; None goes by its name."""
 
     def of(self, measure: str) -> list[Change]:
         return [change for change in self.changes if change.measure == measure]

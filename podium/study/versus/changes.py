@@ -23,7 +23,7 @@ from podium.study.rows import (
 from podium.study.statistics import ALPHA, Contrast, compare_pairs, corrected, holm, mean_interval
 from podium.study.store import Row, Store, modern
 from podium.study.terms import load
-from podium.study.versus.base import Change, Difference, Set, Side, Versus
+from podium.study.versus.base import Change, Difference, FromZero, Set, Side, Versus
 from podium.study.versus.words import answer, limits
 
 
@@ -46,10 +46,12 @@ def compare_results(a: str | Path, b: str | Path) -> Versus:
 def compare_sets(a: Set, b: Set) -> Versus:
     """`compare_results` for who has read the folders already."""
     metric = metric_name(a.rows)
+    # Where the two studies disagree the first has its way, and the difference is listed.
+    maximize = next((way for one in (a, b) if (way := one.study.get("maximize")) is not None), None)
     target = a.study.get("target")
     if target is None or target != b.study.get("target"):
-        target = default_target(a.rows, metric)
-    changes = _changes(a.done, b.done, metric, target)
+        target = default_target(a.rows, metric, maximize)
+    changes, zeros = _changes(a.done, b.done, metric, target, maximize)
     differences = tuple(_differences(a, b))
     same = _same_parameters(a.done, b.done)
     shared = [cell for cell in cells(a.done) if cell in cells(b.done)]
@@ -63,6 +65,8 @@ def compare_sets(a: Set, b: Set) -> Versus:
         changes=tuple(changes),
         differences=differences,
         same_parameters=same,
+        zeros=tuple(zeros),
+        maximize=maximize,
     )
     return replace(found, answer=answer(found, shared), limits=limits(found, a, b))
 
@@ -82,11 +86,13 @@ def _side(own: Set, other: Set) -> Side:
     return Side(own.name, str(own.folder), len(done), len(keys) - len(done), only)
 
 
-def _changes(a: Sequence[Row], b: Sequence[Row], metric: str, target: float | None) -> list[Change]:
-    """All cells that both have, measure by measure."""
+def _changes(
+    a: Sequence[Row], b: Sequence[Row], metric: str, target: float | None, maximize: bool | None
+) -> tuple[list[Change], list[FromZero]]:
+    """All cells that both have, measure by measure; apart from them what has no ratio."""
 
     def reached(row: Row) -> float | None:
-        return None if target is None else time_to_target(row, metric, target)
+        return None if target is None else time_to_target(row, metric, target, maximize)
 
     measures: list[tuple[str, bool, Callable[[Row], float | None]]] = [
         ("seconds", True, lambda row: number(row.get("seconds"))),
@@ -95,6 +101,7 @@ def _changes(a: Sequence[Row], b: Sequence[Row], metric: str, target: float | No
         ("bytes sent", True, lambda row: number(row.get("sent_bytes"))),
     ]
     found: list[Change] = []
+    zeros: list[FromZero] = []
     for name, ratio, value in measures:
         pairs = []
         for cell in cells(a):
@@ -102,10 +109,16 @@ def _changes(a: Sequence[Row], b: Sequence[Row], metric: str, target: float | No
             known = [{int(row["seed"]): x for row in some if (x := value(row)) is not None} for some in sides]
             # A run that never reached the target cannot be averaged away: then the cell has no such time.
             whole = name != "seconds to target" or [*map(len, known)] == [*map(len, sides)]
-            if all(known) and whole and (not ratio or all(x > 0 for side in known for x in side.values())):
+            if not all(known) or not whole:
+                continue
+            if not ratio or all(x > 0 for side in known for x in side.values()):
                 pairs.append(_pair(cell, name, *known, ratio=ratio))
+            elif known[0] != known[1] and any(x for side in known for x in side.values()):
+                first, second = (mean_interval([*side.values()]) for side in known)
+                assert first is not None and second is not None
+                zeros.append(FromZero(cell=cell, measure=name, first=first, second=second))
         found += _family(pairs)
-    return found
+    return found, zeros
 
 
 class _Pair(NamedTuple):
@@ -208,7 +221,7 @@ def _facts(found: Set) -> dict[tuple[Any, str], str]:
     """What is recorded of how a study was made; only cells that ran are in it."""
     study, ran = found.study, set(cells(found.done))
     settings = {**_flat(study["settings"]), **_flat({"stop": study.get("stop") or {}})}
-    for name in ("task", "launcher", "workers", "target"):
+    for name in ("task", "launcher", "workers", "target", "maximize"):
         if name not in settings:
             settings[name] = study.get(name)
     for cell in study["cells"]:

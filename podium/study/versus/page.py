@@ -40,6 +40,10 @@ def render(found: Versus, a: Set, b: Set, folder: Path) -> str:
             found=found,
             sides=[("A", found.a, _seen_from(folder, a)), ("B", found.b, _seen_from(folder, b))],
             tables=[_table(found, measure, a, b, folder) for measure in found.measures],
+            zeros=[
+                (one.cell, heading(found, one.measure), size(one, one.first), size(one, one.second))
+                for one in found.zeros
+            ],
             figures=_figures(found),
         )
     )

@@ -9,13 +9,15 @@ from podium.study.rows import (
     lower_is_better,
 )
 from podium.study.statistics import Mean
-from podium.study.versus.base import FEW, NAMED, Change, Set, Side, Versus
+from podium.study.versus.base import FEW, NAMED, Change, FromZero, Set, Side, Versus
 
 
 def answer(found: Versus, shared: Sequence[str]) -> str:
     if not shared:
         return f"Nothing to compare: {found.a.name} and {found.b.name} have no cell in common."
     said = [_told(found, measure) for measure in found.measures]
+    for measure in dict.fromkeys(one.measure for one in found.zeros):
+        said.append(_without_ratio(found, measure))
     same, known = found.same_parameters
     if known:
         which = "no pair" if not same else f"all {known} pairs" if same == known else f"{same} of {known} pairs"
@@ -58,6 +60,15 @@ def _told(found: Versus, measure: str) -> str:
     return f"{name}: {'; '.join(parts)}."
 
 
+def _without_ratio(found: Versus, measure: str) -> str:
+    """What went from 0 or to 0 in one measure: both values of each cell, and beyond a few of the first ones."""
+    some = [one for one in found.zeros if one.measure == measure]
+    told = [f"{one.cell} from {size(one, one.first)} to {size(one, one.second)}" for one in some[:NAMED]]
+    rest = f" and {len(some) - NAMED} more, listed below" if len(some) > NAMED else ""
+    name = heading(found, measure)
+    return f"{name[0].upper()}{name[1:]}: {', '.join(told)}{rest}; 0 has no ratio."
+
+
 def worded(found: Versus, measure: str, verdict: str) -> str:
     """A verdict in the words of its measure: slower, better, more."""
     if verdict not in ("larger", "smaller"):
@@ -66,7 +77,7 @@ def worded(found: Versus, measure: str, verdict: str) -> str:
     if measure.startswith("seconds"):
         return "slower" if up else "faster"
     if measure == f"final {found.metric}":
-        return "better" if up != lower_is_better(found.metric) else "worse"
+        return "better" if up != lower_is_better(found.metric, found.maximize) else "worse"
     return verdict
 
 
@@ -125,7 +136,7 @@ def amount(change: Change) -> str:
     return f"{sign}{plain(change.value)}{between}"
 
 
-def size(change: Change, mean: Mean) -> str:
+def size(change: Change | FromZero, mean: Mean) -> str:
     """A mean with its half-width; bytes in 10⁶."""
     scale = 1e-6 if change.measure == "bytes sent" else 1.0
     ends = [None if x is None else x * scale for x in (mean.mean, mean.low, mean.high)]
@@ -152,6 +163,12 @@ def lines(found: Versus) -> list[str]:
                 f"  {change.cell:<{width}}  {size(change, change.first)} → {size(change, change.second)}   "
                 f"{amount(change)}   {worded(found, measure, change.verdict)}{p}"
             )
+    if found.zeros:
+        told += ["", "from 0 or to 0, without a ratio"]
+        told += [
+            f"  {one.cell}, {heading(found, one.measure)}  {size(one, one.first)} → {size(one, one.second)}"
+            for one in found.zeros
+        ]
     if found.differences:
         told += ["", "What differs, A → B"]
         width = min(30, max(len(difference.what) for difference in found.differences))
