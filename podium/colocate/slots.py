@@ -82,7 +82,7 @@ class Slots:
         self.steps = 0
         """How often all arrays took a step."""
         self._since: tuple[int, float] | None = None
-        """From which step on, and when, the bundle's steps are timed: its first ones take longer."""
+        """After how many steps, and when, the bundle's steps began to be timed: what comes before them is not."""
 
     def run(self, first: dict[int, list[Parts]] | None = None) -> None:
         """Train until no trial is left; `first`: trials that were taken already, by the array's place."""
@@ -95,6 +95,9 @@ class Slots:
         while self.slots:
             steps = min(slot.until_event(self.recipe.eval_every) for slot in self.slots.values())
             steps = min(steps, longest)
+            if self.bundle.captured and self._since is None:
+                self.bundle.run(0)  # captures
+                self._since = (self.steps, time.perf_counter())
             began = time.perf_counter()
             self.bundle.run(steps)
             if self.bundle.device.type == "cpu":  # elsewhere steps are only asked for by now
@@ -151,8 +154,9 @@ class Slots:
         """Leave out rows, and arrays, that no trial will ever need again, where that pays."""
         wanted = [self._rows_wanted(place) for place in range(len(self.arrays))]
         before = sum(array.rows for array in self.bundle.arrays)
-        if not self.narrows or not self.slots or 2 * sum(wanted) > before or self._since is None:
+        if not self.narrows or not self.slots or 2 * sum(wanted) > before:
             return
+        assert self._since is not None
         step, at = self._since
         each = (time.perf_counter() - at) / max(1, self.steps - step)  # whoever left a row was waited for
         ahead = max(slot.parts.steps - slot.steps for slot in self.slots.values())
