@@ -30,7 +30,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.optim import SGD, Adagrad
 
 from podium.colocate.alone import at_least_single, on_device, plain_state, validation
-from podium.colocate.compiling import compile_method
+from podium.colocate.compiling import compile_method, seconds_to_compile
 from podium.colocate.dropout import CountedDropout
 from podium.colocate.keys import callable_key, module_key, optimizer_key
 from podium.colocate.losses import lifted
@@ -331,6 +331,14 @@ class Array:
             new._timetables[i] = timetable
             new.numbers[i].copy_(timetable.rows(done, new.window_of_numbers))
         return new
+
+    @property
+    def start_s(self) -> float:
+        """What a new array like this costs before its first step, besides a capture: an estimate, 0 without compiling.
+
+        What torch has compiled for this one serves no other number of rows.
+        """
+        return seconds_to_compile(self.base) if self._made["compiled"] else 0.0
 
     def _all_of_rows(self) -> list[Tensor]:
         """What a row holds besides its samples and its numbers."""

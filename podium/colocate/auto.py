@@ -34,6 +34,7 @@ from podium.colocate.alone import Alone
 from podium.colocate.array import Array
 from podium.colocate.base import Desk, Executor, OnEvent, WithReturned
 from podium.colocate.bundle import Bundle
+from podium.colocate.compiling import seconds_to_compile
 from podium.colocate.fused import WIDTH, Fused, take_parts
 from podium.colocate.graphed import GraphedAlone
 from podium.colocate.probe import Verified, probe
@@ -49,8 +50,6 @@ MEASURE_S = 0.3
 """How long each candidate is timed at most, after its warm-up; the first, of which nothing is known, a tenth of it."""
 SHARE_OF_ONE = 0.004
 """The same, as a share of what the trials would take one after another."""
-COMPILE_S, COMPILE_LAYER_S = 20.0, 1.0
-"""What compiling a step is expected to take, and what each layer adds to it."""
 COMPILED_GAIN = 1.6
 """How much faster compiled steps are expected to be, before it is tried."""
 PROCESS_START_S = 5.0
@@ -124,13 +123,15 @@ class Auto(Executor):
             if not taken:
                 continue
             choice = self.choose(recipe, taken, on_event, desk.stop_requested)
+            if several:
+                choice = choice._replace(made=None)  # memory that the next group is to find free
             if desk.stop_requested():
                 return
             on_event({
                 "event": "chose", "group": number, "executor": describe(choice.executor), "why": choice.why,
                 "table": [candidate.to_dict() for candidate in choice.candidates],
             })  # fmt: skip
-            if choice.made is not None and isinstance(choice.executor, Fused) and not several:
+            if choice.made is not None and isinstance(choice.executor, Fused):
                 return choice.executor.run_made(recipe, desk, on_event, taken, choice.made)
             chosen.setdefault(choice.executor, []).append(WithReturned(desk, [parts.trial for parts in taken]))
         for executor, group in chosen.items():
@@ -180,10 +181,11 @@ class Auto(Executor):
         On the CPU one after another comes first: there it may be the fastest, and takes no time to begin.
         """
         unlikely = SHARE_OF_TOTAL if timing.on_cpu or not timing.found.fuses else SHARE_IF_UNLIKELY
+        one = (math.inf if timing.on_cpu else SHARE_OF_TOTAL, timing.sequential)
         ways: list[tuple[float, Callable[[], Candidate]]] = [
-            (unlikely, partial(timing.fused, width)) for width in timing.widths
+            (unlikely if place else math.inf, partial(timing.fused, width)) for place, width in enumerate(timing.widths)
         ]
-        ways.insert(0 if timing.on_cpu else 1, (math.inf if timing.on_cpu else SHARE_OF_TOTAL, timing.sequential))
+        ways.insert(0 if timing.on_cpu else 1, one)
         yield from ways
         for width in (16, 32, 8) if timing.captures and not timing.on_cpu else ():
             if width <= 2 * len(timing.taken):
@@ -195,8 +197,7 @@ class Auto(Executor):
         if timing.on_cpu or timing.found.mode != "forward":
             return False
         left = min((c.total_s for c in timed if not c.why_not), default=0.0)
-        layers = sum(any(True for _ in m.parameters(recurse=False)) for m in timing.taken[0].model.modules())
-        return left * (1 - 1 / COMPILED_GAIN) > COMPILE_S + layers * COMPILE_LAYER_S
+        return left * (1 - 1 / COMPILED_GAIN) > seconds_to_compile(timing.taken[0].model)
 
 
 class _Timing:

@@ -46,8 +46,8 @@ class Bundle:
                 self.start_s = time.perf_counter() - began
 
     def close(self) -> None:
-        """Give the graph's memory back."""
-        self._graph = None
+        """Give the memory of graph and arrays back, as far as nobody else holds these."""
+        self._graph, self.arrays = None, []
 
     def _step(self) -> None:
         for array in self.arrays:

@@ -18,6 +18,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch import nn
 
 _KEPT = 16
 """Copies that wait for another object of their kind: an array has two methods, so 8 kinds of array."""
@@ -27,6 +28,16 @@ _SHARED = 4
 _lock = threading.Lock()
 _kept: OrderedDict[Hashable, tuple[FunctionType, int]] = OrderedDict()
 """The copies used last, and by how many objects so far."""
+
+
+COMPILE_S, COMPILE_LAYER_S = 20.0, 1.0
+"""What compiling a training step takes on an H200's host, about, and what each layer adds to it."""
+
+
+def seconds_to_compile(model: nn.Module) -> float:
+    """What compiling a step of this model is expected to take."""
+    layers = sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules())
+    return COMPILE_S + layers * COMPILE_LAYER_S
 
 
 def compile_method(method: Callable[..., Any], kind: Hashable, *, backend: str = "inductor") -> Callable[..., Any]:

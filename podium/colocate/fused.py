@@ -72,9 +72,10 @@ class Fused(Executor):
                 if not found.fuses:
                     left.append(WithReturned(desk, [parts.trial for parts in taken]))
                     continue
-                array = self._array(recipe, taken, resident, found, 1 / len(desks))
-                first[len(arrays)] = taken[: array.rows]
-                arrays.append((array, WithReturned(desk, [parts.trial for parts in taken[array.rows :]])))
+                rows = self._rows(recipe, taken, resident, found, 1 / len(desks))
+                first[len(arrays)] = taken[:rows]
+                more = WithReturned(desk, [parts.trial for parts in taken[rows:]])
+                arrays.append((self._array(recipe, taken[0], resident, found, rows), more))
             if arrays:
                 left += train_in_slots(recipe, arrays, first, self.name, on_event, captured=self.captured)
         for desk in left:
@@ -82,15 +83,14 @@ class Fused(Executor):
 
     def run_made(self, recipe: Recipe, desk: Desk, on_event: OnEvent, taken: Sequence[Parts], bundle: Bundle) -> None:
         """Train these trials of the desk, and all others, in a bundle's one array, whatever it held before."""
-        (array,) = bundle.arrays
-        for row in range(array.rows):
-            array.release(row)
-        more = WithReturned(desk, [parts.trial for parts in taken[array.rows :]])
+        rows = bundle.arrays[0].rows
+        for row in range(rows):
+            bundle.arrays[0].release(row)
+        more = WithReturned(desk, [parts.trial for parts in taken[rows:]])
+        arrays: list[tuple[Array, Desk]] = [(bundle.arrays[0], more)]
         with precision_of(recipe), with_threads(self.threads):
-            first = {0: list(taken[: array.rows])}
-            left = train_in_slots(
-                recipe, [(array, more)], first, self.name, on_event, captured=self.captured, bundle=bundle
-            )
+            first = {0: list(taken[:rows])}
+            left = train_in_slots(recipe, arrays, first, self.name, on_event, captured=self.captured, bundle=bundle)
         for remaining in left:
             Sequential(threads=self.threads).run(recipe, remaining, on_event)
 
@@ -108,14 +108,14 @@ class Fused(Executor):
         on_event(found.to_event(len(taken)))
         return found
 
-    def _array(
-        self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified, share: float
-    ) -> Array:
-        rows = self.width or widest(recipe, taken[0], resident, len(taken), found.mode, share)
+    def _rows(self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified, share: float) -> int:
+        return self.width or widest(recipe, taken[0], resident, len(taken), found.mode, share)
+
+    def _array(self, recipe: Recipe, first: Parts, resident: Resident, found: Verified, rows: int) -> Array:
         if recipe.torch_device.type == "cuda":
             torch.cuda.empty_cache()
         return Array(
-            recipe, taken[0], resident, rows, mode=found.mode, fast=self.fast,
+            recipe, first, resident, rows, mode=found.mode, fast=self.fast,
             compiled=self.compiled and found.mode == "forward",
         )  # fmt: skip
 

@@ -160,7 +160,8 @@ class Slots:
         step, at = self._since
         each = (time.perf_counter() - at) / max(1, self.steps - step)  # whoever left a row was waited for
         ahead = max(slot.parts.steps - slot.steps for slot in self.slots.values())
-        if _PER_ROW * (1 - sum(wanted) / before) * each * ahead < (self.bundle.start_s or 0.0) + _NARROW_S:
+        cost = max(self.bundle.start_s or 0.0, *(array.start_s for array in self.bundle.arrays)) + _NARROW_S
+        if _PER_ROW * (1 - sum(wanted) / before) * each * ahead < cost:
             return
         try:
             moved = {

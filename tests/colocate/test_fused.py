@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -404,6 +406,40 @@ class TestNeighbours:
         assert [(e["before"], e["rows"]) for e in heard if e["event"] == "narrowed"] == [(4, 1)]
         assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(4))
 
+    @pytest.mark.parametrize("made", [False, True], ids=["fused", "timed before"])
+    def test_an_array_that_was_left_is_gone(self, made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        left: list[weakref.ref[Array]] = []
+        narrower = Array.narrower
+
+        def noted(array: Array, rows: Any, steps: Any) -> Array:
+            left.append(weakref.ref(array))
+            return narrower(array, rows, steps)
+
+        def look(trial: Trial, evaluation: Evaluation) -> Verdict:
+            gc.collect()
+            alive.append([ref() is not None for ref in left])
+            return GO
+
+        monkeypatch.setattr(slots, "_NARROW_S", -1e9)
+        monkeypatch.setattr(Array, "narrower", noted)
+        alive: list[list[bool]] = []
+        trials = trials_of(*[{"epochs": 1 + 2 * (i == 0)} for i in range(5)])
+        recipe, desk = recipe_of(nets.toy), Desk(trials, look)
+        if made:
+            taken = [recipe.make(trial) for trial in trials]
+            timing = auto._Timing(recipe, taken, recipe.resident_of(taken[0].task), Verified(fuses=True), 0.01)
+            bundle = timing.made_for(timing.fused(5).executor)
+            assert bundle is not None
+            desk.waiting = []
+            Fused(width=5).run_made(recipe, desk, lambda event: None, taken, bundle)
+        else:
+            Fused(width=5).run(recipe, desk, lambda event: None)
+        assert len(left) == 1 and alive[-1] == [False]
+
+    def test_another_width_of_a_compiled_array_is_expected_to_be_compiled_anew(self) -> None:
+        recipe, trials = recipe_of(nets.toy), trials_of({}, {})
+        assert array_of(recipe, trials).start_s == 0 and array_of(recipe, trials, compiled=True).start_s > 20
+
     def test_an_array_stays_wide_while_more_may_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slots, "_NARROW_S", -1e9)
         trials, heard = trials_of(*[{"epochs": 1 + 3 * (i == 0)} for i in range(6)]), []
@@ -654,6 +690,28 @@ class TestFallBack:
         fused.run(recipe, desk, heard.append)
         assert not any(event["event"] == "fell back" for event in heard)
         assert {outcome.executor for outcome in desk.outcomes.values()} == {"fused"}
+
+    def test_auto_times_an_array_however_long_one_after_another_took(self) -> None:
+        recipe = recipe_of(nets.toy)
+        taken = [recipe.make(trial) for trial in trials_of(*[{"epochs": 3}] * 8)]
+        choice = Auto(seconds=5.0).choose(recipe, taken)  # half a second for the first, far more than the trials take
+        assert [c.executor.name for c in choice.candidates][:2] == ["sequential", "fused"]
+
+    def test_auto_holds_no_array_of_a_group_while_it_looks_at_the_next(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[int] = []
+
+        def look(executor: Auto, recipe: Any, taken: Any, *more: Any) -> Any:
+            gc.collect()
+            seen.append(sum(type(one) is Array for one in gc.get_objects()) - before)
+            return choose(executor, recipe, taken, *more)
+
+        choose, recipe = Auto.choose, recipe_of(nets.toy)
+        gc.collect()
+        before = sum(type(one) is Array for one in gc.get_objects())
+        monkeypatch.setattr(Auto, "choose", look)
+        groups = [Desk(trials_of(*[{"epochs": 4, "width": width}] * 6)) for width in (8, 16)]
+        Auto(seconds=0.01).run_groups(recipe, groups, lambda event: None)
+        assert seen == [0, 0] and all(len(desk.outcomes) == 6 for desk in groups)
 
     def test_what_auto_has_timed_leaves_no_trace_in_what_is_trained_in_the_same_array(self) -> None:
         trials = trials_of(*[{"lr": 0.01 * (i + 1), "dropout": 0.1, "momentum": 0.9, "epochs": 3} for i in range(5)])
