@@ -71,8 +71,8 @@ def _size(study: Mapping[str, Any]) -> str:
 
 
 def _changed(changes: Mapping[str, Any]) -> str:
-    given = [repr(changes.get("settings", {})), *(f"{n}={changes[n]!r}" for n in ("seeds", "target") if n in changes)]
-    return ", ".join(given)
+    others = [f"{name}={changes[name]!r}" for name in ("seeds", "target", "maximize") if name in changes]
+    return ", ".join([repr(changes.get("settings", {})), *others])
 
 
 def _strategies(study: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from podium.config import devices_in
 from podium.study.anova import anova
 from podium.study.anova import tell as tell_anova
 from podium.study.format import plain, probability, spread
@@ -95,11 +94,12 @@ def _where(study: Mapping[str, Any]) -> str:
     """What runs were measured on: GPUs where any was asked for, and the cores."""
     hardware = study.get("hardware") or {}
     cores, gpus = hardware.get("cores"), hardware.get("gpus") or []
-    settings = [study.get("settings") or {}, *(cell["settings"] for cell in study.get("cells") or ())]
-    devices = {name.partition(":")[0] for given in settings for name in devices_in(given.get("device", "cpu"))}
+    shared = study.get("settings") or {}
+    asked = [{**shared, **(cell.get("settings") or {})}.get("device") for cell in study.get("cells") or [{}]]
+    devices = {name.strip().partition(":")[0] for device in asked for name in str(device or "cpu").split(",")}
     found = []
     if "cuda" in devices or ("auto" in devices and gpus):
-        found += [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)] or ["a GPU"]
+        found += list(dict.fromkeys(gpus)) or ["a GPU"]
     if cores:
         found.append(f"{cores} CPU core{'s' * (cores != 1)}")
     return " and ".join(found) or "this machine"

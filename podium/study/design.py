@@ -28,7 +28,7 @@ ORDER_SEED = 20_240_501
 
 SAME = ("name", "cells", "replications", "settings", "target", "stop", "order_seed", "clusters")
 """What must agree for a study to be gone on with."""
-TOLD = ("question", "notes", "reference", "responses", "baseline", "retries", "maximize")
+TOLD = ("question", "notes", "reference", "responses", "baseline", "retries", "maximize", "changes")
 """What may have been changed since: it is about how results are told, or how hard failures are fought."""
 
 

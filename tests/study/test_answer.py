@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from podium.study.answer import answer, find
@@ -83,17 +85,18 @@ def test_it_says_what_may_not_be_concluded() -> None:
 @pytest.mark.parametrize(
     ("devices", "gpus", "where"),
     [
-        (["cuda", "cpu"], ["NVIDIA H200"], "1 × NVIDIA H200 and 16 CPU cores,"),
-        (["cuda:1,cuda:0"], ["NVIDIA L4", "NVIDIA L4"], "2 × NVIDIA L4 and 16 CPU cores,"),
-        (["cuda"], [], "a GPU and 16 CPU cores,"),
+        (["cuda", "cpu"], ["NVIDIA H200"], "on NVIDIA H200 and 16 CPU cores,"),
+        (["cuda:1,cuda:0"], ["NVIDIA L4", "NVIDIA L4"], "on NVIDIA L4 and 16 CPU cores,"),
+        (["cuda"], [], "on a GPU and 16 CPU cores,"),
         (["cpu"], ["NVIDIA H200"], "on 16 CPU cores,"),
-        (["auto"], ["NVIDIA H200"], "1 × NVIDIA H200 and 16 CPU cores,"),
+        (["auto"], ["NVIDIA H200"], "on NVIDIA H200 and 16 CPU cores,"),
         (["auto"], [], "on 16 CPU cores,"),
+        ([None, "mps"], None, "on 16 CPU cores,"),
     ],
 )
-def test_it_says_on_which_gpus_where_any_was_used(devices: list[str], gpus: list[str], where: str) -> None:
-    cells = [{"cell": name, "settings": {"device": name}} for name in devices]
-    study = {"hardware": {"cores": 16, "gpus": gpus}, "settings": {}, "cells": cells}
+def test_it_says_on_which_gpus_where_any_was_used(devices: list[Any], gpus: list[str] | None, where: str) -> None:
+    cells = [{"cell": str(name), "settings": {"device": name}} for name in devices]
+    study = {"hardware": {"cores": 16, "gpus": gpus}, "settings": {"device": "cuda"}, "cells": cells}
     assert where in answer(make_rows({"solo": FAST}), None, study)
 
 

@@ -243,3 +243,5 @@ def test_which_way_is_better_is_said_when_the_comparison_was_told(tmp_path: Path
     assert command(study) is not None and "maximize" not in python_call(study)
     assert (command({**study, "maximize": False}) or "").count(" --minimize ") == 1
     assert "    maximize=False,\n" in python_call({**study, "maximize": False})
+    file = {**study, "file": "a.toml", "changes": {"maximize": True}}
+    assert command(file) == "podium compare a.toml --maximize" and "changed({}, maximize=True)" in python_call(file)
