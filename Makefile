@@ -9,6 +9,7 @@ PIP_INSTALL := python -m pip install --quiet --disable-pip-version-check --const
 PIP := $(BIN)/$(PIP_INSTALL)
 PEER_PACKAGES := ray tensorflow-cpu
 MACHINE := tests/bench tests/cluster tests/integration tests/test_doctor.py tests/test_choosing.py
+SLOWEST := --durations=10 --durations-min=5
 
 .PHONY: demo test check bench peers clean
 
@@ -18,8 +19,8 @@ demo: $(STAMP)
 # Most tests keep one core busy and run side by side, file by file. Those that look at the whole machine (processes, network
 # namespaces, what it measures) come after them, one by one.
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(MACHINE:%=--ignore=%)
-	$(BIN)/python -m pytest $(MACHINE)
+	$(BIN)/python -m pytest $(SLOWEST) --numprocesses auto --maxprocesses 4 --dist loadfile $(MACHINE:%=--ignore=%)
+	$(BIN)/python -m pytest $(SLOWEST) $(MACHINE)
 
 check: $(STAMP)
 	$(BIN)/ruff check
