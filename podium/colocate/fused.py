@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -40,6 +40,9 @@ class Fused(Executor):
     """Whether each structure is first verified against the same trials alone."""
     mode: Mode = "forward"
     """What `vmap` goes over, where nothing is probed: recurrent nets need `gradient`."""
+    narrows: bool = True
+    """Whether trials move into narrower arrays when others have ended. It depends on times, so two runs of a sweep may
+    differ in rounding; without it they do not."""
     threads: int | None = None
     """Threads of each operation on the CPU; torch's own number when not given. Small models are faster with one."""
 
@@ -77,7 +80,8 @@ class Fused(Executor):
                 more = WithReturned(desk, [parts.trial for parts in taken[rows:]])
                 arrays.append((self._array(recipe, taken[0], resident, found, rows), more))
             if arrays:
-                left += train_in_slots(recipe, arrays, first, self.name, on_event, captured=self.captured)
+                how: dict[str, Any] = {"captured": self.captured, "narrows": self.narrows}
+                left += train_in_slots(recipe, arrays, first, self.name, on_event, **how)
         for desk in left:
             Sequential(threads=self.threads).run(recipe, desk, on_event)
 
@@ -90,7 +94,8 @@ class Fused(Executor):
         arrays: list[tuple[Array, Desk]] = [(bundle.arrays[0], more)]
         with precision_of(recipe), with_threads(self.threads):
             first = {0: list(taken[:rows])}
-            left = train_in_slots(recipe, arrays, first, self.name, on_event, captured=self.captured, bundle=bundle)
+            how: dict[str, Any] = {"captured": self.captured, "narrows": self.narrows, "bundle": bundle}
+            left = train_in_slots(recipe, arrays, first, self.name, on_event, **how)
         for remaining in left:
             Sequential(threads=self.threads).run(recipe, remaining, on_event)
 

@@ -68,13 +68,14 @@ class Slots:
         on_event: OnEvent,
         *,
         captured: bool | None = None,
+        narrows: bool = True,
         bundle: Bundle | None = None,
     ) -> None:
         """Each array has the desk that its trials come from. `bundle`: of these arrays, if there is one already."""
         self.recipe, self.executor, self.on_event = recipe, executor, on_event
         self.arrays, self.captured = arrays, captured
         self.bundle = bundle or Bundle([array for array, _ in arrays], captured=captured)
-        self.narrows = True
+        self.narrows = narrows
         """Whether arrays may be made narrower."""
         self.slots: dict[tuple[int, int], Slot] = {}
         self.copied = False
@@ -282,10 +283,11 @@ def train_in_slots(
     on_event: OnEvent,
     *,
     captured: bool | None = None,
+    narrows: bool = True,
     bundle: Bundle | None = None,
 ) -> list[Desk]:
     """Train in these arrays. Where a step raises, what is not finished is left for another way, from its beginning."""
-    slots = Slots(recipe, arrays, executor, on_event, captured=captured, bundle=bundle)
+    slots = Slots(recipe, arrays, executor, on_event, captured=captured, narrows=narrows, bundle=bundle)
     try:
         slots.run(first)
     except PodiumError:

@@ -448,6 +448,12 @@ class TestNeighbours:
         Fused(width=6).run(recipe_of(nets.toy), desk, heard.append)
         assert len(desk.outcomes) == 6 and not any(event["event"] == "narrowed" for event in heard)
 
+    def test_an_array_stays_wide_where_that_is_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(slots, "_NARROW_S", -1e9)
+        trials, heard = trials_of(*[{"epochs": 1 + 3 * (i == 0)} for i in range(6)]), []
+        Fused(width=6, narrows=False).run(recipe_of(nets.toy), Desk(trials), heard.append)
+        assert not any(event["event"] == "narrowed" for event in heard)
+
     def test_an_array_that_cannot_be_made_narrower_goes_on_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(array: Array, rows: Any, steps: Any) -> Array:
             raise torch.OutOfMemoryError("no room")
