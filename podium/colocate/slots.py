@@ -73,7 +73,8 @@ class Slots:
     ) -> None:
         """Each array has the desk that its trials come from. `bundle`: of these arrays, if there is one already."""
         self.recipe, self.executor, self.on_event = recipe, executor, on_event
-        self.arrays, self.captured = arrays, captured
+        self.arrays, self.captured = dict(enumerate(arrays)), captured
+        """By their places; those that nobody needs any more are left out."""
         self.bundle = bundle or Bundle([array for array, _ in arrays], captured=captured)
         self.narrows = narrows
         """Whether arrays may be made narrower."""
@@ -82,8 +83,10 @@ class Slots:
         """Whether any row took over another's state: then no trial can be trained again by itself."""
         self.steps = 0
         """How often all arrays took a step."""
+        self._timed: tuple[int, float] = (0, 0.0)
+        """Steps of this bundle that were timed, and what they took, without evaluations."""
         self._since: tuple[int, float] | None = None
-        """After how many steps, and when, the bundle's steps began to be timed: what comes before them is not."""
+        """From which step on, and when, the next ones are timed."""
 
     def run(self, first: dict[int, list[Parts]] | None = None) -> None:
         """Train until no trial is left; `first`: trials that were taken already, by the array's place."""
@@ -96,29 +99,40 @@ class Slots:
         while self.slots:
             steps = min(slot.until_event(self.recipe.eval_every) for slot in self.slots.values())
             steps = min(steps, longest)
-            if self.bundle.captured and self._since is None:
-                self.bundle.run(0)  # captures
-                self._since = (self.steps, time.perf_counter())
+            if self.bundle.captured:
+                self.bundle.run(0)  # the capture is no step
             began = time.perf_counter()
+            if self.bundle.start_s is not None:  # the first step of all may take far longer
+                self._since = self._since or (self.steps, began)
             self.bundle.run(steps)
             if self.bundle.device.type == "cpu":  # elsewhere steps are only asked for by now
                 longest = max(1, min(_LONGEST_RUN, int(steps * _LOOK_UP_S / (time.perf_counter() - began + 1e-9))))
             self.steps += steps
             for slot in self.slots.values():
                 slot.steps += steps
-            self._since = self._since or (self.steps, time.perf_counter())
-            if any(desk.stop_requested() for _, desk in self.arrays):
+            if any(slot.parts.is_due(slot.steps, self.recipe.eval_every) for slot in self.slots.values()):
+                self._note_time()
+            if any(desk.stop_requested() for _, desk in self.arrays.values()):
                 return
-            for place in range(len(self.arrays)):
+            for place in self.arrays:
                 self._judge(place)
             self._fill()
             self._narrow()
             self._refill()
 
+    def _note_time(self) -> None:
+        """What steps took since the last time, before anything else is done."""
+        self.bundle.wait()  # as the evaluation would
+        if self._since is not None:
+            steps, at = self._since
+            done, seconds = self._timed
+            self._timed = (done + self.steps - steps, seconds + time.perf_counter() - at)
+        self._since = None
+
     # What happens to rows.
 
     def _fill(self) -> None:
-        for place, (array, desk) in enumerate(self.arrays):
+        for place, (array, desk) in self.arrays.items():
             while len([key for key in self.slots if key[0] == place]) < array.rows:
                 trial = desk.take()
                 if trial is None:
@@ -142,7 +156,7 @@ class Slots:
 
     def _refill(self) -> None:
         """Rows whose samples are used up get the next ones."""
-        for place, (array, _) in enumerate(self.arrays):
+        for place, (array, _) in self.arrays.items():
             slots = {row: slot for (at, row), slot in self.slots.items() if at == place}
             due = {row: slot for row, slot in slots.items() if slot.steps >= slot.filled_to}
             if not due:
@@ -153,23 +167,11 @@ class Slots:
 
     def _narrow(self) -> None:
         """Leave out rows, and arrays, that no trial will ever need again, where that pays."""
-        wanted = [self._rows_wanted(place) for place in range(len(self.arrays))]
-        before = sum(array.rows for array in self.bundle.arrays)
-        if not self.narrows or not self.slots or 2 * sum(wanted) > before:
-            return
-        assert self._since is not None
-        step, at = self._since
-        each = (time.perf_counter() - at) / max(1, self.steps - step)  # whoever left a row was waited for
-        ahead = max(slot.parts.steps - slot.steps for slot in self.slots.values())
-        cost = max(self.bundle.start_s or 0.0, *(array.start_s for array in self.bundle.arrays)) + _NARROW_S
-        if _PER_ROW * (1 - sum(wanted) / before) * each * ahead < cost:
+        wanted = {place: self._rows_wanted(place) for place in self.arrays}
+        if not self.narrows or not self.slots or not self._pays(sum(wanted.values())):
             return
         try:
-            moved = {
-                place: self._narrower(place)
-                for place, ((array, _), rows) in enumerate(zip(self.arrays, wanted, strict=True))
-                if 0 < rows < array.rows
-            }
+            moved = {place: self._narrower(place) for place, rows in wanted.items() if 0 < rows < self._rows(place)}
         except Exception as error:  # the user's own code, or memory: then it goes on as it is
             self.narrows = False
             self.on_event({"event": "not narrowed", "why": f"{type(error).__name__}: {error}"[:500]})
@@ -180,10 +182,24 @@ class Slots:
                 del self.slots[place, slot.row]
                 slot.array, slot.row, slot.filled_to = array, row, slot.steps
             self.slots.update({(place, slot.row): slot for slot in slots})
+        self.arrays = {place: seat for place, seat in self.arrays.items() if wanted[place]}
+        before = sum(array.rows for array in self.bundle.arrays)
         self.bundle.close()
-        kept = [array for (array, _), rows in zip(self.arrays, wanted, strict=True) if rows]
-        self.bundle, self._since = Bundle(kept, captured=self.captured), None
-        self.on_event({"event": "narrowed", "rows": sum(array.rows for array in kept), "before": before})
+        self.bundle = Bundle([array for array, _ in self.arrays.values()], captured=self.captured)
+        self._timed = (0, 0.0)
+        self.on_event({"event": "narrowed", "rows": sum(wanted.values()), "before": before})
+
+    def _pays(self, rows: int) -> bool:
+        """Whether arrays of so many rows in all would save more until the end than making them costs."""
+        before, (steps, seconds) = sum(array.rows for array in self.bundle.arrays), self._timed
+        if 2 * rows > before or not steps:
+            return False
+        ahead = max(slot.parts.steps - slot.steps for slot in self.slots.values())
+        saved = _PER_ROW * (1 - rows / before) * ahead * seconds / steps
+        return saved > _NARROW_S + max(self.bundle.start_s or 0.0, sum(array.start_s for array in self.bundle.arrays))
+
+    def _rows(self, place: int) -> int:
+        return self.arrays[place][0].rows
 
     def _rows_wanted(self, place: int) -> int:
         """How many rows the array would have if it were made now."""
@@ -286,8 +302,12 @@ def train_in_slots(
     narrows: bool = True,
     bundle: Bundle | None = None,
 ) -> list[Desk]:
-    """Train in these arrays. Where a step raises, what is not finished is left for another way, from its beginning."""
+    """Train in these arrays. Where a step raises, what is not finished is left for another way, from its beginning.
+
+    The list is empty afterwards: who leaves an array behind on the way lets go of it.
+    """
     slots = Slots(recipe, arrays, executor, on_event, captured=captured, narrows=narrows, bundle=bundle)
+    arrays.clear()
     try:
         slots.run(first)
     except PodiumError:
@@ -297,7 +317,7 @@ def train_in_slots(
             raise TrainingError(f"fused: a step raised {type(error).__name__}: {error}") from error
         on_event({"event": "fell back", "why": f"{type(error).__name__}: {error}"[:500]})
         left: list[Desk] = []
-        for place, (_, desk) in enumerate(arrays):
+        for place, (_, desk) in slots.arrays.items():
             for trial in slots.unfinished(place):
                 desk.begin_again(trial)
             left.append(WithReturned(desk, slots.unfinished(place)))

@@ -238,7 +238,7 @@ def _metrics(config: RunConfig) -> list[str] | None:
 
     try:
         return list(load_task(config.task, config.task_options, config.data_dir).metrics)
-    except Exception:  # the user's own code may raise anything; runs will say what
+    except (Exception, SystemExit):  # the user's own code may raise anything; runs will say what
         return None
 
 

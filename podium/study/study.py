@@ -106,8 +106,8 @@ class Study:
             raise ConfigError(f"study {self.name}: retries must be a whole number from 0 on, got {self.retries!r}")
         if self.maximize is not None and not isinstance(self.maximize, bool):
             raise ConfigError(f"study {self.name}: maximize must be true or false, got {self.maximize!r}")
-        if isinstance(self.responses, str):
-            raise ConfigError(f"study {self.name}: responses must be a list of names, got the text {self.responses!r}")
+        if isinstance(self.responses, str) or not all(isinstance(name, str) for name in self.responses):
+            raise ConfigError(f"study {self.name}: responses must be a list of names, got {self.responses!r}")
         if not self.factors:
             raise ConfigError(f"study {self.name}: must have at least one factor, got none")
         for name in (*self.settings, *self.factors):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
 import weakref
 from functools import partial
 from typing import Any
@@ -447,6 +448,30 @@ class TestNeighbours:
         monkeypatch.setattr(desk, "expects_more", lambda: True)
         Fused(width=6).run(recipe_of(nets.toy), desk, heard.append)
         assert len(desk.outcomes) == 6 and not any(event["event"] == "narrowed" for event in heard)
+
+    def test_a_source_that_has_more_after_all_finds_no_array_that_stands_still(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(slots, "_NARROW_S", -1e9)
+        trials = trials_of(*[{"lr": 0.05 * (i + 1), "epochs": 1 + 3 * (i == 0)} for i in range(5)])
+        recipe, desk, alone = recipe_of(nets.toy, eval_every=1), Desk(trials[:4]), Desk(trials)
+        later = iter([*[None] * 3, trials[4]])
+        monkeypatch.setattr(desk, "take", lambda: desk.waiting.pop(0) if desk.waiting else next(later, None))
+        Streams(width=4).run(recipe, desk, lambda event: None)
+        Sequential().run(recipe, alone, lambda event: None)
+        assert desk.outcomes.keys() == alone.outcomes.keys()
+        assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(5))
+
+    def test_what_evaluations_take_does_not_pay_for_a_narrower_array(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def slowly(outputs: Any, targets: Any) -> float:
+            time.sleep(0.1)
+            return 0.5
+
+        task = dataclasses.replace(nets.task_of(nets.net), metrics={"slow": slowly})
+        trials, heard = trials_of(*[{"epochs": 1 + 5 * (i == 0)} for i in range(4)]), []
+        monkeypatch.setattr(slots, "_NARROW_S", 0.5)  # steps take a few milliseconds
+        Fused(width=4).run(recipe_of(task, eval_every=1), Desk(trials), heard.append)
+        assert not any(event["event"] == "narrowed" for event in heard)
 
     def test_an_array_stays_wide_where_that_is_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slots, "_NARROW_S", -1e9)

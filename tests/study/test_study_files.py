@@ -274,6 +274,9 @@ def test_which_way_is_better_may_be_said_in_the_file(tmp_path: Path) -> None:
         assert design.maximize is wanted and design.to_dict()["maximize"] is wanted
     with pytest.raises(ConfigError, match="maximize must be true or false"):
         Study(name="ways", factors={"workers": [1, 2]}, maximize="down")  # type: ignore[arg-type]
+    for responses in ("loss", [3]):
+        with pytest.raises(ConfigError, match="responses must be a list of names"):
+            Study(name="ways", factors={"workers": [1, 2]}, responses=responses)  # type: ignore[arg-type]
 
 
 def test_which_way_is_better_may_change_later_unless_runs_were_ended_by_it(tmp_path: Path) -> None:
