@@ -126,6 +126,10 @@ def told(found: Sweep) -> Iterator[str]:
         yield f"chosen   {choice}"
     for why in dict.fromkeys(probe["why"] for probe in found.probes if not probe["fuses"]):
         yield f"not fused: {why}"
+    for why in dict.fromkeys(turn["why"] for turn in found.turns if turn["event"] == "fell back"):
+        yield f"fell back to one by one: {why}"
+    for widths in found.widths:
+        yield f"rows     {', then '.join(map(str, widths))}, as trials ended"
     if found.trials_per_s is not None:
         trained = sum(session["trained"] for session in found.sessions)
         speed = f"{found.trials_per_s:,.3g} trials/s, {found.samples_per_s or 0:,.0f} samples/s"
@@ -210,6 +214,8 @@ def line_of(event: Mapping[str, Any]) -> str | None:
         return f"chose {chosen(event)}"
     if kind == "probe" and not event["fuses"]:
         return f"cannot be fused: {event['why']}"
+    if kind == "fell back":
+        return f"begins again, one by one: {event['why']}"
     if kind == "labourer lost":
         return f"process {event['labourer']} lost: {event['why']}"
     if kind == "outcome" and event["status"] == "failed":

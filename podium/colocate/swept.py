@@ -136,6 +136,8 @@ class Sweep:
     """What `auto` chose for each group of trials, and why."""
     probes: tuple[Row, ...] = ()
     """Whether trials could be fused, and why not."""
+    turns: tuple[Row, ...] = ()
+    """What happened to arrays on the way: `narrowed` (from `before` to `rows`), `not narrowed`, `fell back` (`why`)."""
     sessions: tuple[Row, ...] = ()
     """One for each time it came to its end or was asked to stop: `trained`, `samples`, `seconds`, `executor` …"""
     copies: bool = False
@@ -174,6 +176,17 @@ class Sweep:
     @property
     def failed(self) -> int:
         return sum(outcome.status == "failed" for outcome in self.outcomes)
+
+    @property
+    def widths(self) -> list[list[int]]:
+        """How many rows arrays had, one after another, wherever they were made narrower."""
+        found: list[list[int]] = []
+        for turn in self.turns:
+            if turn["event"] == "narrowed":
+                if not found or found[-1][-1] != turn["before"]:
+                    found.append([turn["before"]])
+                found[-1].append(turn["rows"])
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -218,6 +231,7 @@ def read_sweep(folder: str | Path) -> Sweep:
         reading=measured[-1] if measured else None,
         choices=tuple(event for event in events if event["event"] == "chose"),
         probes=tuple(event for event in events if event["event"] == "probe"),
+        turns=tuple(event for event in events if event["event"] in ("narrowed", "not narrowed", "fell back")),
         sessions=tuple(sessions),
         copies=config.get("copies", False),
     )

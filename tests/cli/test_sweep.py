@@ -165,6 +165,11 @@ def test_the_list_names_executors_rules_and_searches() -> None:
         ({"event": "chose", "executor": "fused", "why": "fused: 3×"}, "chose fused: 3×"),
         ({"event": "probe", "fuses": False, "why": "a branch"}, "cannot be fused: a branch"),
         ({"event": "probe", "fuses": True, "why": ""}, None),
+        (
+            {"event": "fell back", "why": "no room"},
+            "begins again, one by one: no room",
+        ),
+        ({"event": "narrowed", "before": 8, "rows": 3}, None),
         ({"event": "report"}, None),
     ],
 )

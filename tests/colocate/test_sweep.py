@@ -519,6 +519,18 @@ class TestTrouble:
         (probe,) = found.probes
         assert not probe["fuses"] and probe["why"] and f"Not fused:</span> {probe['why'][:20]}" in _unescaped(found)
 
+    def test_how_many_rows_there_were_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from podium.cli.sweep import told
+
+        monkeypatch.setattr("podium.colocate.slots._NARROW_S", -1e9)  # whatever it costs
+        trials = [{"epochs": 1 + (i > 4) + (i > 6)} for i in range(8)]
+        found = sweep(tmp_path / "a", trials=trials, executor="fused", keep="none")
+        assert found.widths == [[8, 3]] and "rows     8, then 3, as trials ended" in list(told(found))
+        assert "narrower arrays: 8, then 3 rows" in _unescaped(found)
+        turns = [{"event": "fell back", "why": "no room"}, {"event": "narrowed", "before": 4, "rows": 2}]
+        fell = dataclasses.replace(found, turns=(*found.turns, *turns))
+        assert fell.widths == [[8, 3], [4, 2]] and "fell back to one by one: no room" in list(told(fell))
+
     def test_a_population_that_cannot_be_fused_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="these trials cannot be fused"):
             sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, options={"moody": True}, stopping="pbt")
