@@ -20,8 +20,9 @@ With one row there is no `vmap`: the module is called as it is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ from podium.colocate.stacked_optim import (
     columns_of,
     stack_optimizer,
     stretches_of,
+    values_of,
 )
 from podium.colocate.trial import Evaluation
 from podium.errors import ConfigError, TrainingError
@@ -134,6 +136,8 @@ class Array:
         """The same module for evaluation: its mode never changes under a compiled step."""
         self._lay_out(first, compiled=compiled)
         self._timetables: list[Timetable | None] = [None] * rows
+        self._shared: WeakValueDictionary[Hashable, Timetable] = WeakValueDictionary()
+        """Timetables that rows have now: trials with the same numbers and schedule, folds and seeds, run it once."""
         self.window = self._window_of(first)
         self.order = torch.zeros(rows, self.window * self.batch_size, dtype=torch.int64, device=self.device)
         self.keys = torch.zeros_like(self.order) if resident.train.augment is not None else None
@@ -252,8 +256,16 @@ class Array:
         """The row's numbers are this trial's from now on."""
         self.clip[row] = parts.task.clip_norm or 1.0
         self.smoothing[row] = lifted(parts.task.loss).number
-        self._timetables[row] = Timetable(parts, self.columns) if self.optimizer.capturable else None
+        self._timetables[row] = self._timetable(parts) if self.optimizer.capturable else None
         self.held[row] = parts
+
+    def _timetable(self, parts: Parts) -> Timetable:
+        numbers = tuple(values_of(parts.optimizer, self.columns))
+        key = (callable_key(parts.task.schedule), parts.steps, numbers)
+        found = self._shared.get(key)
+        if found is None:
+            found = self._shared[key] = Timetable(parts, self.columns)
+        return found
 
     def change_numbers(self, row: int, parts: Parts, done: int) -> None:
         """The trial in this row goes on with other numbers, as `parts` has them; parameters and moments stay."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from podium import Task
 from podium.colocate import auto, slots
@@ -204,6 +205,26 @@ class TestOneRow:
             return dataclasses.replace(nets.task_of(partial(nets.net, norm=False), momentum=0.9), schedule=schedule)
 
         assert_equals_alone(make, trials_of({"kind": "cycle"}, {"kind": "fall"}, {"kind": "cycle all"}))
+
+    def test_a_schedule_is_run_once_for_trials_with_the_same_numbers(self) -> None:
+        asked: list[int] = []
+
+        def counting(optimizer: Any, steps: int, drop: float = 0.5) -> LambdaLR:
+            return LambdaLR(optimizer, lambda step: asked.append(step) or drop**step)  # type: ignore[func-returns-value]
+
+        def task(drop: float = 0.5) -> Task:
+            return dataclasses.replace(nets.toy(), schedule=partial(counting, drop=drop))
+
+        options = [{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.1, "drop": 0.9}, {"lr": 0.2}, {"lr": 0.1, "epochs": 2}]
+        recipe, trials = recipe_of(task), trials_of(*options)
+        array = array_of(recipe, trials)
+        assert len({id(timetable) for timetable in array._timetables}) == 4
+        steps = recipe.make(trials[0]).steps
+        assert asked.count(min(5, steps - 1)) == 4
+        for _ in range(5):
+            array.step()
+        for row, trial in enumerate(trials):
+            assert apart(alone_after(recipe, trial, 5).state(), array.save(row)) < ROUNDING
 
     def test_decay_that_a_schedule_brings_in_later(self) -> None:
         class Later(torch.optim.lr_scheduler.LRScheduler):
