@@ -192,7 +192,7 @@ class Bench:
         try:
             runner = _Runner(arm, recipe, trials)
             runner.run(1)
-            runner.wait()
+            recipe.wait()
             row.start_s, row.width = time.perf_counter() - began, runner.width
             row.threads = self._threads(recipe, runner)
             with with_threads(row.threads):
@@ -322,13 +322,9 @@ class _Runner:
     def run(self, steps: int) -> None:
         self._step(steps)
 
-    def wait(self) -> None:
-        if self.recipe.torch_device.type == "cuda":
-            torch.cuda.synchronize(self.recipe.torch_device)
-
     def step_us(self, seconds: float) -> float:
         """Microseconds per model-step."""
-        return seconds_per_step(self.run, self.wait, seconds) / self.width * 1e6
+        return seconds_per_step(self.run, self.recipe.wait, seconds) / self.width * 1e6
 
     def run_for(self, seconds: float) -> int:
         """Steps for so long; how many model-steps it did."""
@@ -336,7 +332,7 @@ class _Runner:
         end, done = time.perf_counter() + seconds, 0
         while time.perf_counter() < end:
             self.run(at_a_time)
-            self.wait()
+            self.recipe.wait()
             done += at_a_time
         return done * self.width
 

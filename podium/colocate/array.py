@@ -345,10 +345,10 @@ class Array:
         return new
 
     @property
-    def start_s(self) -> float:
-        """What a new array like this costs before its first step, besides a capture: an estimate, 0 without compiling.
+    def compile_s(self) -> float:
+        """What compiling an array like this of another width is expected to take; 0 where nothing is compiled.
 
-        What torch has compiled for this one serves no other number of rows.
+        What torch has compiled for this one does not serve it.
         """
         return seconds_to_compile(self.base) if self._made["compiled"] else 0.0
 

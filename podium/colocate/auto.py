@@ -210,11 +210,11 @@ class _Timing:
         self.steps = sum(parts.steps for parts in taken)
         self.captures = found.fuses or probe(recipe, [parts.trial for parts in taken], resident, rows=1).fuses
         """Whether a step is the same step when it is captured: what fuses, can be."""
-        several = recipe.torch_device.type == "cpu" and torch.get_num_threads() > 1
+        self.on_cpu = recipe.torch_device.type == "cpu"
+        several = self.on_cpu and torch.get_num_threads() > 1
         self.threads: tuple[int | None, ...] = (1, None) if several else (None,)
         self.on_one_thread: dict[str, float] = {}
         """Microseconds per model-step, by executor."""
-        self.on_cpu = recipe.torch_device.type == "cpu"
         self._made: tuple[Executor, Bundle] | None = None
         """The array that was timed last; one at a time, since each may fill the memory."""
 
@@ -231,7 +231,7 @@ class _Timing:
         return self._made[1] if self._made is not None and self._made[0] == executor else None
 
     def sequential(self) -> Candidate:
-        on_gpu = self.recipe.torch_device.type == "cuda" and self.captures
+        on_gpu = not self.on_cpu and self.captures
 
         def begin() -> Callable[[int], None]:
             again = self.recipe.make(self.taken[0].trial)
@@ -291,12 +291,12 @@ class _Timing:
             with with_threads(self.threads[0]):
                 run = begin()
                 run(1)
-                self._wait()
+                self.recipe.wait()
                 start_s = time.perf_counter() - began
             took = {}
             for count in self.threads:
                 with with_threads(count):
-                    took[count] = seconds_per_step(run, self._wait, self.seconds) / width * 1e6
+                    took[count] = seconds_per_step(run, self.recipe.wait, self.seconds) / width * 1e6
             best = min(took, key=lambda count: took[count])
             step_us, executor = took[best], dataclasses.replace(executor, threads=best)
             self.on_one_thread[executor.name] = took[self.threads[0]]
@@ -309,10 +309,6 @@ class _Timing:
         # An array of many rows trains them all in the steps of one; the last ones may find it half empty.
         waves = -(-len(self.taken) // width) * width / len(self.taken)
         return Candidate(executor, width, step_us, start_s, start_s + self.steps * step_us * waves / 1e6)
-
-    def _wait(self) -> None:
-        if self.recipe.torch_device.type == "cuda":
-            torch.cuda.synchronize(self.recipe.torch_device)
 
 
 def seconds_per_step(run: Callable[[int], None], wait: Callable[[], None], seconds: float) -> float:

@@ -45,11 +45,6 @@ class Bundle:
             if self.start_s is None:
                 self.start_s = time.perf_counter() - began
 
-    def wait(self) -> None:
-        """Until all steps that were asked for are done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def close(self) -> None:
         """Give the memory of graph and arrays back, as far as nobody else holds these."""
         self._graph, self.arrays = None, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -79,11 +79,7 @@ class Fused(Executor):
                 first[len(arrays)] = taken[:rows]
                 more = WithReturned(desk, [parts.trial for parts in taken[rows:]])
                 arrays.append((self._array(recipe, taken[0], resident, found, rows), more))
-            if arrays:
-                how: dict[str, Any] = {"captured": self.captured, "narrows": self.narrows}
-                left += train_in_slots(recipe, arrays, first, self.name, on_event, **how)
-        for desk in left:
-            Sequential(threads=self.threads).run(recipe, desk, on_event)
+        self._train(recipe, arrays, first, on_event, left=left)
 
     def run_made(self, recipe: Recipe, desk: Desk, on_event: OnEvent, taken: Sequence[Parts], bundle: Bundle) -> None:
         """Train these trials of the desk, and all others, in a bundle's one array, whatever it held before."""
@@ -91,13 +87,28 @@ class Fused(Executor):
         for row in range(rows):
             bundle.arrays[0].release(row)
         more = WithReturned(desk, [parts.trial for parts in taken[rows:]])
-        arrays: list[tuple[Array, Desk]] = [(bundle.arrays[0], more)]
-        with precision_of(recipe), with_threads(self.threads):
-            first = {0: list(taken[:rows])}
-            how: dict[str, Any] = {"captured": self.captured, "narrows": self.narrows, "bundle": bundle}
-            left = train_in_slots(recipe, arrays, first, self.name, on_event, **how)
-        for remaining in left:
-            Sequential(threads=self.threads).run(recipe, remaining, on_event)
+        self._train(recipe, [(bundle.arrays[0], more)], {0: list(taken[:rows])}, on_event, bundle=bundle)
+
+    def _train(
+        self,
+        recipe: Recipe,
+        arrays: list[tuple[Array, Desk]],
+        first: dict[int, list[Parts]],
+        on_event: OnEvent,
+        *,
+        left: Sequence[Desk] = (),
+        bundle: Bundle | None = None,
+    ) -> None:
+        """Train in these arrays, then one by one what came back from there, and what is `left` anyway."""
+        returned: list[Desk] = []
+        if arrays:
+            with precision_of(recipe), with_threads(self.threads):
+                returned = train_in_slots(
+                    recipe, arrays, first, self.name, on_event,
+                    captured=self.captured, narrows=self.narrows, bundle=bundle,
+                )  # fmt: skip
+        for desk in (*left, *returned):
+            Sequential(threads=self.threads).run(recipe, desk, on_event)
 
     def _verify(
         self,

@@ -180,6 +180,11 @@ class Recipe:
             self._data[key] = task.data()
         return self._data[key]
 
+    def wait(self) -> None:
+        """Until the device has done what it was asked for."""
+        if self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+
     def resident_of(self, task: Task) -> Resident:
         """The task's data on the device: one copy for all trials that open the same."""
         key = callable_key(task.data)

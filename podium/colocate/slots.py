@@ -122,7 +122,7 @@ class Slots:
 
     def _note_time(self) -> None:
         """What steps took since the last time, before anything else is done."""
-        self.bundle.wait()  # as the evaluation would
+        self.recipe.wait()  # as the evaluation would
         if self._since is not None:
             steps, at = self._since
             done, seconds = self._timed
@@ -171,7 +171,7 @@ class Slots:
         if not self.narrows or not self.slots or not self._pays(sum(wanted.values())):
             return
         try:
-            moved = {place: self._narrower(place) for place, rows in wanted.items() if 0 < rows < self._rows(place)}
+            moved = {at: self._narrower(at) for at, rows in wanted.items() if 0 < rows < self.arrays[at][0].rows}
         except Exception as error:  # the user's own code, or memory: then it goes on as it is
             self.narrows = False
             self.on_event({"event": "not narrowed", "why": f"{type(error).__name__}: {error}"[:500]})
@@ -196,10 +196,7 @@ class Slots:
             return False
         ahead = max(slot.parts.steps - slot.steps for slot in self.slots.values())
         saved = _PER_ROW * (1 - rows / before) * ahead * seconds / steps
-        return saved > _NARROW_S + max(self.bundle.start_s or 0.0, sum(array.start_s for array in self.bundle.arrays))
-
-    def _rows(self, place: int) -> int:
-        return self.arrays[place][0].rows
+        return saved > _NARROW_S + max(self.bundle.start_s or 0.0, sum(array.compile_s for array in self.bundle.arrays))
 
     def _rows_wanted(self, place: int) -> int:
         """How many rows the array would have if it were made now."""

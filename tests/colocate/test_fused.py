@@ -460,7 +460,7 @@ class TestNeighbours:
 
     def test_another_width_of_a_compiled_array_is_expected_to_be_compiled_anew(self) -> None:
         recipe, trials = recipe_of(nets.toy), trials_of({}, {})
-        assert array_of(recipe, trials).start_s == 0 and array_of(recipe, trials, compiled=True).start_s > 20
+        assert array_of(recipe, trials).compile_s == 0 and array_of(recipe, trials, compiled=True).compile_s > 20
 
     def test_an_array_stays_wide_while_more_may_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slots, "_NARROW_S", -1e9)

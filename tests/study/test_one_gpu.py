@@ -125,11 +125,19 @@ def test_every_level_is_in_the_core_of_every_task() -> None:
         assert all(arms & set(group) for group in GROUPS.values())
 
 
-def test_an_unknown_part_task_or_size_is_refused() -> None:
+def test_arms_can_be_chosen() -> None:
+    chosen = design("full").only(["times"], ["mnist-cnn"], ["compiled", "graph"])
+    assert {cell.key.arm for cell in chosen.cells} == {"compiled", "graph"}
+    assert {(cell.key.part, cell.key.task) for cell in chosen.cells} == {("times", "mnist-cnn")}
+
+
+def test_an_unknown_part_task_arm_or_size_is_refused() -> None:
     with pytest.raises(UnknownName, match="tims"):
         design("core").only(["tims"])
     with pytest.raises(UnknownName, match="mnist-mpl"):
         design("core").only([], ["mnist-mpl"])
+    with pytest.raises(UnknownName, match="graff"):
+        design("core").only(arms=["graff"])
     with pytest.raises(UnknownName, match="large"):
         design("large")  # type: ignore[arg-type]
 

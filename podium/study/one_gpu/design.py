@@ -129,15 +129,8 @@ class Design:
             for name in names:
                 if name not in possible:
                     raise UnknownName(what, name, possible)
-        kept = [
-            cell
-            for cell in self.cells
-            if all(
-                not names or name in names
-                for name, names in ((cell.key.part, parts), (cell.key.task, tasks), (cell.key.arm, arms))
-            )
-        ]
-        return dataclasses.replace(self, cells=tuple(kept))
+        kept = [c for c in self.cells if c.key.part in (parts or PARTS) and c.key.task in (tasks or known)]
+        return dataclasses.replace(self, cells=tuple(c for c in kept if c.key.arm in (arms or LEVELS)))
 
     def executor(self, arm: str) -> str:
         """An arm, as a sweep's executor."""
