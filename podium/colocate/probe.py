@@ -244,17 +244,19 @@ def _in_an_array(
     recipe: Recipe, trials: Sequence[Trial], resident: Resident, mode: Mode, steps: int, rows: int
 ) -> tuple[list[_Result], list[str]]:
     """What the trials come to in an array; each begins a step after the one before it."""
+    drawn, failure = _generators(recipe.torch_device), None
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            drawn = _generators(recipe.torch_device)
             results = (_side_by_side if rows > 1 else _in_turn)(recipe, trials, resident, mode, steps)
-            if _generators(recipe.torch_device) != drawn:
-                raise _NotFusable("it draws from a generator (torch's, Python's or numpy's) that rows would share")
-    except _NotFusable:
-        raise
     except Exception as error:  # whatever it is, it is why
-        raise _NotFusable(f"{type(error).__name__}: {_first_line(error)}") from error
+        failure = error
+    if _generators(recipe.torch_device) != drawn:  # what it raised may be chance, too
+        raise _NotFusable("it draws from a generator (torch's, Python's or numpy's) that rows would share") from failure
+    if isinstance(failure, _NotFusable):
+        raise failure
+    if failure is not None:
+        raise _NotFusable(f"{type(failure).__name__}: {_first_line(failure)}") from failure
     looped = sorted({match[1] for w in heard if (match := _NO_RULE.search(str(w.message)))})
     return results, looped
 
