@@ -2,6 +2,10 @@
 
 Its owner holds a lock in it for as long as it lives. A folder without a holder was left by a launcher that was killed;
 whoever makes the next one removes it, with the namespaces and control groups that are noted in it.
+
+Temporary folders are shared, and a user may well have a `/tmp/podium-notes` with a file named `lock`. So a folder is
+removed only if Podium made it, and its lock proves that: the lock holds the number (inode) of the folder that it was
+written for. A copy of such a folder has another number, and is the user's own.
 """
 
 from __future__ import annotations
@@ -10,18 +14,26 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from podium.errors import ConfigError
 
 _PREFIX = "podium-"
+_NAME = re.compile(r"podium-[a-z0-9_]{8}")
+"""What `tempfile.mkdtemp` makes of the prefix."""
+_MADE_BY = "podium-rendezvous-1"
 _LOCK = "lock"
 _NOTE = "made"
+_LONGEST_LOCK = 4096
+_NAMESPACE = re.compile(r"podium-[0-9a-f]{6}-(hub|[0-9]+)")
+_GROUP = re.compile(r"podium-[0-9a-f]{6}-[0-9]+")
 
 
 @contextmanager
@@ -30,9 +42,10 @@ def rendezvous_folder() -> Iterator[Path]:
     home = Path(tempfile.gettempdir())
     _remove_abandoned(home)
     hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=home))
-    lock = os.open(hidden / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    lock = os.open(hidden / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, json.dumps(_proof(hidden.stat())).encode())
         folder = hidden.rename(home / hidden.name.removeprefix("."))  # seen by others only once it is held
         try:
             yield folder
@@ -47,23 +60,34 @@ def note_what_was_made(folder: Path, namespaces: Iterable[str], groups: Iterable
     (folder / _NOTE).write_text(json.dumps({"namespaces": list(namespaces), "groups": list(map(str, groups))}))
 
 
+def is_private(found: os.stat_result, kind: int, mode: int) -> bool:
+    """Whether this is a folder or file (`kind` of `stat`) of this user's, with exactly these permissions."""
+    return stat.S_IFMT(found.st_mode) == kind and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == mode
+
+
+def _proof(folder: os.stat_result) -> dict[str, Any]:
+    """What the lock says of the folder that it lies in."""
+    return {"made_by": _MADE_BY, "device": folder.st_dev, "inode": folder.st_ino}
+
+
 def _remove_abandoned(home: Path) -> None:
     for folder in home.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError, ValueError, ConfigError):  # held, or gone in this moment, or damaged
-            if _is_ours(folder):
-                _remove_unless_held(folder)
+        if _NAME.fullmatch(folder.name):
+            with contextlib.suppress(OSError, ValueError, ConfigError):  # held, or gone in this moment, or damaged
+                _remove_if_abandoned(folder)
 
 
-def _is_ours(folder: Path) -> bool:
-    """Others may put what they like into a shared folder; it is not followed."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-
-
-def _remove_unless_held(folder: Path) -> None:
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+def _remove_if_abandoned(folder: Path) -> None:
+    found = folder.lstat()  # others may put what they like into a shared folder; a link is not followed
+    if not is_private(found, stat.S_IFDIR, 0o700):
+        return
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
+        if not is_private(os.fstat(lock), stat.S_IFREG, 0o600):
+            return
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if json.loads(os.read(lock, _LONGEST_LOCK)) != _proof(found):
+            return
         if (folder / _NOTE).is_file():
             _remove_noted(json.loads((folder / _NOTE).read_text()))
         shutil.rmtree(folder, ignore_errors=True)
@@ -72,11 +96,13 @@ def _remove_unless_held(folder: Path) -> None:
 
 
 def _remove_noted(note: dict[str, list[str]]) -> None:
+    """Remove namespaces and groups, as far as they have names that Podium gives."""
     from podium.cluster.netns import find_tool, run_command
 
-    for name in note["namespaces"]:
+    for name in filter(_NAMESPACE.fullmatch, note["namespaces"]):
         with contextlib.suppress(ConfigError):  # it had got as far as removing some
             run_command(find_tool("ip"), "netns", "delete", name)
-    for group in note["groups"]:
-        with contextlib.suppress(OSError):
-            Path(group).rmdir()
+    for group in map(Path, note["groups"]):
+        if _GROUP.fullmatch(group.name) and (group / "cgroup.procs").is_file():
+            with contextlib.suppress(OSError):
+                group.rmdir()
