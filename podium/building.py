@@ -47,6 +47,8 @@ class Job:
     """Where checkpoints and the model go; None keeps nothing."""
     task_is_named: bool = True
     """Whether `config.task` names the task, so that another process can make it for itself."""
+    warnings: tuple[str, ...] = ()
+    """What the user has to be told before the run begins."""
 
     @property
     def batch_size(self) -> int:

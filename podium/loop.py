@@ -134,6 +134,8 @@ class Run:
         worker.flat.check()
         if worker.steps_done == 0:
             worker.share_from_first()
+        if self.strategy.survives_loss and self.size > 1:
+            worker.check_state()
         end = worker.position + epochs * order.samples
         phasing = self._lead(Course(order.samples, batch_size, max(end, (total_epochs or 0) * order.samples)))
         while worker.position < end and not worker.stop_agreed:
@@ -196,6 +198,8 @@ class Run:
                 raise
             self._recover()
             return torch.tensor(float("nan"))
+        if retried:
+            worker.check_state()  # a survivor of a loss will have to send it
         if retried and strategy.by_rounds and worker.round.steps == 0:
             worker.mark()
         took_ns = meter.record(self._recorder, batch, float(loss))

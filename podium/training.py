@@ -12,7 +12,7 @@ Validation happens inside the run, on the first worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,12 +25,13 @@ from podium import checkpoint
 from podium.balance import balancer_of
 from podium.balancing import Balancing
 from podium.building import Job, build_worker, device_of, open_data
+from podium.checkpoint_parts import agree_on_checkpoint, gather_parts
 from podium.comm.base import Communicator
 from podium.data.base import Dataset
 from podium.data.order import GlobalOrder
 from podium.errors import CheckpointError, Lost
 from podium.feed import Feed, make_feed, to_device
-from podium.files import save_tensors
+from podium.files import Checksum, make_folder, save_tensors
 from podium.leftovers import Unit, convert_leftovers
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
@@ -64,6 +65,8 @@ class Training:
         """`late`: this worker joins a run that is under way."""
         self._late, self._retired = late, False
         self.job, self.comm, self.recorder, self.control = job, comm, recorder, control
+        if job.run_dir is not None:
+            _make_run_dir(job.run_dir)
         self.device = device_of(job.config.device, comm.rank)
         self.data = open_data(job.task, comm.size, job.batch_size)
         self.order = GlobalOrder(len(self.data.train), job.config.seed)
@@ -98,6 +101,7 @@ class Training:
             self._begin_alike()
         except Lost as error:
             self._recover(error)
+        self._check_state()
         self._record_begin()
         self._began_ns = self.comm.clock.now_ns()
         while not self._is_over() and not self._retired:
@@ -221,6 +225,7 @@ class Training:
             worker.broadcast_buffers()
         loss = float(self.strategy.step(worker, state, batch))
         self._in_step = False
+        self._check_state()
         if by_rounds and retried and worker.round.steps == 0:
             worker.mark()
         self.phasing.step_s = meter.record(self.recorder, batch, loss) / 1e9
@@ -298,6 +303,11 @@ class Training:
         due = every > 0 and self._global_step() % every == 0 and here != self._began_at
         return due and self.saved_at != here and not self._is_through()
 
+    def _check_state(self) -> None:
+        """Find out now, and not after the last step or at the first loss, that the state cannot be saved."""
+        if self.job.run_dir is not None or (self.strategy.survives_loss and self.comm.size > 1):
+            self.worker.check_state()
+
     def _checkpoint(self) -> None:
         """All workers write what is their own; then the first writes what is shared and makes it whole."""
         worker, run_dir, began = self.worker, self.job.run_dir, self.comm.clock.now_ns()
@@ -308,23 +318,25 @@ class Training:
                 "buffers": {k: v.clone() for k, v in worker.model.named_buffers()},
                 "leftovers": worker.outgoing.leftovers(),
             }
-            checkpoint.save_own(run_dir, step, self.comm.rank, own)
-            if self.comm.size > 1:
-                self.comm.barrier()
+            mine = checkpoint.save_own(run_dir, step, self.comm.rank, own)
+            parts = gather_parts(self.comm, run_dir, step, mine)
             if self.comm.index == 0:
                 with self._busy("checkpoint"):
-                    self._save_shared(run_dir, step, began)
+                    self._save_shared(run_dir, step, began, parts.by_rank)
             if self.comm.size > 1:
                 self.comm.barrier()  # nobody leaves, or goes on, before it is whole: the first may be lost over it
+            if self.comm.rank in parts.sent:
+                checkpoint.drop_own(run_dir, step, self.comm.rank)
         self.saved_at = worker.position
 
-    def _save_shared(self, run_dir: Path, step: int, began: int) -> None:
+    def _save_shared(self, run_dir: Path, step: int, began: int, parts: Mapping[int, Checksum] | None) -> None:
         worker = self.worker
         if self._is_through():
             save_tensors(run_dir / "model.safetensors", worker.model.state_dict())
         shared = {**worker.state(), **self._must_match(), "phasing": self.phasing.state()}
         shared["strategy"], shared["unit"] = type(self.strategy).__name__, list(self.strategy.unit(worker))
-        path = checkpoint.save_shared(run_dir, step, shared, self.comm.workers, self.job.config.keep_checkpoints)
+        keep = self.job.config.keep_checkpoints
+        path = checkpoint.save_shared(run_dir, step, shared, self.comm.workers, keep, parts)
         self.saved_at = worker.position  # at once: should others give up waiting, it is not written again
         now = self.comm.clock.now_ns()
         self.recorder.write("checkpoint", now, step=step, position=worker.position, path=path.name, took_ns=now - began)
@@ -348,7 +360,8 @@ class Training:
         }
 
     def _resume(self, path: Path) -> None:
-        found = checkpoint.find_checkpoint(path)
+        found = checkpoint.find_checkpoint(path, verified=False)  # what is loaded is verified then
+        agree_on_checkpoint(self.comm, found)
         shared = found.shared()
         for name, mine in self._must_match().items():
             if shared[name] != mine:
@@ -501,6 +514,14 @@ class Training:
         weighed = not self.strategy.by_rounds
         parts = (self.data.train, self.order, self.worker, self.device, self.balancing)
         return make_feed(self.strategy.feed, *parts, weighed=weighed)
+
+
+def _make_run_dir(run_dir: Path) -> None:
+    """The launcher has made it, unless this host has a disk of its own. Later on nobody makes it anew."""
+    try:
+        make_folder(run_dir)
+    except OSError as error:
+        raise CheckpointError(f"{run_dir} cannot be written: {error.strerror or error}") from error
 
 
 def run_server(server: Server) -> None:

@@ -90,13 +90,15 @@ def describe(event: Event) -> str | None:
         return f"server {event['server']} replaced in {format_seconds(event['took_s'])}"
     if kind == "scale":
         return f"scaling to {event['workers']} workers and {event['servers']} servers"
+    if kind == "warning":
+        return f"warning: {event['text']}"
     if kind == "end" and event.get("status") == "stopped":
         return "stopped; what was done is saved"
     return None
 
 
 class Progress:
-    """Takes events and shows nothing; the other two show them. A context, so that a terminal is left clean."""
+    """Takes events and shows warnings only; the other two show all. A context, so that a terminal is left clean."""
 
     def __enter__(self) -> Progress:
         return self
@@ -106,6 +108,8 @@ class Progress:
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
+        if event.get("event") == "warning":
+            print(describe(event), file=sys.stderr, flush=True)
 
 
 @final
@@ -129,7 +133,7 @@ class Lines(Progress):
             self._result = "  " + _metrics(event)
         elif kind == "cell-end":
             self._say(self._run_ended(event))
-        elif not self._many or kind in ("lost", "regroup", "replaced", "scale"):
+        elif not self._many or kind in ("lost", "regroup", "replaced", "scale", "warning"):
             self._say(describe(event))
 
     def _say(self, line: str | None) -> None:
@@ -204,7 +208,7 @@ class Bars(Progress):
         elif kind in ("progress", "eval"):
             self._advance(event)
         # One run keeps its lines; those of many would push each other off the screen.
-        if not self._many or kind in ("lost", "regroup", "replaced", "scale"):
+        if not self._many or kind in ("lost", "regroup", "replaced", "scale", "warning"):
             line = describe(event)
             if line is not None:
                 self._bars.console.print(line)

@@ -7,10 +7,12 @@ the workers is the gradient of the whole step, however unevenly it was divided.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import math
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -27,7 +29,8 @@ from podium.collectives.backend import Backend
 from podium.collectives.base import Collective
 from podium.comm.base import Communicator, Handle, Meta
 from podium.data.order import Slice
-from podium.errors import ConfigError, TrainingError
+from podium.errors import CheckpointError, ConfigError, TrainingError
+from podium.files import check_tree
 from podium.flat import Flat
 from podium.generators import State, generator_state, set_generator_state
 from podium.measure.noise import NoiseMeter
@@ -507,19 +510,38 @@ class Worker:
 
     # State by name.
 
-    def state(self) -> dict[str, Any]:
-        """All that a checkpoint keeps of this worker: clones, by name."""
+    def state(self, *, copied: bool = True) -> dict[str, Any]:
+        """All that a checkpoint keeps of this worker, by name: copies, unless it is only to be looked at."""
+        copy_of: Callable[[Any], Any] = _copy if copied else _as_it_is
         names = {id(p): name for name, p in self.model.named_parameters()}
+        states = self.optimizer.state.items()
         return {
-            "model": {k: v.detach().clone() for k, v in self.model.state_dict().items()},
+            "model": {k: copy_of(v) for k, v in self.model.state_dict().items()},
             "optimizer_class": type(self.optimizer).__name__,
-            "optimizer": {names[id(p)]: _cloned(s) for p, s in self.optimizer.state.items()},
-            "groups": [self._settings(g) for g in range(len(self.optimizer.param_groups))],
-            "schedule": None if self.schedule is None else _plain_state(self.schedule.state_dict()),
+            "optimizer": {names[id(p)]: copy_of(s) for p, s in states if isinstance(p, Tensor)},
+            # What an optimizer keeps for all parameters together, under a key of its own.
+            "optimizer_common": {key: copy_of(s) for key, s in states if not isinstance(key, Tensor)},
+            "groups": [copy_of(self._settings(g)) for g in range(len(self.optimizer.param_groups))],
+            "schedule": None if self.schedule is None else copy_of(_plain_state(self.schedule.state_dict())),
             "steps_done": self.steps_done,
             "position": self.position,
             "kept": {name: self.flat.by_name(flats) for name, flats in self.kept.items()},
         }
+
+    def check_state(self) -> None:
+        """Raise where this worker's state could not be saved, or sent to a worker that takes it over.
+
+        Cheap, since nothing is copied: called before the first step, and again as optimizer and schedule fill theirs.
+        """
+        if self.steps_done & (self.steps_done - 1) == 0:  # after 0, 1, 2, 4, 8 … steps
+            buffers = dict(self.model.named_buffers())
+            try:
+                check_tree({**self.state(copied=False), "buffers": buffers})
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"rank {self.comm.rank}: the state of this run cannot be saved (looked at after "
+                    f"{self.steps_done} steps): {error}"
+                ) from error
 
     def pack_by(self, name: str | None, make: Callable[[], Packing]) -> None:
         """Pack otherwise from here on; `name` tells servers of it, where it is not what the run began with."""
@@ -530,7 +552,7 @@ class Worker:
 
     def _settings(self, g: int) -> dict[str, Any]:
         """A parameter group's settings as the user chose them."""
-        settings = {k: v for k, v in self.optimizer.param_groups[g].items() if k != "params"}
+        settings = _plain_state({k: v for k, v in self.optimizer.param_groups[g].items() if k != "params"})
         return settings if self._momentum is None else {**settings, "momentum": self._momentum[g]}
 
     def _give_momentum_away(self) -> list[float] | None:
@@ -565,11 +587,13 @@ class Worker:
             raise ValueError(f"{len(state['groups'])} parameter groups saved, {len(self.optimizer.param_groups)} here")
         self.model.load_state_dict(state["model"])
         self.load_optimizer_state(state["optimizer"])
+        for key, kept in state.get("optimizer_common", {}).items():  # older checkpoints have none
+            self.optimizer.state[key] = _copy(kept)
         for group, kept in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            group.update(kept)
+            group.update(_copy(kept))
         self._momentum = self._give_momentum_away()
         if self.schedule is not None and state["schedule"] is not None:
-            self.schedule.load_state_dict(state["schedule"])
+            self.schedule.load_state_dict(_copy(state["schedule"]))
         self.steps_done, self.position = state["steps_done"], state["position"]
         self.kept = {}
         for name, parts in state.get("kept", {}).items():  # older checkpoints have none
@@ -580,9 +604,10 @@ class Worker:
     def load_optimizer_state(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the optimizer's state, parameter by parameter."""
         params = dict(self.model.named_parameters())
-        self.optimizer.state.clear()
+        for key in [key for key in self.optimizer.state if isinstance(key, Tensor)]:
+            del self.optimizer.state[key]
         for name, kept in by_name.items():
-            self.optimizer.state[params[name]] = _cloned(kept)
+            self.optimizer.state[params[name]] = _copy(kept)
         self._fast.reload()
 
     # Inside.
@@ -638,10 +663,28 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+def _copy(value: Any) -> Any:
+    """A state that does not change when the one that it was taken from does."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in (dict, OrderedDict):
+        return {k: _copy(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copy(v) for v in value)
+    return copy.deepcopy(value)
 
 
-def _plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's state without the functions in it, which a checkpoint cannot hold."""
-    return {k: v for k, v in state.items() if not callable(v) and not (isinstance(v, list) and any(map(callable, v)))}
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _plain_state(state: Any) -> Any:
+    """A scheduler's or a group's state without the functions in it: a checkpoint cannot hold them, and who made the
+    scheduler has made them anew."""
+    if isinstance(state, dict):
+        return {k: _plain_state(v) for k, v in state.items() if not _has_functions(v)}
+    return [_plain_state(v) for v in state] if isinstance(state, list) else state
+
+
+def _has_functions(value: Any) -> bool:
+    return callable(value) or (isinstance(value, list | tuple) and any(map(callable, value)))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,12 +19,16 @@ from hypothesis import strategies as st
 
 from podium.errors import CheckpointError
 from podium.files import (
+    Checksum,
     bytes_to_tree,
+    check_tree,
+    checksum_of,
     load_tensors,
     load_tree,
     save_tensors,
     save_tree,
     tree_to_bytes,
+    verify,
     write_atomically,
 )
 
@@ -111,15 +120,171 @@ def test_a_view_is_saved_by_itself_without_its_storage() -> None:
     assert len(tree_to_bytes({"view": large[:4]})) < 1000
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", 1j])
-def test_what_cannot_be_saved_is_refused_by_name(value: object) -> None:
-    with pytest.raises(CheckpointError, match="optimizer/x"):
-        tree_to_bytes({"optimizer": {"x": value}})
+@pytest.mark.parametrize("value", [object(), threading.Lock(), Path("x"), np.array([object()]), {"deep": [object()]}])
+def test_what_cannot_be_saved_is_refused_by_name_and_type(value: object) -> None:
+    for save in (tree_to_bytes, check_tree):
+        with pytest.raises(CheckpointError, match=r"optimizer/x.*cannot be saved"):
+            save({"optimizer": {"x": value}})
 
 
-def test_a_tensor_that_the_format_does_not_know_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"tensor w: cannot be saved as torch\.complex128"):
-        tree_to_bytes({"w": torch.zeros(2, dtype=torch.complex128)})
+def test_a_state_that_holds_itself_is_refused() -> None:
+    nest: dict[str, Any] = {}
+    nest["again"] = nest
+    with pytest.raises(CheckpointError, match="holds itself"):
+        check_tree(nest)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float32(0.1),
+        np.float64(0.1),
+        np.int16(-3),
+        np.bool_(True),
+        np.complex64(1 + 2j),
+        np.datetime64("2026-01-02"),
+        b"bytes",
+        b"",
+        bytearray(b"more"),
+        1j,
+        {1, 2},
+        frozenset("ab"),
+        Counter([3, 3, 5]),
+        torch.float16,
+        torch.device("cpu"),
+        {(0, "a"): 1, np.int64(7): 2, None: 3, True: 4},
+    ],
+    ids=lambda value: f"{type(value).__name__}",
+)
+def test_plain_values_of_any_kind_come_back_with_their_type(value: object) -> None:
+    back = bytes_to_tree(tree_to_bytes({"x": value}))["x"]
+    assert type(back) is type(value)
+    assert back == value
+
+
+@pytest.mark.parametrize("array", [np.arange(6.0).reshape(2, 3)[:, ::2], np.zeros((0, 3), np.uint16), np.array(["ü"])])
+def test_numpy_arrays_come_back_and_may_be_written_to(array: Any) -> None:
+    back = bytes_to_tree(tree_to_bytes({"x": array}))["x"]
+    assert (back.dtype, back.shape) == (array.dtype, array.shape)
+    assert np.array_equal(back, array)
+    assert back.flags.writeable
+
+
+ODD_DTYPES = (
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+)
+
+
+@pytest.mark.parametrize("dtype", ODD_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 2), (2, 3)], ids=str)
+def test_tensors_of_unusual_types_come_back(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+    tensor = torch.ones(shape).to(dtype)
+    assert_same_tree(bytes_to_tree(tree_to_bytes({"w": tensor})), {"w": tensor})
+    save_tensors(tmp_path / "m.safetensors", {"w": tensor, "plain": torch.ones(2)})
+    assert_same_tree(load_tensors(tmp_path / "m.safetensors"), {"w": tensor, "plain": torch.ones(2)})
+
+
+def test_views_with_a_pending_conjugate_or_sign_are_saved_as_they_read() -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    tree = {"conj": z.conj(), "negative": z.conj().imag}
+    back = bytes_to_tree(tree_to_bytes(tree))
+    assert back["conj"].tolist() == [1 - 2j, 3 + 4j]
+    assert back["negative"].tolist() == [-2.0, 4.0]
+
+
+def quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.parametrize("make", [lambda: torch.eye(2).to_sparse(), quantized, lambda: torch.ones(2).to("meta")])
+@pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
+def test_a_tensor_that_the_format_cannot_hold_is_refused(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    for save in (tree_to_bytes, check_tree):
+        with pytest.raises(CheckpointError, match="tensor w: cannot be saved as"):
+            save({"w": tensor})
+
+
+def test_more_text_than_a_reader_takes_is_refused_when_it_is_written() -> None:
+    with pytest.raises(CheckpointError, match="must fit into 64 MiB"):
+        check_tree({"text": "x" * (65 << 20)})
+
+
+def test_state_that_is_no_tensor_rides_in_a_model_file(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "layer._extra_state": {"seen": 3, "table": b"abc", "t": torch.zeros(1)}}
+    save_tensors(tmp_path / "m.safetensors", state)
+    assert_same_tree(load_tensors(tmp_path / "m.safetensors"), state)
+    theirs = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
+    assert torch.equal(theirs.load_file(tmp_path / "m.safetensors")["w"], torch.ones(2))
+
+
+# Damage.
+
+
+def test_every_bit_of_a_file_is_covered_by_its_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    save_tree(path, {"a": torch.arange(4.0), "n": [1, {"x": None}]})
+    whole, unseen = path.read_bytes(), []
+    for place in range(len(whole) * 8):
+        damaged = bytearray(whole)
+        damaged[place // 8] ^= 1 << place % 8
+        try:
+            bytes_to_tree(damaged, "a file")
+            unseen.append(place)
+        except CheckpointError as error:
+            assert "a file" in str(error)
+    assert unseen == []
+
+
+def test_every_bit_of_a_model_file_is_covered_by_its_checksum(tmp_path: Path) -> None:
+    path, other = tmp_path / "m.safetensors", tmp_path / "other.safetensors"
+    save_tensors(path, {"w": torch.arange(3.0)})
+    whole = path.read_bytes()
+    for place in range(len(whole) * 8):
+        damaged = bytearray(whole)
+        damaged[place // 8] ^= 1 << place % 8
+        other.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="other"):
+            load_tensors(other)
+        with pytest.raises(CheckpointError, match="other"):
+            verify(other)
+
+
+def test_a_file_is_told_from_another_whole_one(tmp_path: Path) -> None:
+    first = save_tree(tmp_path / "a", {"x": torch.zeros(3)})
+    second = save_tree(tmp_path / "b", {"x": torch.ones(3)})
+    assert first.size_bytes == second.size_bytes
+    assert checksum_of(tmp_path / "a") == first
+    verify(tmp_path / "a", first)
+    for check in (checksum_of, verify):
+        with pytest.raises(CheckpointError, match=r"b: not the file that was written.*must be .*got "):
+            check(tmp_path / "b", first)
+    with pytest.raises(CheckpointError, match="must have 7 bytes"):
+        verify(tmp_path / "a", Checksum(7, first.sha256))
+
+
+def test_a_file_without_a_checksum_is_read_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(tree_to_bytes({"x": torch.ones(2)}))
+    assert checksum_of(tmp_path / "old").sha256 == ""
+    verify(tmp_path / "old")
+    assert_same_tree(load_tree(tmp_path / "old"), {"x": torch.ones(2)})
+
+
+def test_files_and_the_folders_above_them_are_flushed_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def spy(file: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    save_tree(tmp_path / "new" / "deep" / "t.safetensors", {"x": torch.ones(2)})
+    assert flushed == [tmp_path.name, "new", "t.safetensors.partial", "deep"]
+    flushed.clear()
+    save_tree(tmp_path / "new" / "t.safetensors", {"x": torch.ones(2)}, durable=False)
+    assert flushed == []
 
 
 def test_complex_buffers_survive() -> None:

@@ -13,6 +13,7 @@ import secrets
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 from podium.balance import balancer_of
 from podium.balance.steal import Steal
 from podium.building import Job
+from podium.checkpoint import find_checkpoint
 from podium.cluster.base import Event, Launcher, Plan, Planned
 from podium.cluster.ending import termination_unwinds
 from podium.codecs import CODECS
@@ -102,6 +104,7 @@ def launch(
             "servers": job.strategy.server_count,
         }
     )
+    warn(job.warnings, on_event)
     launcher = _find_launcher(config.launcher)
     with termination_unwinds(), merged_afterwards(job.run_dir):
         launched = launcher(job, on_event, stop)
@@ -110,6 +113,15 @@ def launch(
     result = conclude(job, launched.reports)
     tell({"event": "end", "status": result.status})
     return result
+
+
+def warn(texts: Sequence[str], on_event: Callable[[Event], None] | None) -> None:
+    """Tell whoever listens to events, or else whoever called."""
+    for text in texts:
+        if on_event is not None:
+            on_event({"event": "warning", "text": text})
+        else:
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def conclude(job: Planned, reports: Sequence[Report], launcher: str | None = None) -> RunResult:
@@ -206,6 +218,9 @@ def prepare(config: RunConfig, task: Task | None = None, *, chosen: Path | None 
         raise ConfigError("launcher shaped needs a cluster file: --cluster FILE")
     if config.replay is not None and config.launcher != "virtual":
         raise ConfigError(f"replay runs in virtual time: launcher must be 'virtual', got {config.launcher!r}")
+    saved = None if config.resume is None else find_checkpoint(Path(config.resume))
+    if saved is not None:  # all ranks are to take the same one, whatever becomes of the folder meanwhile
+        config = dataclasses.replace(config, resume=str(saved.path))
     found = task or load_task(config.task, config.task_options, config.data_dir)
     full = resolved(config, found, run_dir)
     if found.weigh is not None and isinstance(balancer_of(full), Steal):
@@ -216,7 +231,8 @@ def prepare(config: RunConfig, task: Task | None = None, *, chosen: Path | None 
     if full.replay is not None:
         strategy = _as_recorded(strategy, Path(full.replay))
         _check_replay(full, strategy, Path(full.replay))
-    return Job(full, found, strategy, run_dir, task_is_named=task is None)
+    told = () if saved is None else saved.warnings
+    return Job(full, found, strategy, run_dir, task_is_named=task is None, warnings=told)
 
 
 def _as_recorded(strategy: Strategy[Any], recorded_dir: Path) -> Strategy[Any]:
@@ -240,7 +256,10 @@ def _check_replay(config: RunConfig, strategy: Strategy[Any], recorded_dir: Path
         raise ConfigError("replay: codec auto chose by what it measured; name the codec that it chose")
     decisive = ("task", "task_options", "strategy", "codec", "workers", "seed", "epochs", "steps")
     for name in (*decisive, "batch_size", "accumulate", "clip_norm", "autocast", "checkpoint_every", "resume"):
-        if recorded.get(name, now[name]) != now[name]:  # a setting may be younger than the record
+        before = recorded.get(name, now[name])  # a setting may be younger than the record
+        if name == "resume" and before is not None and now[name] is not None:
+            before = str(find_checkpoint(Path(before), verified=False).path)  # older records name the run's folder
+        if before != now[name]:
             raise ConfigError(
                 f"replay of {recorded_dir}: {name} must be as recorded ({recorded[name]!r}), got {now[name]!r}"
             )

@@ -119,6 +119,8 @@ class _Rank:
         plan = plan_script if self._script else prepare
         if self.environment.rank == 0:
             job = plan(config)
+            for text in getattr(job, "warnings", ()):
+                print(f"podium: warning: {text}", file=sys.stderr, flush=True)
             publish(self.store, "podium/run_dir", str(job.config.run_dir))
             return job
         run_dir = look_up(self.store, "podium/run_dir", config.start_deadline_s)

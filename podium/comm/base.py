@@ -162,6 +162,8 @@ class Communicator(ABC):
     """Whether all workers of the present generation can reach each other's memory."""
     shares_process = False
     """Whether other ranks compute in this process, so that torch's global generator has to be swapped."""
+    shares_disk = False
+    """Whether all ranks are known to see the same files, so that nobody has to ask."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros, in memory from which exchanges of this rank are cheap."""

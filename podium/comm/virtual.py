@@ -326,6 +326,7 @@ class VirtualCommunicator(Communicator):
     """One simulated rank's view of the others."""
 
     shares_process = True
+    shares_disk = True  # asking would take simulated time
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.virtual_clock = VirtualClock(world, rank)

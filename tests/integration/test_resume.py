@@ -80,6 +80,36 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         train(tmp_path / "torn", workers=2, resume=whole.run_dir)
 
 
+def test_a_damaged_newest_checkpoint_is_passed_over_and_the_user_is_told(tmp_path: Path) -> None:
+    run_dir = cut(tmp_path / "cut", 2)
+    newest = find_checkpoint(run_dir).path / "shared.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-5] ^= 16
+    newest.write_bytes(data)
+    with pytest.warns(RuntimeWarning, match=r"(?s)step-00000020 is damaged.*shared.safetensors.*10 steps are lost"):
+        rest = train(tmp_path / "rest", workers=2, resume=str(run_dir))
+    assert rest.status == "finished"
+    assert rest.samples == (STEPS - 10) * BATCH
+    told: list[str] = []
+    again = train(
+        tmp_path / "again",
+        workers=2,
+        resume=str(run_dir),
+        on_event=lambda event: told.append(event["text"]) if event["event"] == "warning" else None,
+    )
+    assert again.param_hash == rest.param_hash
+    assert "resuming from step 10 instead" in told[0]
+    with pytest.raises(CheckpointError, match=r"shared.safetensors: damaged"):  # it was named, so it must be whole
+        train(tmp_path / "named", workers=2, resume=str(newest.parent))
+
+
+def test_a_checkpoint_without_one_of_its_ranks_is_refused(tmp_path: Path) -> None:
+    first = train(tmp_path / "first", workers=2, steps=3)
+    (find_checkpoint(Path(first.run_dir)).path / "rank-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"rank-1.safetensors cannot be read: it is missing.*ranks 0, 1"):
+        train(tmp_path / "rest", workers=2, resume=first.run_dir)
+
+
 def test_two_epochs_of_a_resumed_run_hold_every_sample(tmp_path: Path) -> None:
     """The order goes on where it was, in mid-epoch: what the first run had not used of epoch 0 the second uses."""
     first = train(tmp_path / "first", workers=2, steps=3)
