@@ -24,6 +24,7 @@ from podium.balance.steal import Steal
 from podium.building import Job
 from podium.checkpoint import find_checkpoint
 from podium.cluster.base import Event, Launcher, Plan, Planned
+from podium.cluster.claim import claimed, refuse_taken
 from podium.cluster.ending import termination_unwinds
 from podium.codecs import CODECS
 from podium.codecs.auto import AutoCodec
@@ -94,22 +95,25 @@ def launch(
         raise ConfigError("a rank came to podium.train while importing the script that started it: guard the call")
     job = prepare(config, task)
     assert job.run_dir is not None
-    write_manifest(job.run_dir, job.config.to_dict(), strategy=repr(job.strategy))
+    with claimed(job.run_dir):
+        return _launch_in(job.run_dir, job, on_event, stop)
+
+
+def _launch_in(
+    run_dir: Path, job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None
+) -> RunResult:
+    """The run, in a folder that is its own."""
+    config = job.config
+    write_manifest(run_dir, config.to_dict(), strategy=repr(job.strategy))
     tell = on_event or _silent
-    tell(
-        {
-            "event": "start",
-            "run_dir": str(job.run_dir),
-            "workers": config.workers,
-            "servers": job.strategy.server_count,
-        }
-    )
+    servers = job.strategy.server_count
+    tell({"event": "start", "run_dir": str(run_dir), "workers": config.workers, "servers": servers})
     warn(job.warnings, on_event)
     launcher = _find_launcher(config.launcher)
-    with termination_unwinds(), merged_afterwards(job.run_dir):
+    with termination_unwinds(), merged_afterwards(run_dir):
         launched = launcher(job, on_event, stop)
     if launched.facts:
-        write_manifest(job.run_dir, job.config.to_dict(), strategy=repr(job.strategy), **launched.facts)
+        write_manifest(run_dir, config.to_dict(), strategy=repr(job.strategy), **launched.facts)
     result = conclude(job, launched.reports)
     tell({"event": "end", "status": result.status})
     return result
@@ -121,7 +125,7 @@ def warn(texts: Sequence[str], on_event: Callable[[Event], None] | None) -> None
         if on_event is not None:
             on_event({"event": "warning", "text": text})
         else:
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def conclude(job: Planned, reports: Sequence[Report], launcher: str | None = None) -> RunResult:
@@ -166,8 +170,8 @@ def run_script(
     plan = plan_script(dataclasses.replace(config, task=script))
     run_dir, strategy = plan.run_dir, plan.strategy
     assert run_dir is not None
-    write_manifest(run_dir, plan.config.to_dict(), strategy=repr(strategy), script=script, args=list(args))
-    with rendezvous_folder() as folder:
+    with claimed(run_dir), rendezvous_folder() as folder:
+        write_manifest(run_dir, plan.config.to_dict(), strategy=repr(strategy), script=script, args=list(args))
         body = functools.partial(run_user_script, script=script, args=tuple(args))
         processes = Processes(plan, folder, on_event, body=body)
         processes.show_output_of(0)
@@ -189,8 +193,9 @@ def merged_afterwards(run_dir: Path) -> Iterator[None]:
 
 
 def _merge(run_dir: Path) -> None:
-    if (run_dir / "records").is_dir():
-        merge_records(run_dir)
+    if not (run_dir / "records").is_dir():  # every launcher has made it
+        raise RecordError(f"{run_dir}: the run's folder, or its records, were removed while the run was under way")
+    merge_records(run_dir)
 
 
 def plan_script(config: RunConfig, *, chosen: Path | None = None) -> Plan:
@@ -333,11 +338,7 @@ def choose_run_dir(config: RunConfig) -> Path:
     if not config.run_dir:
         return new_run_dir(config)
     run_dir = Path(config.run_dir)
-    if (run_dir / "manifest.json").exists():  # two runs' records in one folder would be summed up as one run
-        raise ConfigError(
-            f"run_dir must be a folder without a run, got {run_dir}, which has a manifest.json: name a fresh one; "
-            f"to go on from the run in {run_dir}, add --resume {run_dir}"
-        )
+    refuse_taken(run_dir)
     return run_dir
 
 

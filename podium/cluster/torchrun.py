@@ -24,6 +24,7 @@ from typing import Any
 
 from podium.building import device_of
 from podium.cluster.base import Planned
+from podium.cluster.claim import claimed
 from podium.cluster.coordinator import Coordinator
 from podium.cluster.launch import conclude, plan_script, prepare
 from podium.cluster.local import endpoints_of, rules_of
@@ -91,6 +92,8 @@ class _Rank:
     def __init__(self, environment: Environment, config: RunConfig, script: list[str]) -> None:
         """`script` is the user's own and its arguments, or empty where a task is trained."""
         self.environment, self._script = environment, script
+        self._held = contextlib.ExitStack()
+        """Of rank 0: the run's folder, until the process ends."""
         store = client_store(
             environment.host,
             environment.port,
@@ -119,6 +122,8 @@ class _Rank:
         plan = plan_script if self._script else prepare
         if self.environment.rank == 0:
             job = plan(config)
+            assert job.run_dir is not None
+            self._held.enter_context(claimed(job.run_dir))
             for text in getattr(job, "warnings", ()):
                 print(f"podium: warning: {text}", file=sys.stderr, flush=True)
             publish(self.store, "podium/run_dir", str(job.config.run_dir))
@@ -158,6 +163,7 @@ class _Rank:
         if not self._script:  # a script says for itself what it came to
             result = conclude(self.job, coordinator.reports, launcher="torchrun")
             print(to_json(result.to_dict()), flush=True)
+        self._held.close()
 
     def _spec(self, coordinator: str) -> NodeSpec:
         environment, job = self.environment, self.job

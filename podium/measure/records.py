@@ -16,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,13 +58,22 @@ KINDS: dict[str, str] = {
 """What each kind of record holds."""
 
 
+_LOOK_EVERY_S = 1.0
+"""How often a recorder looks whether its file still has its name; and whenever it writes what does not come often."""
+_OFTEN = frozenset({"step", "arrival", "update", "trigger"})
+
+
 class Recorder:
-    """Appends one rank's records to its file; with no path, keeps them in memory."""
+    """Appends one rank's records to its file; with no path, keeps them in memory.
+
+    A file that was deleted takes lines as before, for nobody to read: a recorder looks for it, and raises.
+    """
 
     def __init__(self, rank: int, path: Path | None = None) -> None:
         self.rank, self.path = rank, path
         self.kept: list[Record] = []
         self._file = None
+        self._look_at_s = 0.0
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +91,23 @@ class Recorder:
             self._file.write(to_json(record) + "\n")
         except OSError as error:
             raise RecordError(f"records of rank {self.rank} cannot be written to {self.path}: {error}") from error
+        if time.monotonic() >= self._look_at_s or kind not in _OFTEN:
+            self._look()
+
+    def _look(self) -> None:
+        assert self._file is not None
+        assert self.path is not None
+        self._look_at_s = time.monotonic() + _LOOK_EVERY_S
+        try:
+            is_there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except OSError:
+            is_there = False
+        if not is_there:
+            who = f"rank {self.rank}" if self.rank >= 0 else "the launcher"
+            raise RecordError(
+                f"records of {who} cannot be written to {self.path}: the file, or the run's folder, was removed or "
+                "moved while the run was under way"
+            )
 
     def close(self) -> None:
         if self._file is not None:
