@@ -43,6 +43,9 @@ COORDINATOR = 0xFFFF
 OPERATOR = FIRST_RESERVED
 """The number of whoever asks for a change from outside."""
 
+FIRST_ASKER = 0x10000
+"""From here on are the numbers of ranks that ask for the run's settings before they join: this plus their rank."""
+
 BUSY_DEADLINES = 12
 """How many deadlines the others wait for a worker that says it is busy (with validation, say) and goes on beating."""
 _POLL_S = 0.05
@@ -78,13 +81,16 @@ class Coordinator:
         start: Callable[[Role, int], None] | None = None,
         clock: WallClock | None = None,
         tls: Tls | None = None,
+        settings: Meta | None = None,
     ) -> None:
-        """`kill(rank)` ends a rank's process for good; `ended(rank, seconds)` says how it ended, None if it has not.
+        """`settings` are told to whoever asks; asking needs the secret, as all does.
+
+        `kill(rank)` ends a rank's process for good; `ended(rank, seconds)` says how it ended, None if it has not.
 
         `runs(rank)` says whether its process is there and not stopped. `respawn(endpoints)` starts a process in which
         these servers live again; its number is the first of them. `start(role, rank)` starts one more rank.
         """
-        self.rules = rules
+        self.rules, self._settings = rules, settings or {}
         self._recorder, self._on_event = recorder, on_event or (lambda _event: None)
         self._kill = kill or (lambda _rank: None)
         self._ended = ended or (lambda _rank, _seconds: None)
@@ -137,6 +143,15 @@ class Coordinator:
                 self._tell_stop()
         return sorted(self.reports)
 
+    def announce_end(self, why: str, *, but: int) -> None:
+        """Tell all ranks, except one that knows, that the run is over, so that each can say so before it ends."""
+        for message in self._joining:
+            if message.source != but:
+                self._answer(message, {"ended": why})
+        for member in self._members.values():
+            if member.active and member.rank != but:
+                self._send(member, "ended", {"why": why})
+
     def close(self) -> None:
         self._channel.close()
 
@@ -153,6 +168,8 @@ class Coordinator:
                 self._join(message)
             elif message.kind == "scale" and message.source == OPERATOR:
                 self._scale(message)
+            elif message.kind == "settings" and message.source >= FIRST_ASKER:
+                self._answer(message, self._settings)
             elif message.source in self._members or self._is_from_a_stranger(message):
                 self._do[message.kind](message)  # all others are the last words of one that was given up
         now = time.monotonic()

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
@@ -67,6 +68,8 @@ class Membership(Control):
         """Say which endpoints live here; returns who and where the others are, once everybody has joined."""
         meta = {"endpoints": endpoints, "addresses": {str(k): v for k, v in addresses.items()}}
         answer = self._ask("join", meta, deadline_s)
+        if "ended" in answer:
+            raise Lost(f"rank {self._channel.rank}: the run ended before it began: {answer['ended']}")
         self.joined = True
         self._thread = threading.Thread(target=self._keep_in_touch, name="membership", daemon=True)
         self._thread.start()
@@ -141,6 +144,17 @@ class Membership(Control):
         return answer.meta
 
     def _keep_in_touch(self) -> None:
+        try:
+            why = self._listen()
+        except BaseException as error:  # a thread has nobody above it, and a rank that cannot hear must not go on
+            traceback.print_exception(error)
+            why = f"{type(error).__name__}: {error}"
+        if not self._closing.is_set():
+            print(f"podium: {why}; this rank ends", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _listen(self) -> str:
+        """Beat and listen until the run is over; says why it is."""
         while not self._closing.is_set():
             try:
                 self._channel.send(COORDINATOR, "beat", {"progress": self._with_rate(), "busy": self._busy})
@@ -148,16 +162,24 @@ class Membership(Control):
             except DeadlineExceeded:
                 continue
             except CommError:
-                break
+                return self._last_word()
             if message.kind == "stop":
                 self._stop.set()
             elif message.kind == "change":
                 self._change_asked = message.meta["number"]
+            elif message.kind == "ended":
+                return f"the run ended: {message.meta['why']}"
             elif message.kind == DEPARTED:
                 break
-        if not self._closing.is_set():
-            print("podium: the launcher is gone; this rank ends", file=sys.stderr, flush=True)
-            os._exit(1)
+        return "the launcher is gone"
+
+    def _last_word(self) -> str:
+        """Why the run is over, if the coordinator said so: a beat may find it gone while its last word lies unread."""
+        with contextlib.suppress(CommError):
+            while (message := self._channel.recv(0.0)).kind != DEPARTED:
+                if message.kind == "ended":
+                    return f"the run ended: {message.meta['why']}"
+        return "the launcher is gone"
 
     def _with_rate(self) -> Meta | None:
         """The latest progress, with samples per second since the beat before."""

@@ -24,6 +24,7 @@ from podium.building import Job, make_server
 from podium.cluster.base import Planned
 from podium.cluster.membership import Membership
 from podium.cluster.roster import Role
+from podium.cluster.secret import check_secret
 from podium.collectives import collective_of
 from podium.comm.arena import Arena
 from podium.comm.base import Ground
@@ -130,7 +131,7 @@ class Node:
 
     def __init__(self, spec: NodeSpec, config: RunConfig) -> None:
         self.spec, self.config = spec, config
-        self.secret = bytes.fromhex(spec.secret)
+        self.secret = check_secret(bytes.fromhex(spec.secret), f"rank {spec.rank}")
         self.clock = _clock_of(spec)
         self.membership = Membership(
             spec.rank,

@@ -6,6 +6,11 @@
 Nodes may have unequal numbers of processes. The last ranks become servers where the strategy wants some. The process
 of rank 0 also holds the coordinator, so here a lost rank ends the run, as torchrun has it anyway: its agent stops all
 others.
+
+Ranks meet over torch's store, which asks nobody for a secret. So it carries nothing that is believed: on one host the
+name of a private folder, which is checked, and where the coordinator's socket lies; between hosts the coordinator's
+address, where whoever answers has to prove that it holds the run's secret. All else, such as the run's folder, comes
+from the coordinator.
 """
 
 from __future__ import annotations
@@ -19,20 +24,26 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from podium.building import device_of
 from podium.cluster.base import Planned
 from podium.cluster.claim import claimed
-from podium.cluster.coordinator import Coordinator
+from podium.cluster.coordinator import COORDINATOR, FIRST_ASKER, Coordinator
 from podium.cluster.launch import conclude, plan_script, prepare
 from podium.cluster.local import endpoints_of, rules_of
 from podium.cluster.process import NodeSpec, run_node
+from podium.cluster.rendezvous import rendezvous_folder
+from podium.cluster.secret import find_secret, leave_secret, need_secret, removed_with_this_process
+from podium.comm.channel import Channel
+from podium.comm.frames import Refused
+from podium.comm.sockets import Address
 from podium.comm.tls import tls_of
 from podium.comm.torch_dist import client_store, look_up, named_part, publish
 from podium.config import RunConfig, resolve
-from podium.errors import ConfigError, PodiumError, RecordError
+from podium.errors import CommError, ConfigError, PodiumError, RecordError
 from podium.loop import run_user_script
 from podium.measure.manifest import write_manifest
 from podium.measure.records import Recorder, merge_records, to_json
@@ -72,6 +83,17 @@ class Environment:
             f"podium-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         )
 
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on this host."""
+        return self.local_world_size == self.world_size
+
+    @property
+    def run(self) -> str:
+        """What tells this start of these ranks from all others on this host at the same time."""
+        name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        return f"{name} {self.attempt} on port {self.port} with {self.world_size} ranks"
+
 
 def run_under_torchrun(argv: list[str]) -> int:
     """One rank's run; rank 0 prints the result as one line of JSON. Returns the exit code."""
@@ -86,14 +108,23 @@ def run_under_torchrun(argv: list[str]) -> int:
     return 0
 
 
+class _Meeting(NamedTuple):
+    """Where the ranks of a run meet, and what they prove to each other that they belong to it with."""
+
+    secret: bytes
+    coordinator: Address
+    folder: Path | None
+    """A private folder for sockets and the store; None where ranks are on several hosts."""
+
+
 class _Rank:
     """One process of torchrun's."""
 
     def __init__(self, environment: Environment, config: RunConfig, script: list[str]) -> None:
         """`script` is the user's own and its arguments, or empty where a task is trained."""
-        self.environment, self._script = environment, script
-        self._held = contextlib.ExitStack()
-        """Of rank 0: the run's folder, until the process ends."""
+        self.environment, self._config, self._script = environment, config, script
+        # Before anybody is waited for: what the user has to set is said at once, by every rank.
+        self._given = None if environment.one_host else need_secret()
         store = client_store(
             environment.host,
             environment.port,
@@ -102,44 +133,105 @@ class _Rank:
             world_size=environment.world_size,
         )
         self.store = named_part(store, environment.attempt)
-        self.job = self._agree_on_job(config)
 
     def run(self) -> None:
-        rank, config = self.environment.rank, self.job.config
-        coordinator = self._start_coordinator() if rank == 0 else None
-        if coordinator is not None:
-            publish(self.store, "podium/coordinator", coordinator.address)
-        spec = self._spec(look_up(self.store, "podium/coordinator", config.start_deadline_s))
+        with contextlib.ExitStack() as stack:
+            if self.environment.rank == 0:
+                self._lead(stack)
+            else:
+                self._follow()
+
+    def _lead(self, stack: contextlib.ExitStack) -> None:
+        """Rank 0: choose the run's folder, coordinate, take part, and conclude."""
+        self.job = job = self._plan(None)
+        self._check_size()
+        assert job.run_dir is not None
+        stack.enter_context(claimed(job.run_dir))  # until the process ends
+        for text in getattr(job, "warnings", ()):
+            print(f"podium: warning: {text}", file=sys.stderr, flush=True)
+        folder = None
+        if self._given is None:
+            folder = stack.enter_context(rendezvous_folder())
+            stack.enter_context(removed_with_this_process(folder))
+        secret = leave_secret(folder, self.environment.run) if folder is not None else self._given
+        assert secret is not None
+        coordinator = self._start_coordinator(secret, folder)
+        publish(self.store, "podium/meet", coordinator.address if folder is None else folder.name)
+        self._take_part(_Meeting(secret, coordinator.address, folder))
+        self._conclude(coordinator)
+
+    def _follow(self) -> None:
+        """The other ranks: find rank 0, ask it for the run's folder, and take part."""
+        meeting = self._find_meeting()
+        self.job = self._plan(Path(self._ask_run_dir(meeting)))
+        self._check_size()
+        self._take_part(meeting)
+
+    def _plan(self, chosen: Path | None) -> Planned:
+        return (plan_script if self._script else prepare)(self._config, chosen=chosen)
+
+    def _take_part(self, meeting: _Meeting) -> None:
+        spec = self._spec(meeting)
         if self._script:
             run_user_script(spec, None, script=self._script[0], args=tuple(self._script[1:]))
         else:
             run_node(spec)
-        if coordinator is not None:
-            self._conclude(coordinator)
 
-    def _agree_on_job(self, config: RunConfig) -> Planned:
-        """Rank 0 chooses the run's folder, and all take it."""
-        plan = plan_script if self._script else prepare
-        if self.environment.rank == 0:
-            job = plan(config)
-            assert job.run_dir is not None
-            self._held.enter_context(claimed(job.run_dir))
-            for text in getattr(job, "warnings", ()):
-                print(f"podium: warning: {text}", file=sys.stderr, flush=True)
-            publish(self.store, "podium/run_dir", str(job.config.run_dir))
-            return job
-        run_dir = look_up(self.store, "podium/run_dir", config.start_deadline_s)
-        return plan(config, chosen=Path(run_dir))
+    # Meeting.
 
-    def _start_coordinator(self) -> Coordinator:
+    def _find_meeting(self) -> _Meeting:
+        told = look_up(self.store, "podium/meet", self._config.start_deadline_s)
+        if self._given is None:
+            folder, secret = find_secret(told, self.environment.run)
+            return _Meeting(secret, _socket_in(folder), folder)
+        if not told.startswith("tcp:"):
+            raise ConfigError(f"the coordinator's address must be tcp:host:port, got {told[:80]!r}{self._whence}")
+        return _Meeting(self._given, told, None)
+
+    def _ask_run_dir(self, meeting: _Meeting) -> str:
+        """Where the run writes, from the coordinator, which has proved by then that it holds the secret."""
+        config, number = self._config, FIRST_ASKER + self.environment.rank
+        folder = meeting.folder
+        listen = "tcp:127.0.0.1:0" if folder is None else f"unix:{folder}/q{self.environment.rank}"
+        deadline_s = config.start_deadline_s
+        channel = Channel(number, secret=meeting.secret, listen=listen, deadline_s=deadline_s, tls=tls_of(config))
+        try:
+            channel.introduce({COORDINATOR: meeting.coordinator})
+            (answer,) = channel.wait([channel.call(COORDINATOR, "settings", {})], deadline_s)
+        except Refused as error:
+            raise Refused(
+                f"rank {self.environment.rank}: {meeting.coordinator} is not this run's coordinator, or was given "
+                f"another secret ({error}){self._whence}"
+            ) from error
+        except CommError as error:
+            raise type(error)(
+                f"rank {self.environment.rank}: the coordinator at {meeting.coordinator} does not answer "
+                f"({error}){self._whence}"
+            ) from error
+        finally:
+            channel.close()
+        return str(answer.meta["run_dir"])
+
+    @property
+    def _whence(self) -> str:
+        place = f"{self.environment.host}:{self.environment.port}"
+        return f". The address came from torch's store at {place}, which anybody who reaches that port may write to"
+
+    # Coordinating.
+
+    def _start_coordinator(self, secret: bytes, folder: Path | None) -> Coordinator:
         job = self.job
         assert job.run_dir is not None
         write_manifest(job.run_dir, job.config.to_dict(), strategy=repr(job.strategy), launched_by="torchrun")
         self._recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
-        listen = f"tcp:{self._host()}:0"
-        rules = rules_of(job, survives_loss=False)
-        tls = tls_of(job.config)
-        coordinator = Coordinator(rules, listen=listen, secret=_secret(), recorder=self._recorder, tls=tls)
+        coordinator = Coordinator(
+            rules_of(job, survives_loss=False),
+            listen=f"tcp:{self._host()}:0" if folder is None else _socket_in(folder),
+            secret=secret,
+            recorder=self._recorder,
+            tls=tls_of(job.config),
+            settings={"run_dir": str(job.config.run_dir)},
+        )
         self._watch = threading.Thread(target=self._coordinate, args=(coordinator,), name="coordinator", daemon=True)
         self._watch.start()
         return coordinator
@@ -147,12 +239,23 @@ class _Rank:
     def _coordinate(self, coordinator: Coordinator) -> None:
         try:
             coordinator.run()
-        except PodiumError as error:
+        except BaseException as error:  # a thread has nobody above it, and no rank must wait for a run that is over
+            self._end_run(coordinator, error)
+
+    def _end_run(self, coordinator: Coordinator, error: BaseException) -> None:
+        """Say what ended the run, here and on all ranks, and end this process: it waits in an exchange for ever."""
+        known = isinstance(error, PodiumError)
+        why = str(error) if known else f"the coordinator failed: {type(error).__name__}: {error}"
+        try:
+            if not known:
+                traceback.print_exception(error)
             assert self.job.run_dir is not None
             with contextlib.suppress(RecordError):
                 merge_records(self.job.run_dir)
-            print(f"podium: {error}\n  records: {self.job.run_dir}", file=sys.stderr, flush=True)
-            os._exit(error.exit_code)  # this rank is waiting in an exchange that will never end
+            print(f"podium: {why}\n  records: {self.job.run_dir}", file=sys.stderr, flush=True)
+            coordinator.announce_end(why, but=self.environment.rank)
+        finally:
+            os._exit(error.exit_code if isinstance(error, PodiumError) else 1)
 
     def _conclude(self, coordinator: Coordinator) -> None:
         self._watch.join(timeout=self.job.config.deadline_s)
@@ -163,38 +266,47 @@ class _Rank:
         if not self._script:  # a script says for itself what it came to
             result = conclude(self.job, coordinator.reports, launcher="torchrun")
             print(to_json(result.to_dict()), flush=True)
-        self._held.close()
 
-    def _spec(self, coordinator: str) -> NodeSpec:
-        environment, job = self.environment, self.job
-        processes = endpoints_of(job)
-        if environment.world_size != len(processes):
+    # Taking part.
+
+    def _check_size(self) -> None:
+        job, world_size = self.job, self.environment.world_size
+        processes = len(endpoints_of(job))
+        if world_size != processes:
             raise ConfigError(
-                f"{job.config.strategy} with {job.config.workers} workers needs {len(processes)} processes, "
-                f"got WORLD_SIZE={environment.world_size}"
+                f"{job.config.strategy} with {job.config.workers} workers needs {processes} processes, "
+                f"got WORLD_SIZE={world_size}"
             )
-        endpoints = processes[environment.rank]
+
+    def _spec(self, meeting: _Meeting) -> NodeSpec:
+        environment, job, folder = self.environment, self.job, meeting.folder
+        store = f"tcp:{environment.host}:{environment.port}" if folder is None else str(folder / "store")
         return NodeSpec.of(
             job,
-            endpoints,
+            endpoints_of(job)[environment.rank],
             config={**job.config.to_dict(), **own_settings(job.config, environment)},
-            coordinator=coordinator,
-            secret=_secret().hex(),
-            store=f"tcp:{environment.host}:{environment.port}",
+            coordinator=meeting.coordinator,
+            secret=meeting.secret.hex(),
+            store=store,
             store_part=environment.attempt,
-            rendezvous=None,
+            rendezvous=None if folder is None else str(folder),
             host=self._host(),
-            same_host=False,
+            same_host=folder is not None,
             clock_ns=time.monotonic_ns(),
         )
 
     def _host(self) -> str:
         """The address under which others reach this process: loopback when all are here."""
-        if self.environment.local_world_size == self.environment.world_size:
+        if self.environment.one_host:
             return "127.0.0.1"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self.environment.host, self.environment.port))  # sends nothing; picks the interface
             return str(probe.getsockname()[0])
+
+
+def _socket_in(folder: Path) -> Address:
+    """Where the coordinator listens, in the private folder of a run on one host."""
+    return f"unix:{folder}/k"
 
 
 def own_settings(config: RunConfig, environment: Environment) -> dict[str, Any]:
@@ -203,7 +315,7 @@ def own_settings(config: RunConfig, environment: Environment) -> dict[str, Any]:
     GPUs and cores are shared with the others of this node, however many other nodes have. Named by its number, a GPU is
     never taken for one of nccl's: nodes could not tell that they have chosen alike.
     """
-    if environment.local_world_size == environment.world_size:
+    if environment.one_host:
         return {}
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) // environment.local_world_size)
     if environment.rank >= config.workers:  # a server, which has no device
@@ -231,8 +343,3 @@ def _config(argv: list[str], environment: Environment) -> tuple[RunConfig, list[
     if environment.world_size <= servers:
         raise ConfigError(f"{config.strategy} needs more than {servers} processes, got {environment.world_size}")
     return dataclasses.replace(config, workers=environment.world_size - servers), script
-
-
-def _secret() -> bytes:
-    """The run's secret, from PODIUM_SECRET; empty will do on loopback only, and the channel insists on that."""
-    return os.environ.get("PODIUM_SECRET", "").encode()
