@@ -236,7 +236,7 @@ class CursorFeed(Feed):
             (answer,) = comm.wait(call, deadline_s=patience * PATIENCE * comm.deadline_s)
             assert answer is not None
             if "again" not in answer.meta:
-                return answer.meta
+                return {**answer.meta, "cuts": answer.body[0].tolist()} if answer.body else answer.meta
             patience = answer.meta["again"]
 
     def _follow_schedule(self, piece: Slice) -> None:

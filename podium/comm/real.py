@@ -268,7 +268,10 @@ class RealCommunicator(Communicator):
         return [answers.get(h) if isinstance(h, ChannelHandle) else None for h in handles]
 
     def _answers(self, calls: Sequence[ChannelHandle], deadline_s: float) -> dict[ChannelHandle, Message]:
-        """One reply per call; calls to a server that was lost are made again where it was restored."""
+        """One reply per call; calls to a server that was lost are made again where it was restored.
+
+        All of them, also what it had answered: a push is several calls, and what was restored may have none of it.
+        """
         channel = self._need_channel()
         current = {call: call for call in calls}
         while True:
@@ -280,10 +283,12 @@ class RealCommunicator(Communicator):
                     for call in calls:
                         self._calls.pop(call, None)
                     raise
-                for server in sorted({self._calls[call].to for call in failed}):
+                lost = sorted({self._calls[call].to for call in failed})
+                for server in lost:
                     self.find(server)
-                for call in failed:
-                    current[call] = self._issue(self._calls[call])
+                for call in calls:
+                    if self._calls[call].to in lost:
+                        current[call] = self._issue(self._calls[call])
 
     def find(self, server: int) -> None:
         """Learn where a lost server is now; blocks until it is there."""

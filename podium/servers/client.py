@@ -308,11 +308,11 @@ class Pushes:
         whole: bool = False,
         lend: bool = True,
         bare: bool = False,
-        size: int = 0,
+        size: int,
         facts: Meta | None = None,
     ) -> None:
         """`whole`: it was made by several steps, so no parameter counts as unused. `lend`: the answer is to hold the
-        next lease; `bare`: but no parameters. `size`: samples of a lease of several steps. `facts` go with it.
+        next lease; `bare`: but no parameters. `size`: samples of the lease, or of the whole step. `facts` go with it.
         """
         self.worker, self.served, self.lease = worker, served, lease
         self.calls: list[Handle] = []
@@ -364,13 +364,12 @@ class Pushes:
         meta = {
             "unit": u,
             "lease": self.lease,
+            "size": self._size,
             "version": self._versions[m][u],
             "options": self._options,
             "unused": unused,
             **facts,
         }
-        if self._size:
-            meta["size"] = self._size
         if self._bare:
             meta["bare"] = True
         body, into = [r.of(self._grads) for r in ranges], [r.of(self._params) for r in ranges]

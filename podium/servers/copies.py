@@ -21,6 +21,7 @@ from torch import Tensor
 from podium.comm.base import Message, Meta
 from podium.errors import CheckpointError, CommError, Lost
 from podium.files import bytes_to_tree, save_tree, tree_to_bytes
+from podium.servers.applied import Applied, Span, joined
 from podium.servers.shard import Shard
 
 if TYPE_CHECKING:
@@ -80,11 +81,11 @@ class Copies:
         self._join()  # before anybody is told that the stretch has begun
 
     def moved(
-        self, unit: int, grads: Sequence[Tensor], options: Sequence[Meta], unused: Sequence[int], slices: Sequence[int]
+        self, unit: int, grads: Sequence[Tensor], options: Sequence[Meta], unused: Sequence[int], spans: Sequence[Span]
     ) -> None:
-        """A unit was moved by gradients over these slices: let the copies follow."""
+        """A unit was moved by gradients over these samples: let the copies follow."""
         if self.holders:
-            meta = {"unit": unit, "options": list(options), "unused": list(unused), "slices": list(slices)}
+            meta = {"unit": unit, "options": list(options), "unused": list(unused), "spans": joined(spans)}
             self._tell("mirror", {**meta, **self._facts()}, grads)
         whole = unit == len(self.server.shard.units) - 1  # before it, the units of one update are of two versions
         if self._every and whole and self.server.updates - self._saved_at >= self._every:
@@ -127,7 +128,8 @@ class Copies:
         asked = (tuple(seed["servers"]), seed["unit_bytes"], seed.get("outer"), seed.get("weights"))
         shard = self.server.make_shard(message.source, *asked)
         _load(shard, state)
-        self._twins[message.source] = _Twin(shard, state["seed"], state["facts"])
+        facts = {**state["facts"], "once": [Applied.of(plain) for plain in state["facts"]["once"]]}
+        self._twins[message.source] = _Twin(shard, state["seed"], facts)
         self.server.tell(message.source, "mirrored", {"number": message.meta["number"]})
 
     def _mirror(self, message: Message) -> None:
@@ -137,7 +139,8 @@ class Copies:
             twin.shard.step(meta["unit"], message.body, meta["options"], meta["unused"], version)
             once = twin.facts["once"]
             twin.facts = {k: meta[k] for k in ("versions", "updates", "cursor")} | {"once": once}
-            once[meta["unit"]].extend(meta["slices"])
+            for start, stop in meta["spans"]:
+                once[meta["unit"]].add((start, stop))
         self.server.tell(message.source, "mirrored", {"number": meta["number"]})
 
     def _replica(self, message: Message) -> None:
@@ -145,7 +148,8 @@ class Copies:
         twin = self._twins.get(message.source)
         if twin is None:
             return self.server.answer(message, {})
-        state = {"seed": twin.seed, "facts": twin.facts, **_dump(twin.shard)}
+        facts = {**twin.facts, "once": [once.plain() for once in twin.facts["once"]]}
+        state = {"seed": twin.seed, "facts": facts, **_dump(twin.shard)}
         self.server.answer(message, {}, [_as_tensor(state)])
 
     # Snapshots.
@@ -198,14 +202,14 @@ class Copies:
         server.versions, server.updates = list(facts["versions"]), facts["updates"]
         self._saved_at = server.updates
         server.shard.all_rows_changed(server.versions)
-        for once, slices in zip(server.intake.once, facts["once"], strict=True):
-            once.update(slices)
+        server.intake.once = [Applied.of(plain) for plain in facts["once"]]
         if server.cursor is not None and facts["cursor"] is not None:
             server.cursor.load(facts["cursor"])
         self.restored = True
         for other in server.servers:
             if other != server.comm.rank:
                 server.tell(other, "hello", {})
+        server.inquire()
         self.begin()
         return where
 
@@ -235,7 +239,7 @@ class Copies:
         return {"versions": list(server.versions), "updates": server.updates, "cursor": cursor}
 
     def _all_facts(self) -> Meta:
-        return {**self._facts(), "once": [sorted(once) for once in self.server.intake.once]}
+        return {**self._facts(), "once": [once.plain() for once in self.server.intake.once]}
 
 
 def _dump(shard: Shard) -> dict[str, Any]:

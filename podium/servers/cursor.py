@@ -39,6 +39,7 @@ class Cursor:
     ) -> None:
         """`empty`: lend slices without samples too, where a step has fewer samples than parts."""
         self.order, self.position, self.end = order, position, end
+        self._first, self._last = position, end  # of the stretch: what is cut does not depend on where it is closed
         self.batch_size, self.parts, self._empty = batch_size, parts, empty
         self.open: dict[int, tuple[int, Lease]] = {}  # lease -> who has it
         self.returned: deque[Lease] = deque()
@@ -50,6 +51,8 @@ class Cursor:
         """… or that have been done."""
         self._strangers: set[int] = set()
         """After a restart: workers whose open leases may be out of date."""
+        self._edges: set[int] = set()
+        """After a restart: where leases of before begin and end; no lease of several slices reaches across."""
 
     def draw(self, worker: int, slices: int = 1) -> Lease | None:
         """The next so many slices; what came back comes first, as it was. None when there is nothing left to lend."""
@@ -71,7 +74,8 @@ class Cursor:
         """This slice with those behind it, up to the end of the epoch or to one that somebody has."""
         run = [lease]
         while len(run) < slices and self._goes_on():
-            if self._cut[0].number in self._ahead or self._cut[0].number in self._done:
+            number = self._cut[0].number
+            if number in self._ahead or number in self._done or number in self._edges:
                 break
             run.append(self._take())
         return _joined(run)
@@ -97,7 +101,7 @@ class Cursor:
             self.open[lease.number] = (worker, self._of(samples, lease))
             return None
         if lease.number in self._done:
-            self._of(self._done[lease.number], lease)
+            self._of(self._done.pop(lease.number), lease)
             return None
         return lease
 
@@ -120,17 +124,33 @@ class Cursor:
         leases = [Lease(share_of(step, shares, i), step.count, i) for i in range(first, self.parts)]
         self._cut.extend(lease for lease in leases if lease.piece.count or self._empty)
 
-    def applied(self, number: int) -> None:
-        """This lease's gradients are in the parameters, on all servers."""
-        if self.open.pop(number, None) is None and number in self._ahead:
+    def applied(self, number: int, worker: int | None = None) -> None:
+        """This lease's gradients are in the parameters, on all servers, as this worker says.
+
+        One that does not have the lease (any more) speaks of a server that was lost since: the lease stays open.
+        """
+        who, _ = self.open.get(number) or self._ahead.get(number) or (None, None)
+        if who is None or worker not in (None, who):
+            return
+        if self.open.pop(number, None) is None:
             _, self._done[number] = self._ahead.pop(number)
+
+    def not_yet(self, lease: Lease) -> None:
+        """This lease was drawn and not handed over: it is the next to be drawn."""
+        del self.open[lease.number]
+        self.returned.appendleft(lease)
 
     def give_back(self, number: int) -> None:
         """This lease's gradient was not used: lend it again."""
         lent = self.open.pop(number, None)
         if lent is not None:
             self.returned.append(lent[1])
-        self._ahead.pop(number, None)  # its turn will come
+        ahead = self._ahead.pop(number, None)
+        if ahead is not None:  # as it was: some servers may have applied it, and it must not be cut otherwise
+            _, samples = ahead
+            first, step = self._cuts_of_step(number)[0]
+            self._done[number] = samples = max(first, samples)
+            self.returned.append(self._lease(list(self.order.slice_at(number, samples)), step, 0))
 
     def lost(self, worker: int) -> None:
         """A worker is gone: what it had goes back."""
@@ -182,15 +202,38 @@ class Cursor:
     def load(self, state: Mapping[str, Any]) -> None:
         """Become what `state` says; its leases count as open until their workers are heard of."""
         self.position, self.end = state["position"], state["end"]
-        leases = [(who, _lease(*plain)) for who, *plain in state["open"]]
+        leases = [(who, self._lease(*plain)) for who, *plain in state["open"]]
         self.open = {lease.number: (who, lease) for who, lease in leases}
-        self.returned = deque(_lease(*plain) for plain in state["returned"])
+        self.returned = deque(self._lease(*plain) for plain in state["returned"])
         self._cut.clear()
         if state["cut"] is not None:
             piece, first = state["cut"]
             self._step = Slice(*piece)
             self._cut_from(first)
         self._strangers = {who for who, _ in self.open.values()}
+
+    def cut_at(self, edges: Collection[int]) -> None:
+        """No lease of several slices shall reach across one of these positions."""
+        self._edges = {edge for edge in edges if edge > self.position}
+
+    def _lease(self, piece: list[int], step: int, share: int) -> Lease:
+        """The inverse of `_plain`: what it is cut into follows from where it lies."""
+        whole, cuts = Slice(*piece), []
+        place, stop = whole.position, whole.position + whole.count
+        while place < stop:
+            for count, of in self._cuts_of_step(place):
+                if place < stop:
+                    cuts.append((count, of))
+                    place += count
+        return Lease(whole, step, share, tuple(cuts) if len(cuts) > 1 else ())
+
+    def _cuts_of_step(self, position: int) -> list[tuple[int, int]]:
+        """The slices, from the one at this position on, of the global step that holds it, and that step's samples."""
+        begun = position % self.order.samples % self.batch_size
+        first = max(self._first, position - begun)
+        step = self.order.rest_of_step(first, self.batch_size, self._last)
+        slices = [share_of(step, [1.0] * self.parts, i) for i in range(self.parts)]
+        return [(piece.count, step.count) for piece in slices if piece.count and piece.position >= position]
 
     def heard_of(self, worker: int, holds: Collection[int], samples: int = 0) -> None:
         """After a restart, a worker says what it really has: this is its own, and what else the copy says goes back.
@@ -218,11 +261,8 @@ class Cursor:
 
 
 def _plain(lease: Lease) -> list[Any]:
-    return [list(lease.piece), lease.step, lease.share, [list(cut) for cut in lease.cuts]]
-
-
-def _lease(piece: list[int], step: int, share: int, cuts: list[list[int]]) -> Lease:
-    return Lease(Slice(*piece), step, share, tuple((count, of) for count, of in cuts))
+    """What it is cut into is left out: there may be thousands of slices, and they follow from where it lies."""
+    return [list(lease.piece), lease.step, lease.share]
 
 
 def _joined(run: Sequence[Lease]) -> Lease:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from podium.comm.base import Message, Meta
+from podium.servers.applied import Span, span_of_lease
 from podium.servers.gate import Gathering, Push
 from podium.servers.intake import WISHES, Intake
 from podium.servers.shard import wider
@@ -56,7 +57,7 @@ class Gathers(Intake):
         self._told: dict[Key, None] = {}  # the same with those that were dropped, which may come again
         self._sum: _Sum | None = None
         self._scratch: list[list[Tensor]] = []
-        self._added: list[Key] = []  # what the sum is made of
+        self._added: dict[Key, Span] = {}  # what the sum is made of
         self._lost: int | None = None
         self._measuring: tuple[list[Key], dict[int, float]] | None = None  # what is about to be stepped; norms so far
         self._pending_answer: list[Key] = []
@@ -102,7 +103,7 @@ class Gathers(Intake):
                 server.tell(message.source, "decision", {"settled": True})
         elif message.kind == "hello" and message.source == server.servers[0]:
             # What it had not finished deciding it will decide anew.
-            self._measuring, self._backlog, self._sum, self._added = None, [], None, []
+            self._measuring, self._backlog, self._sum, self._added = None, [], None, {}
             whole = [k for k, parts in self._parts.items() if len(parts) == len(server.shard.units)]
             for source, lease in [*self._told, *whole]:
                 server.tell(message.source, "have", {"source": source, "lease": lease, "unit": source})
@@ -140,10 +141,10 @@ class Gathers(Intake):
         staleness = max(0, server.versions[meta["unit"]] - meta["version"])
         push = Push(*key, samples=meta["samples"], staleness=staleness)
         if server.cursor is not None:
-            server.cursor.applied(meta["done"])
+            server.cursor.applied(meta["done"], key[0])
             server.wishes(meta)
         waits = not self._by_steps and any(other.lease == push.lease for other in self.gathering.waiting)
-        if key[1] in self.once[0] or waits:  # it was done before: by another worker, or by the server that we replace
+        if self.once[0].has(self._span(key)) or waits:  # by another worker, or by the server that this one replaces
             self._decide({"answer": [key]})
         elif not self.gathering.add(push):
             if server.cursor is not None:
@@ -262,9 +263,10 @@ class Gathers(Intake):
             parts = self._parts.get(key)
             if parts is None or len(parts) < len(server.shard.units):
                 continue  # this server was restored in between: what it lacks counts as lost
-            if key[1] in self.once[0] or (not self._by_steps and any(lease == key[1] for _, lease in self._added)):
+            span = self._span(key)
+            if self.once[0].has(span) or (not self._by_steps and any(lease == key[1] for _, lease in self._added)):
                 continue  # the first server was restored in between, and this one has done it
-            self._added.append(key)
+            self._added[key] = span
             meta, grads = self._last_of(key).meta, self._mended(key)
             unused = {piece for message in parts.values() for piece in message.meta["unused"]}
             if self._sum is None:
@@ -349,15 +351,16 @@ class Gathers(Intake):
 
     def _step(self, keys: list[Key], norm: float | None) -> None:
         server, total, added = self.server, self._sum, self._added
-        self._sum, self._added = None, []
+        self._sum, self._added = None, {}
         if total is None:
             return
         grads = self._scaled(total, norm)
         staleness = {key: self._staleness(key) for key in added}
-        slices = [lease for _, lease in added]
+        spans = sorted(set(added.values()))  # fed by steps, all pushes of one are over the same samples
         for number, unit in enumerate(grads):
-            self.once[number].update(slices)  # before: a snapshot that is taken now must know of them
-            server.apply(number, unit, total.options, sorted(total.unused), slices)
+            for span in spans:  # before: a snapshot that is taken now must know of them
+                self.once[number].add(span)
+            server.apply(number, unit, total.options, sorted(total.unused), spans)
         last = [self._last_of(key).meta for key in added if key in self._parts]
         self._facts = {
             "agreed": [any(wished) for wished in zip(*(m["wishes"] for m in last), strict=True)] or [False] * WISHES,
@@ -441,6 +444,9 @@ class Gathers(Intake):
             self._let_go = True
             for other in server.servers[1:]:
                 server.tell(other, "decision", {"settled": True})
+
+    def _span(self, key: Key) -> Span:
+        return span_of_lease(key[1], self._last_of(key).meta.get("size", 1))
 
     def _last_of(self, key: Key) -> Message:
         return next(m for m in self._parts[key].values() if m.meta["last"])

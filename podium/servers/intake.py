@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from podium.comm.base import Message
+from podium.servers.applied import Applied
 
 if TYPE_CHECKING:
     from podium.servers.server import Server
@@ -24,8 +25,9 @@ class Intake(ABC):
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.once: list[set[int]] = [set() for _ in server.shard.units]
-        """By unit: the slices that it was moved by."""
+        start = server.seed_meta.get("position", 0)
+        self.once = [Applied(start) for _ in server.shard.units]
+        """By unit: the samples that it was moved by."""
 
     @abstractmethod
     def push(self, message: Message) -> None:

@@ -31,6 +31,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -41,10 +42,12 @@ from podium.data.order import GlobalOrder
 from podium.errors import CommError, DeadlineExceeded, Lost
 from podium.flat import Flat
 from podium.measure.records import Recorder
+from podium.servers.applied import Span
 from podium.servers.copies import Copies
 from podium.servers.cursor import Cursor
 from podium.servers.gate import Rules
 from podium.servers.gathers import Gathers
+from podium.servers.inquiry import Inquiry
 from podium.servers.intake import WISHES, Intake
 from podium.servers.lanes import Lanes
 from podium.servers.mitigation import make_mitigation
@@ -57,6 +60,8 @@ from podium.servers.wires import Wires
 
 PATIENCE = 12
 """How many deadlines of silence a server, or a worker at its gate, puts up with: somebody may be validating."""
+_MOST_CUTS = 1024
+"""A lease of more slices than this is only given to a worker that draws it."""
 _LANE_BYTES = 16 << 20
 """A server with fewer bytes of parameters moves them itself."""
 
@@ -118,14 +123,12 @@ class Server:
         self._through: set[int] = set()
         self._fresh: set[tuple[int, int]] = set()  # (worker, unit) without a push since the last seed
         self._retired = False
+        self._inquiry: Inquiry | None = None  # after a restart: what must be known before leases are lent
+        self._questions: list[Message] = []  # of a restored first server: they wait until this one knows of its losses
         self._ahead: dict[int, int] = {}  # by unit: how far beyond its copy a restored server was, as workers know
         self.intake: Intake = Streams(self)
-
-    # The loop.
-
-    def serve(self) -> None:
-        """Until every worker has departed, or this server is retired."""
-        do: dict[str, Callable[[Message], None]] = {
+        self._does: dict[str, Callable[[Message], None]] = {
+            DEPARTED: self._departed,
             "seed": self._seed,
             "draw": self._draw,
             "push": self._push,
@@ -139,17 +142,24 @@ class Server:
             "norm": self._word,
             "decision": self._word,
             "hello": self._hello,
+            "which": self._which,
+            "applied": self._applied,
         }
+
+    # The loop.
+
+    def serve(self) -> None:
+        """Until every worker has departed, or this server is retired."""
         while not self._retired and not self.gone >= set(self.workers):
-            message = self._next()
-            if message.kind == DEPARTED:
-                self._departed(message)
-            elif message.kind in do:
-                do[message.kind](message)
-            else:
-                raise CommError(f"server {self.comm.rank}: rank {message.source} sent an unknown {message.kind!r}")
+            self.take_up(self._next())
         self.lanes.close()
         self.copies.close()
+
+    def take_up(self, message: Message) -> None:
+        """Do what one message asks for."""
+        if message.kind not in self._does:
+            raise CommError(f"server {self.comm.rank}: rank {message.source} sent an unknown {message.kind!r}")
+        self._does[message.kind](message)
 
     def _next(self) -> Message:
         silences = 0
@@ -224,7 +234,8 @@ class Server:
         self.sitting = set(meta.get("sitting", ()))
         self._fresh = {(w, u) for w in self.workers for u in range(len(self.shard.units))}
         self.agreed = [False] * WISHES
-        self.cursor = None
+        self.cursor, self._inquiry = None, None
+        self._questions.clear()
         if meta["leases"] and self.is_first:
             order = GlobalOrder(meta["samples"], seed=0)  # lends positions only: its permutation does not matter
             position, end, batch_size = meta["position"], meta["end"], meta["batch_size"]
@@ -268,7 +279,7 @@ class Server:
         self._heard(message, ())
         self._need_seed()
         assert self.cursor is not None
-        self.cursor.applied(message.meta["done"])
+        self.cursor.applied(message.meta["done"], message.source)
         self.wishes(message.meta)
         self._parked[message.source] = message
         self._sits_until[message.source] = min(message.meta.get("patience", 1), max(1, len(self.training)))
@@ -288,17 +299,17 @@ class Server:
     def serve_parked(self) -> None:
         """Give workers that wait for a lease one, or let them go when all is done."""
         cursor = self.cursor
-        if cursor is None or (self.rules.wait and not self._may_lend()):
+        if cursor is None or self._inquires or (self.rules.wait and not self._may_lend()):
             return
         if self.sitting and not self.training:
             self.sitting.clear()  # nobody else is left
         for source in sorted(set(self._parked) - self.sitting):
-            lease = self.lend(source)
+            lease = self.lend(source, with_push=False)
             if lease:
-                self.answer(self._parked.pop(source), lease)
+                self._hand_over(self._parked.pop(source), lease)
         if cursor.exhausted and set(self._parked) - self.sitting:
             self.intake.rest(set(self._parked) - self.sitting)
-        if cursor.drained and set(self._parked) >= set(self.live):
+        if cursor.drained and set(self._parked) | set(self._left) >= set(self.live):
             for message in self._parked.values():
                 meta = {"position": cursor.position, "agreed": self.agreed}
                 self.answer(message, meta)
@@ -309,11 +320,26 @@ class Server:
         begun = any(self.versions) or bool(self.cursor and self.cursor.open)
         return begun or set(self._parked) >= set(self.training)
 
-    def lend(self, worker: int) -> Meta:
-        """The facts of a new lease; none when there is nothing to lend."""
+    def _hand_over(self, draw: Message, lease: Meta) -> None:
+        """Answer a draw; a long list of slices goes in the body, for which a header has no room."""
+        cuts = lease.get("cuts", ())
+        if len(cuts) <= _MOST_CUTS:
+            return self.answer(draw, lease)
+        self.answer(draw, {**lease, "cuts": []}, [torch.tensor(cuts, dtype=torch.int64)])
+
+    def lend(self, worker: int, *, with_push: bool = True) -> Meta:
+        """The facts of a new lease; none when there is nothing to lend.
+
+        `with_push`: it goes with a push's answer, which has no room for a very long one: the worker then draws it.
+        """
         assert self.cursor is not None
+        if self._inquires:
+            return {}
         lease = self.cursor.draw(worker, self._slices_for(worker))
         if lease is None:
+            return {}
+        if with_push and len(lease.cuts) > _MOST_CUTS:
+            self.cursor.not_yet(lease)
             return {}
         self.intake.wake(worker)
         facts = {"lease": lease.number, "piece": list(lease.piece), "of": lease.step}
@@ -364,6 +390,59 @@ class Server:
     def _heard(self, message: Message, holds: tuple[int, ...]) -> None:
         if self.cursor is not None and self.copies.restored:
             self.cursor.heard_of(message.source, holds, message.meta.get("size", 0))
+            if self._inquiry is not None:
+                self._inquiry.heard(message.source)
+                self._learn()
+
+    # What a restored first server asks, where leases are of unequal length.
+
+    def inquire(self) -> None:
+        """This server was restored, and leases are of unequal length: ask before any is lent."""
+        if self.cursor is None or not self.seed_meta.get("by_speed"):
+            return
+        self._inquiry = Inquiry(self.live, [other for other in self.servers if other != self.comm.rank])
+        self._ask()
+
+    @property
+    def _inquires(self) -> bool:
+        return self._inquiry is not None
+
+    def _ask(self, only: int | None = None) -> None:
+        assert self._inquiry is not None
+        if only is None:
+            self._inquiry.ask()
+        for other in self._inquiry.servers:
+            if only in (None, other):
+                self.tell(other, "which", {"question": self._inquiry.question, "lost": sorted(self._inquiry.lost)})
+        self._learn()
+
+    def _which(self, message: Message) -> None:
+        """The first server was restored and asks what is applied here."""
+        self._questions.append(message)
+        self._answer_questions()
+
+    def _answer_questions(self) -> None:
+        """Once this server knows of the losses that the first one knows of: then it has all that those have pushed."""
+        waiting, self._questions = self._questions, []
+        for message in waiting:
+            if set(message.meta["lost"]).intersection(self.workers) <= self.gone:
+                edges = sorted({edge for once in self.intake.once for edge in once.edges()})
+                self.tell(message.source, "applied", {"question": message.meta["question"], "edges": edges})
+            else:
+                self._questions.append(message)
+
+    def _applied(self, message: Message) -> None:
+        if self._inquiry is not None:
+            self._inquiry.answered(message.source, message.meta["question"], message.meta["edges"])
+            self._learn()
+
+    def _learn(self) -> None:
+        """Lend again once all is known."""
+        if self._inquiry is not None and self._inquiry.over and self.cursor is not None:
+            own = {edge for once in self.intake.once for edge in once.edges()}
+            self.cursor.cut_at(self._inquiry.edges() | own)
+            self._inquiry = None
+            self.serve_parked()
 
     def _notice_loss(self, message: Message) -> None:
         """A restored server hears from the workers how much of its own work is gone."""
@@ -379,10 +458,10 @@ class Server:
         grads: Sequence[Tensor],
         options: Sequence[Meta],
         unused: Sequence[int],
-        slices: Sequence[int],
+        spans: Sequence[Span],
         out: Sequence[Tensor] | None = None,
     ) -> None:
-        """Move one unit by gradients over these slices; `out`: where its parameters are wanted at once, too."""
+        """Move one unit by gradients over these samples; `out`: where its parameters are wanted at once, too."""
         self.versions[unit] += 1
         if self.by_lane(unit):
             shard, version = self.shard, self.versions[unit]
@@ -393,7 +472,7 @@ class Server:
         touched = grads if self.shard.by_rows(unit) else self.shard.of(unit)
         self.comm.clock.touch(sum(p.nbytes for p in touched))
         self.updates += unit == 0
-        self.copies.moved(unit, grads, options, unused, slices)
+        self.copies.moved(unit, grads, options, unused, spans)
 
     def by_lane(self, unit: int) -> bool:
         """Whether a lane moves this unit.
@@ -447,7 +526,9 @@ class Server:
         if message.source not in self.workers:  # one that has come since, and has nothing here to take home
             return self.answer(message, {"empty": True})
         self._left[message.source] = message
+        self._heard(message, ())
         self.intake.leave(message.source)
+        self.serve_parked()
         self.let_go()
 
     def _probe(self, message: Message) -> None:
@@ -489,6 +570,7 @@ class Server:
         if rank in self.gone:
             return
         self.gone.add(rank)
+        self._answer_questions()
         if rank in self.workers and rank not in self._left and rank not in self._through:
             self._lose(rank)
         self._left.pop(rank, None)
@@ -501,6 +583,8 @@ class Server:
         self._parked.pop(worker, None)
         self.mitigation.forget(worker)
         self.intake.lose(worker)
+        if self._inquiry is not None and self._inquiry.lose(worker):
+            self._ask()
         self.serve_parked()
 
     def _word(self, message: Message) -> None:
@@ -510,6 +594,8 @@ class Server:
         """Another server was restored, and knows nothing of what it missed."""
         self.copies.renew(message.source)
         self.intake.hear(message)
+        if self._inquiry is not None:
+            self._ask(only=message.source)
 
     def _retire(self, message: Message) -> None:
         self._retired = True

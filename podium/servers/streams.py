@@ -10,6 +10,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, final
 
 from podium.comm.base import Message
+from podium.servers.applied import Span, span_of_lease
 from podium.servers.gate import Clocks
 from podium.servers.intake import Intake
 from podium.servers.options import scaled
@@ -31,34 +32,37 @@ class Streams(Intake):
     def push(self, message: Message) -> None:
         server, meta = self.server, message.meta
         unit, source = meta["unit"], message.source
-        if meta["lease"] not in self.once[unit]:
-            self._apply(message, unit)
+        span = span_of_lease(meta["lease"], meta.get("size", 1))
+        if not self.once[unit].has(span):
+            self._apply(message, unit, span)
         else:
             server.note(message)
         self._held[source].append((message, server.copies.sent))
         if meta["last"]:
             self.clocks.tick(source, server.comm.clock.now_ns())
             if server.cursor is not None:
-                server.cursor.applied(meta["done"] if meta["lend"] else meta["lease"])
+                server.cursor.applied(meta["done"] if meta["lend"] else meta["lease"], source)
                 server.wishes(meta)
         self._release(source)
         if meta["last"]:
             self._release_all()
             server.serve_parked()
 
-    def _apply(self, message: Message, unit: int) -> None:
+    def _apply(self, message: Message, unit: int, span: Span) -> None:
         server, meta = self.server, message.meta
         staleness = max(0, server.versions[unit] - meta["version"])
         options = scaled(meta["options"], server.mitigation.rate(staleness))
         grads = server.mitigation.mend(message.source, unit, message.body, server.shard.of(unit))
         at_once = server.rules.bound is None and not meta["early"] and not self._held[message.source]
         out = message.landing if at_once and server.by_lane(unit) else None
-        self.once[unit].add(meta["lease"])  # before: a snapshot that is taken now must know of it
-        server.apply(unit, grads, options, meta["unused"], [meta["lease"]], out)
+        self.once[unit].add(span)  # before: a snapshot that is taken now must know of it
+        server.apply(unit, grads, options, meta["unused"], [span], out)
         if out is not None:
             self._landed.add((message.source, unit))
-        lead = {} if server.rules.bound is None else {"lead": self.clocks.lead(message.source)}
-        server.record_update(message.source, unit, staleness, meta["lease"], **lead)
+        more = {} if server.rules.bound is None else {"lead": self.clocks.lead(message.source)}
+        if server.seed_meta.get("local_steps", 1) > 1:  # it may be cut otherwise when it is lent again
+            more["samples"] = span[1] - span[0]
+        server.record_update(message.source, unit, staleness, meta["lease"], **more)
 
     def _release(self, source: int) -> None:
         """Answer what may be answered: not before backward is over, the gate is open and the copies are there."""

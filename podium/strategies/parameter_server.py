@@ -269,11 +269,21 @@ class ParameterServer(Strategy[PSState]):
     # Inside.
 
     def _pushes(self, worker: Worker, state: PSState, batch: Batch) -> client.Pushes:
-        lease = batch.lease if self.feed == "cursor" else worker.position
+        lease, size = batch.lease, batch.samples
+        if self.feed == "step":
+            lease, size = worker.position, batch.end - worker.position
         options, lend = self.options(worker), not self.prefetch
         facts = {"busy": worker.take_pace()} if worker.tells_pace else None
         return client.Pushes(
-            worker, state.served, batch, lease=lease, options=options, pull=self.pull_codec, lend=lend, facts=facts
+            worker,
+            state.served,
+            batch,
+            lease=lease,
+            size=size,
+            options=options,
+            pull=self.pull_codec,
+            lend=lend,
+            facts=facts,
         )
 
     def _take(self, worker: Worker, state: PSState) -> None:

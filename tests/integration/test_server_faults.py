@@ -157,6 +157,20 @@ def test_a_killed_server_is_restored_from_its_snapshot_and_says_what_is_lost(
         audit(result.run_dir, redone=rank)  # what its snapshot lacked came again
 
 
+def test_where_leases_are_of_unequal_length_a_restored_first_server_has_no_sample_applied_twice(tmp_path: Path) -> None:
+    """Leases are as long as their workers are fast, so those after the restart are cut otherwise than those before."""
+    acting = strike(tmp_path, 3)
+    strategy = "async-local-sgd:period=4,steps=speed,servers=2,snapshot_every=4"
+    result = train(tmp_path, Faults().gate(0, step=9), strategy=strategy, workers=3)
+    acting.join()
+    assert result.status == "finished" and result.lost == [3]
+    assert len(set(result.param_hash.values())) == 1
+    updates = [row for row in records_of(result.run_dir, "update") if row["rank"] == 4]
+    for part in {row["range"] for row in updates}:
+        spans = [range(row["lease"], row["lease"] + row["samples"]) for row in updates if row["range"] == part]
+        assert sorted(sample for span in spans for sample in span) == list(range(EPOCHS * SAMPLES))
+
+
 def test_the_only_server_may_be_lost(tmp_path: Path) -> None:
     acting = strike(tmp_path, 2)
     strategy = "parameter-server:mode=async,snapshot_every=3"

@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,8 @@ class Fake:
     ending: Meta = field(default_factory=dict)
     """What it was told when nothing was left."""
     versions: dict[tuple[int, int], int] = field(default_factory=dict)
+    power: float = 2.0
+    """The gradient over slice k is this to the power of k."""
 
     def __post_init__(self) -> None:
         self.flat, self.optimizer = make_flat()
@@ -133,6 +136,7 @@ class Fake:
         meta = {
             "unit": u,
             "lease": lease,
+            "size": SLICE if lease >= 0 else 0,
             "version": self.versions.get((m, u), 0),
             "options": options_of(self.optimizer),
             "unused": [],
@@ -142,7 +146,7 @@ class Fake:
         if last:
             facts = {"loss": 0.0, "samples": SLICE if lease >= 0 else 0, "weight": 0.0, "lend": True}
             meta.update({"done": done, "wishes": self.wishes, **facts})
-        value = 2.0 ** (lease // SLICE) if lease >= 0 else 0.0
+        value = self.power ** (lease // SLICE) if lease >= 0 else 0.0
         body = [torch.full((r.stop - r.start,), value) for r in layout.units[u].of(layout.ranges)]
         return self.comm.call(self.comm.servers[m], "push", meta, body)
 
@@ -422,7 +426,44 @@ def test_a_copy_is_what_it_is_a_copy_of(mode: str) -> None:
         twin = holder._twins[mine.comm.rank]
         assert all(torch.equal(p, q) for p, q in zip(twin.shard.params, mine.shard.params, strict=True))
         assert twin.facts["versions"] == mine.versions
-        assert [set(once) for once in twin.facts["once"]] == mine.intake.once
+        assert twin.facts["once"] == mine.intake.once
+
+
+# What is remembered.
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp(1)", "in step", "softsync, dropping", "gba"])
+def test_what_a_server_remembers_does_not_grow_with_the_pushes(tmp_path: Path, mode: str) -> None:
+    """Nor does its copy on the neighbour, nor its snapshot on disk."""
+    grown: dict[int, list[int]] = {}
+
+    def main(comm: Communicator) -> Any:
+        if comm.rank in comm.servers:
+            flat, optimizer = make_flat()
+            copies = Copies(replicas=2, snapshot=tmp_path / str(comm.rank), every=2)
+            server = Server(comm, flat, optimizer, recorder=Recorder(comm.rank), copies=copies)
+            sizes = grown.setdefault(comm.rank, [])
+            write = copies._write
+
+            def written(path: Path, state: Any) -> None:
+                write(path, state)
+                sizes.append(path.stat().st_size)
+
+            copies._write = written  # type: ignore[method-assign]  # to see how large each one is
+            return server.serve()
+        fake = Fake(comm)
+        if comm.rank == 0:
+            fake.seed(MODES[mode], slices=240)
+        comm.barrier()
+        fake.power = 0.0
+        fake.work()
+        return fake.leave()[0].meta
+
+    Memory().run(main, 2, 2)
+    for sizes in grown.values():
+        assert len(sizes) > 40
+        early, late = sizes[len(sizes) // 10 : len(sizes) // 4], sizes[-len(sizes) // 4 :]
+        assert max(late) <= max(early) + 160, "positions grow by a digit or two; nothing else does"
 
 
 # Gates.

@@ -1,0 +1,129 @@
+"""Which samples have moved a unit: intervals of the global order, in bounded memory.
+
+Leases are lent in order and applied nearly so. All samples below the low-water mark are applied; above it, only what
+came out of order is kept, as intervals. There are at most as many of those as leases under way, however many pushes
+there were: one number per push was 85 bytes each, and 3.4 s of every snapshot after 500,000 pushes.
+
+Intervals and not names, because a lease may be cut otherwise when it is lent again: after a restart of the first
+server with `steps=speed`, the same samples come in leases of another length.
+
+A lease without samples has no interval; its name says where it lies (`cursor.py`). Below the mark it counts as applied:
+it moves nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+from podium.errors import CommError
+
+Span = tuple[int, int]
+"""Samples from the first position to before the second; of a lease without samples, its name twice."""
+
+
+def span_of_lease(number: int, size: int) -> Span:
+    """The samples of a lease, as a push names it; one that does not say how many it has counts as one sample."""
+    return (number, number + max(1, size)) if number >= 0 else (number, number)
+
+
+class Applied:
+    """What has moved one unit since its stretch began."""
+
+    def __init__(self, start: int = 0) -> None:
+        """`start`: where the stretch begins in the order."""
+        self.mark = start
+        """Everything from the start up to here is applied."""
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self._empty: set[int] = set()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Applied) and self.plain() == other.plain()
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __len__(self) -> int:
+        """How much is remembered: intervals and names, not samples."""
+        return 1 + len(self._starts) + len(self._empty)
+
+    def has(self, span: Span) -> bool:
+        """Whether these samples are applied; raises where only some of them are, which nobody can apply any more."""
+        start, stop = span
+        if start < 0:
+            return start in self._empty or _position_of(start) < self.mark
+        if stop <= self.mark:
+            return True
+        at = bisect_right(self._starts, start) - 1
+        if at >= 0 and stop <= self._stops[at]:
+            return True
+        inside = (at >= 0 and start < self._stops[at]) or start < self.mark
+        if inside or (at + 1 < len(self._starts) and self._starts[at + 1] < stop):
+            raise CommError(
+                f"a push must bring samples of which all or none are applied, got {start} to {stop}, of which those "
+                f"below {self.mark} and {list(zip(self._starts, self._stops, strict=True))[:8]} are"
+            )
+        return False
+
+    def add(self, span: Span) -> None:
+        """These samples are applied now."""
+        start, stop = span
+        if start < 0:
+            if _position_of(start) >= self.mark:
+                self._empty.add(start)
+            return
+        if start > self.mark:
+            return self._insert(start, stop)
+        self.mark = max(self.mark, stop)
+        while self._starts and self._starts[0] <= self.mark:
+            self.mark = max(self.mark, self._stops.pop(0))
+            del self._starts[0]
+        if self._empty:
+            self._empty = {number for number in self._empty if _position_of(number) >= self.mark}
+
+    def _insert(self, start: int, stop: int) -> None:
+        at = bisect_right(self._starts, start)
+        if at and self._stops[at - 1] >= start:  # goes on where the one before ends
+            at -= 1
+            start, stop = self._starts[at], max(stop, self._stops[at])
+        end = at
+        while end < len(self._starts) and self._starts[end] <= stop:
+            stop = max(stop, self._stops[end])
+            end += 1
+        self._starts[at:end], self._stops[at:end] = [start], [stop]
+
+    def edges(self) -> list[int]:
+        """Where applied samples and others meet."""
+        return [self.mark, *self._starts, *self._stops]
+
+    # As plain values, for copies.
+
+    def plain(self) -> list[list[int]]:
+        """The mark first, then intervals and names above it."""
+        spans = [list(span) for span in zip(self._starts, self._stops, strict=True)]
+        return [[self.mark, self.mark], *spans, *([number, number] for number in sorted(self._empty))]
+
+    @classmethod
+    def of(cls, plain: Sequence[Sequence[int]]) -> Applied:
+        """The inverse of `plain`."""
+        (mark, _), *rest = plain
+        made = cls(mark)
+        for start, stop in rest:
+            made.add((start, stop))
+        return made
+
+
+def joined(spans: Iterable[Span]) -> list[list[int]]:
+    """The same samples in as few intervals as there can be: for a message."""
+    found: list[list[int]] = []
+    for start, stop in sorted(spans):
+        if found and start >= 0 and start <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], stop)
+        else:
+            found.append([start, stop])
+    return found
+
+
+def _position_of(number: int) -> int:
+    """Where a lease without samples lies."""
+    return (-2 - number) >> 16
