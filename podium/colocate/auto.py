@@ -1,7 +1,7 @@
 """`auto`: take a few steps in every way that comes into question, and train in the fastest.
 
-For each group of trials the candidates are timed on the trials' own model, data and batch, a fraction of a second each,
-and the time to train the whole group is predicted:
+For each group of trials the candidates are timed on the trials' own model, data and batch, a fraction of a second each
+in three parts, and the time to train the whole group is predicted:
 
     start + trials × steps × seconds per model-step
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,10 @@ SHARE_OF_TOTAL = 0.25
 SHARE_IF_UNLIKELY = 0.05
 """… or this one, where the next candidate was the fastest nowhere yet."""
 _WIDTHS = (4, 8, 16, 32, 64, 128, 256)
+REPEATS = 3
+"""Timings of each candidate, one after the other, from which a ratio gets its range."""
+UNSTEADY = 1.5
+"""Where the slowest of these takes more than this many times the fastest, no ratio is told: other work is going on."""
 
 
 class Candidate(NamedTuple):
@@ -72,6 +77,16 @@ class Candidate(NamedTuple):
     start_s: float
     total_s: float
     why_not: str = ""
+    unsteady: float = 1.0
+    """The slowest timing over the fastest."""
+    fastest_s: float | None = None
+    slowest_s: float | None = None
+    """What `total_s` would be by the fastest timing, and by the slowest; None where they were not told apart."""
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The range of `total_s` by the timings."""
+        return self.fastest_s or self.total_s, self.slowest_s or self.total_s
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -80,6 +95,7 @@ class Candidate(NamedTuple):
             "us_per_model_step": round(self.step_us, 3),
             "start_s": round(self.start_s, 2),
             "predicted_s": round(self.total_s, 3),
+            "predicted_range_s": [round(end, 3) for end in self.ends],
             "why_not": self.why_not,
         }
 
@@ -213,7 +229,7 @@ class _Timing:
         self.on_cpu = recipe.torch_device.type == "cpu"
         several = self.on_cpu and torch.get_num_threads() > 1
         self.threads: tuple[int | None, ...] = (1, None) if several else (None,)
-        self.on_one_thread: dict[str, float] = {}
+        self.on_one_thread: dict[str, list[float]] = {}
         """Microseconds per model-step, by executor."""
         self._made: tuple[Executor, Bundle] | None = None
         """The array that was timed last; one at a time, since each may fill the memory."""
@@ -247,10 +263,8 @@ class _Timing:
         if cores < 2 or not isinstance(self.recipe.task, str):
             reason = "one core" if cores < 2 else "the task has no name by which another process could make it"
             return one._replace(executor=Processes(), why_not=reason)
-        step_us = self.on_one_thread["sequential"] / width
-        return Candidate(
-            Processes(count=width), width, step_us, PROCESS_START_S, PROCESS_START_S + self.steps * step_us / 1e6
-        )
+        times = [us / width for us in self.on_one_thread["sequential"]]
+        return self._candidate(Processes(count=width), width, PROCESS_START_S, times, 1.0)
 
     def streams(self, width: int) -> Candidate:
         rows = min(width, len(self.taken))
@@ -296,9 +310,10 @@ class _Timing:
             took = {}
             for count in self.threads:
                 with with_threads(count):
-                    took[count] = seconds_per_step(run, self.recipe.wait, self.seconds) / width * 1e6
-            best = min(took, key=lambda count: took[count])
-            step_us, executor = took[best], dataclasses.replace(executor, threads=best)
+                    timings = step_timings(run, self.recipe.wait, self.seconds)
+                    took[count] = [seconds / width * 1e6 for seconds in timings]
+            best = min(took, key=lambda count: statistics.median(took[count]))
+            executor = dataclasses.replace(executor, threads=best)
             self.on_one_thread[executor.name] = took[self.threads[0]]
         except Exception as error:  # the user's own code, or memory: this way is not open
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
@@ -308,20 +323,41 @@ class _Timing:
                 torch.cuda.empty_cache()
         # An array of many rows trains them all in the steps of one; the last ones may find it half empty.
         waves = -(-len(self.taken) // width) * width / len(self.taken)
-        return Candidate(executor, width, step_us, start_s, start_s + self.steps * step_us * waves / 1e6)
+        return self._candidate(executor, width, start_s, took[best], waves)
+
+    def _candidate(
+        self, executor: Executor, width: int, start_s: float, times: Sequence[float], waves: float
+    ) -> Candidate:
+        """What all trials take by these timings, in microseconds per model-step."""
+
+        def total(step_us: float) -> float:
+            return start_s + self.steps * step_us * waves / 1e6
+
+        step_us, fastest, slowest = statistics.median(times), min(times), max(times)
+        ends = total(fastest), total(slowest)
+        return Candidate(executor, width, step_us, start_s, total(step_us), "", slowest / fastest, *ends)
 
 
 def seconds_per_step(run: Callable[[int], None], wait: Callable[[], None], seconds: float) -> float:
-    """What a step takes: more and more of them until they take long enough, and the last stretch counts."""
+    """What a step takes, by the mean of its timings."""
+    return statistics.fmean(step_timings(run, wait, seconds))
+
+
+def step_timings(run: Callable[[int], None], wait: Callable[[], None], seconds: float) -> list[float]:
+    """What a step takes, timed `REPEATS` times: more and more steps until they take long enough, and the last count."""
     steps = 1
     while True:
-        began = time.perf_counter()
-        run(steps)
-        wait()
-        took = time.perf_counter() - began
-        if took >= seconds:
-            return took / steps
-        steps = max(2 * steps, min(int(steps * 1.2 * seconds / max(took, 1e-6)), 64 * steps))
+        took = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            run(steps)
+            wait()
+            took.append(time.perf_counter() - began)
+        if sum(took) >= seconds:
+            return [one / steps for one in took]
+        # By the fastest: one that was held up says nothing of how many steps are enough.
+        wanted = int(steps * 1.2 * seconds / max(REPEATS * min(took), 1e-6))
+        steps = max(2 * steps, min(wanted, 64 * steps))
 
 
 def repeated(step: Callable[[], None]) -> Callable[[int], None]:
@@ -347,18 +383,42 @@ def _decide(timed: list[Candidate], found: Verified, trials: int) -> Choice:
         return Choice(best.executor, why, timed)
     gain = one.total_s / best.total_s if not one.why_not else float("inf")
     if best.executor.name != "sequential" and gain < WORTH_FUSING:
-        why = f"do not share: {describe(best.executor)} is predicted only {gain:.2f}× as fast as one after another"
+        only = "hardly faster than" if _is_unsteady(one, best) else f"only {gain:.2f}× as fast as"
+        why = f"do not share: {describe(best.executor)} is predicted {only} one after another"
         return Choice(one.executor, why, timed)
     fused = [c for c in possible if c.executor.name == "fused"]
     why = f"{describe(best.executor)}: {best.step_us:.3g} µs per model-step"
     if best is not one:
-        why += f", {gain:.1f}× as fast as one after another over the {trials} trials"
+        why += f", {_told(one, best)} over the {trials} trials"
     if not found.fuses:
         why += f"; cannot be fused: {found.why}"
     elif fused and best.executor.name != "fused":
-        rate = one.total_s / min(c.total_s for c in fused)
-        why += f"; do not fuse: predicted {rate:.2f}×"
+        rows = min(fused, key=lambda c: c.total_s)
+        slower = "to be slower" if _is_unsteady(one, rows) else f"{one.total_s / rows.total_s:.2f}×"
+        why += f"; do not fuse: predicted {slower}"
     return Choice(best.executor, why, timed)
+
+
+def _told(one: Candidate, best: Candidate) -> str:
+    """How much faster the best is predicted to be, with its range; where timings are no good, that they are not."""
+    if one.why_not:
+        return "where one after another cannot take a step"
+    if _is_unsteady(one, best):
+        apart = max(one.unsteady, best.unsteady)
+        return (
+            f"predicted to be faster than one after another (no ratio: timings differed by up to {apart:.1f}×, so this "
+            "machine is busy)"
+        )
+    low, high = one.ends[0] / best.ends[1], one.ends[1] / best.ends[0]
+    return (
+        f"predicted {one.total_s / best.total_s:.1f}× ({low:.1f} to {high:.1f} by {REPEATS} short timings of each) as "
+        "fast as one after another"
+    )
+
+
+def _is_unsteady(*timed: Candidate) -> bool:
+    """Whether timings are too far apart for a ratio."""
+    return max(candidate.unsteady for candidate in timed) > UNSTEADY
 
 
 def describe(executor: Executor) -> str:

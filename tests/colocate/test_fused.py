@@ -795,6 +795,38 @@ class TestFallBack:
         assert {row["executor"].split(":")[0] for row in chosen["table"]} >= {"fused", "sequential"}
         assert "µs per model-step" in chosen["why"] or "do not share" in chosen["why"]
 
+    def test_a_ratio_comes_with_its_range_and_how_it_was_timed(self) -> None:
+        one, best = self.candidates([1000.0, 1010.0, 990.0], [250.0, 260.0, 240.0])
+        choice = auto._decide([one, best], Verified(fuses=True), 30)
+        said = "predicted 4.0× (3.8 to 4.2 by 3 short timings of each) as fast as one after another over the 30 trials"
+        assert said in choice.why and choice.executor.name == "fused"
+
+    @pytest.mark.parametrize("held_up", [0, 1])
+    def test_timings_that_a_busy_machine_held_up_give_no_ratio(self, held_up: int) -> None:
+        times = [[1000.0] * 3, [250.0] * 3]
+        times[held_up][1] *= 40
+        choice = auto._decide(self.candidates(*times), Verified(fuses=True), 30)
+        assert "busy" in choice.why and "× as fast" not in choice.why
+        assert "no ratio: timings differed by up to 40.0×" in choice.why
+
+    def candidates(self, alone: list[float], fused: list[float]) -> list[auto.Candidate]:
+        recipe = recipe_of(nets.toy)
+        taken = [recipe.make(trial) for trial in trials_of(*[{"epochs": 3}] * 8)]
+        timing = auto._Timing(recipe, taken, recipe.resident_of(taken[0].task), Verified(fuses=True), 0.01)
+        rows = Fused(width=8)
+        return [timing._candidate(Sequential(), 1, 0.0, alone, 1.0), timing._candidate(rows, 8, 0.0, fused, 1.0)]
+
+    def test_each_candidate_is_timed_several_times_in_a_row(self) -> None:
+        calls: list[int] = []
+
+        def run(steps: int) -> None:
+            calls.append(steps)
+            time.sleep(0.001 * steps if len(calls) != 2 else 0.1)  # the second try is held up
+
+        found = auto.step_timings(run, lambda: None, 0.02)
+        assert len(found) == auto.REPEATS and len(set(calls[-auto.REPEATS :])) == 1
+        assert min(found) == pytest.approx(0.001, rel=0.9)
+
 
 LARGE = ("wide-mlp", "tiny-imagenet-resnet50", "tiny-imagenet-efficientnet-b0")
 """Of 4 to 25 million parameters: in float64, twice over, they would take the test machine's patience."""
