@@ -10,7 +10,16 @@ from podium.study.anova import anova
 from podium.study.anova import tell as tell_anova
 from podium.study.format import plain, probability, spread
 from podium.study.responses import is_ratio
-from podium.study.rows import by_setting, crossed, deciding_rows, default_target, finished, lower_is_better, metric_name
+from podium.study.rows import (
+    by_setting,
+    crossed,
+    deciding_rows,
+    default_target,
+    finished,
+    first_level,
+    lower_is_better,
+    metric_name,
+)
 from podium.study.statistics import Contrast, Mean, Summary, contrasts, summarise
 from podium.study.store import Row
 from podium.study.winners import tell as tell_winners
@@ -81,13 +90,43 @@ def limits(rows: Sequence[Row], study: Mapping[str, Any] | None = None) -> str:
     sizes = [row["parameters"] for row in done if isinstance(row.get("parameters"), int)]
     where = _where(study or {})
     model = f"a model of {sizes[0]:,} parameters" if sizes else "this model"
-    text = f"Measured on {where}, with {model} and {seeds} seed{'s' * (seeds != 1)}: this says nothing about other "
-    text += "hardware, larger models or slower networks."
-    if any(row.get("launcher") == "virtual" for row in done):
-        text += " Seconds are simulated, not measured."
+    told = f"with {model} and {seeds} seed{'s' * (seeds != 1)}: this says nothing about other"
+    computed = sum(row.get("launcher") == "virtual" for row in done)
+    if done and computed == len(done):
+        text = (
+            f"Seconds are simulated, not measured: they are what the described machines and links would take, {told} "
+        )
+        text += "machines, larger models or slower networks. Gradients and accuracies are real."
+    else:
+        text = f"Measured on {where}, {told} hardware, larger models or slower networks."
+        if computed:
+            text += f" {computed} of {len(done)} runs are simulated: their seconds are not measured."
+    text += "".join(f" {sentence}" for sentence in _rules(done))
     if 1 < seeds < 6:
         text += " So few seeds show large differences only; none found does not mean none there."
     return text
+
+
+def _rules(done: Sequence[Row]) -> list[str]:
+    """Of each strategy with phases: a rule that did not end its phase in every run, and where it could not."""
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in done:
+        for rule in row.get("rules") or ():
+            if rule["in_force"]:
+                found.setdefault((str(rule["rule"]), first_level(row)), []).append(rule)
+        judged = {rule["rule"] for rule in row.get("rules") or () if rule["in_force"]}
+        for switch in row.get("switches") or ():
+            if switch["rule"] not in judged:  # its phase ended before there was anything to judge
+                found.setdefault((str(switch["rule"]), first_level(row)), []).append({"step": None})
+    said = []
+    for (name, strategy), rules in found.items():
+        fired = sum(rule["step"] is not None for rule in rules)
+        if fired < len(rules):
+            idle = [one for one in rules if not any(r["value"] is not None for r in one.get("readings") or ())]
+            never = fired == 0 and len(idle) == len(rules)
+            why = ", and could not: its phase ended before the rule had a value" if never else ""
+            said.append(f"The rule {name} of {strategy} fired in {fired} of {len(rules)} runs{why}.")
+    return said
 
 
 def _where(study: Mapping[str, Any]) -> str:

@@ -9,6 +9,11 @@ from typing import Any
 
 from podium.measure.phases import COST
 
+MOVED = (
+    "MB sent are those of all ranks together, collectives counted as a ring would send them: where ranks of one host "
+    "share memory, nothing is sent, and the number is what a network would have carried."
+)
+"""What the column of that name means."""
 ABSENT = "–"
 
 

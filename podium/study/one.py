@@ -161,7 +161,7 @@ def _from_records(result: RunResult, asked: Asked) -> dict[str, Any]:
         return {"parameters": None, "setup_s": None}
     begins = [row for row in records if row["kind"] == "begin"]
     starts = [row["t_ns"] - row["step_ns"] for row in records if row["kind"] == "step"]
-    count = next((row.get("parameters") for row in begins), None)
+    count = next((row.get("parameters") for row in begins if row["role"] == "worker"), None)  # a server has a part
     found: dict[str, Any] = {
         "parameters": count if isinstance(count, int) else None,
         "setup_s": min(starts) / 1e9 if starts else None,

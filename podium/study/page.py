@@ -22,7 +22,7 @@ from podium.study.anova import Term
 from podium.study.answer import Findings, find, tell
 from podium.study.checks import Analysis
 from podium.study.drawing.files import stem_of
-from podium.study.format import ABSENT, plain, probability, spread
+from podium.study.format import ABSENT, MOVED, plain, probability, spread
 from podium.study.links import Records, mark, to
 from podium.study.rows import arranged, crossed, finished
 from podium.study.sections import (
@@ -132,7 +132,7 @@ def _cells(
         ]
         for line in findings.table
     )
-    lead = f"Means over seeds ± half of the 95 % t-interval, from {records.whole('all records')}."
+    lead = f"Means over seeds ± half of the 95 % t-interval, from {records.whole('all records')}. {MOVED}"
     table = _table([*names, "waiting", "records"], f"lrrr{'r' * timed}rrl", lines)
     found = ["## Cells", "", lead, "", *table]
     left = [str(cell["cell"]) for cell in study["cells"] if cell["cell"] not in anchors]

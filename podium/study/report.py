@@ -103,6 +103,7 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, include_plotly: boo
             study=study,
             title=title_of(study),
             answer=said,
+            moved=written.MOVED,
             caution=caution,
             findings=findings,
             place=order,

@@ -13,6 +13,7 @@ again.
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -142,7 +143,7 @@ def run_design(
     store = Store(out)
     with store.held():
         study = _open_study(store, design)
-        runs = _Runs(design, store, launch or _default_launch(), task, on_event or _ignore, stop or Event(), jobs)
+        runs = _Runs(design, store, launch or _default_launch(), task, on_event or _Notices(), stop or Event(), jobs)
         status = runs.go()
         return _conclude(store, study, status)
 
@@ -341,6 +342,18 @@ def _default_launch() -> Launch:
     from podium.cluster.launch import launch
 
     return launch
+
+
+class _Notices:
+    """Listens where nobody else does: what is said before a run is logged, each text once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        if event.get("event") == "notice" and event["text"] not in self._said:
+            self._said.add(event["text"])
+            logging.getLogger("podium").warning(event["text"])
 
 
 def _ignore(event: dict[str, Any]) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from podium.study.answer import answer, find
 from podium.study.power import worth_of
-from tests.study.synthetic import failed_row, make_row, make_rows
+from podium.study.store import Row
+from tests.study.synthetic import failed_row, make_row, make_rows, phased
 
 FAST, SLOW = [1.0, 1.05, 0.95, 1.02, 0.98], [2.0, 2.2, 1.9, 2.1, 2.05]
 
@@ -103,6 +104,46 @@ def test_it_says_on_which_gpus_where_any_was_used(devices: list[Any], gpus: list
 def test_simulated_seconds_are_called_so() -> None:
     assert "simulated" in answer([make_row("solo", 0, launcher="virtual")])
     assert "simulated" not in answer([make_row("solo", 0)])
+
+
+def test_what_is_simulated_is_not_called_measured_on_this_machine() -> None:
+    study = {"hardware": {"cores": 2, "gpus": []}, "cells": [{"cell": "solo", "settings": {}}]}
+    said = answer([make_row("solo", 0, launcher="virtual")], None, study)
+    assert "Measured" not in said and "CPU core" not in said
+    assert "Seconds are simulated, not measured" in said and "described machines" in said
+
+
+def test_a_study_of_both_says_which_seconds_are_simulated() -> None:
+    study = {"hardware": {"cores": 2, "gpus": []}, "cells": [{"cell": "solo", "settings": {}}]}
+    rows = [make_row("solo", 0, launcher="virtual"), make_row("all-reduce", 0), make_row("all-reduce", 1)]
+    said = answer(rows, None, study)
+    assert "1 of 3 runs are simulated" in said and "Measured on 2 CPU cores" in said
+
+
+class TestRulesThatEndPhases:
+    def rows(self, *values: float | None, latest: bool) -> list[Row]:
+        return [make_row("strategy-switch", seed, **phased(*values, latest=latest)) for seed in range(3)]
+
+    def test_a_rule_that_fired_in_no_run_is_told_of(self) -> None:
+        said = answer(self.rows(None, 0.4, latest=True))
+        assert "The rule plateau of strategy-switch fired in 0 of 3 runs" in said
+        assert "could not" not in said
+
+    def test_a_rule_that_never_had_a_value_could_not_fire(self) -> None:
+        said = answer(self.rows(None, None, latest=True))
+        assert "fired in 0 of 3 runs, and could not: its phase ended before the rule had a value" in said
+
+    def test_a_rule_that_fired_everywhere_is_no_caution(self) -> None:
+        assert "fired in" not in answer(self.rows(None, 0.05, latest=False))
+
+    def test_cells_of_one_strategy_are_told_of_together(self) -> None:
+        rows = [
+            make_row(f"strategy-switch, workers={n}", seed, levels={"strategy": "strategy-switch", "workers": n})
+            | phased(None, None, latest=True)
+            for n in (2, 4)
+            for seed in range(2)
+        ]
+        assert "The rule plateau of strategy-switch fired in 0 of 4 runs, and could not" in answer(rows)
 
 
 def test_which_way_is_better_is_the_studys_word_over_the_name() -> None:

@@ -45,6 +45,7 @@ from podium.study.switching.design import (
     CIFAR,
     CIFAR_EQUAL,
     DIGITS,
+    DIVIDED,
     DROPPED_FP16,
     OUTER,
     SWITCH,
@@ -119,6 +120,15 @@ def example() -> list[Row]:
     times = (660.0, 530.0, 590.0, 520.0, 300.0, 220.0)
     rows += [make_row(TIMED_CIFAR, arm, 0, 0.2, ms / 10) for arm, ms in zip(TIMED, times, strict=True)]
     return rows
+
+
+def divided(rows: list[Row]) -> list[Row]:
+    """The same with all-reduce timed with steps divided by speed: 400 ms a step at first, then less."""
+    later = (310.0, 230.0)
+    return [
+        *rows,
+        *(make_row(TIMED_CIFAR, arm, 0, 0.2, 40.0, later_ms=ms) for arm, ms in zip(DIVIDED, later, strict=True)),
+    ]
 
 
 class TestDesign:
@@ -253,6 +263,23 @@ class TestTables:
 
 
 class TestPage:
+    def test_what_the_baseline_lacks_is_said_beside_the_ratio_that_it_gives(self) -> None:
+        text = page(divided(example()))
+        answer = next(line for line in text.splitlines() if line.startswith("- **CIFAR-10, ResNet-20.**"))
+        assert "its gradients leave in one bucket" in answer and "equal parts although one is slower" in answer
+        share = 0.25  # of the budget, where the example switches
+        overlap = (share * 530 + (1 - share) * 300) / 530
+        assert f"a switch takes {overlap:.3f} of all-reduce's time with small buckets on both sides" in answer
+        assert f"(`equal-finish`) {310 / 660:.3f} of it without a switch (660 to 310 ms a step, 230 with" in answer
+
+    def test_without_such_timings_it_says_nothing_of_them(self) -> None:
+        assert "lacks two things" not in page(example())
+
+    def test_versions_of_all_runs_are_told(self) -> None:
+        rows = divided(example())
+        rows[-1]["versions"] = {"python": "3.11.0", "torch": "2.13.0"}
+        assert "python 3.11.0, torch 2.13.0: 1" in page(rows)
+
     def test_targets_are_judged_by_the_mean_and_by_the_interval(self) -> None:
         text = page(example())
         assert "time 0.590 ± 0.025 (met, not settled by these seeds)" in text

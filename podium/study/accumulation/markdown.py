@@ -156,7 +156,9 @@ def _limits(rows: Sequence[Row]) -> str:
     lines = [
         "These are times of an epoch, not of reaching an accuracy. Accumulating over four batches makes the global "
         + "batch four times as large and updates a quarter as many; how many more epochs that needs was not measured.",
-        "All but the real cells are virtual: compute time comes from passes measured on one core of one machine, nodes "
+        "All but the real cells are virtual: they train stand-ins, which have a model's parameters and next to none of "
+        + "its work, on synthetic images (as the real cells do); compute time comes from passes measured on one core "
+        + "of one machine, nodes "
         + "are equal, nobody shares their links, and the only noise is that of passes. Intervals say how steady that "
         + "is, not how much real clusters vary.",
         "Runs with one seed share their noise in all cells, and virtual noise is small, so nearly every difference is "

@@ -16,6 +16,7 @@ from podium.study.rates.tables import POINT, Line, Panel, task_names
 from podium.study.rows import deciding_rows, finished
 from podium.study.statistics import Mean
 from podium.study.store import Row
+from podium.study.subsets import origin
 
 FULL_SETS = {"mnist-lenet5": 60_000, "cifar10-resnet20": 50_000}
 """Training images of the whole data sets: with fewer, accuracies are not those of the literature."""
@@ -144,7 +145,8 @@ def _sampling(panel: Panel) -> str:
         amount = to(f"{facts['train']:,} images for {facts['epochs']} epochs", _size(panel))
         text += f" It was trained on {amount}; the whole set has {whole:,}. "
         text += "So it is not to be compared with published accuracies."
-    return text
+    source = origin(panel.task, facts["train"], facts["test"])
+    return f"{text} The images: {to(source, _size(panel))}." if source else text
 
 
 def _table(panel: Panel, all_rows: Sequence[Row], records: Records) -> str:

@@ -12,8 +12,20 @@ from collections.abc import Sequence
 from podium.study.format import ABSENT, plain, probability
 from podium.study.links import INTERVALS, place, to
 from podium.study.statistics import ALPHA, Mean
+from podium.study.subsets import origin
 from podium.study.switching.clock import Timing
-from podium.study.switching.design import ALL_REDUCE, ASYNC_FP16, SWITCH, SWITCH_FP16, SYNC_EVERY
+from podium.study.switching.design import (
+    ALL_REDUCE,
+    ASYNC,
+    ASYNC_FP16,
+    BALANCED,
+    BALANCED_SMALL,
+    SMALL,
+    SWITCH,
+    SWITCH_FP16,
+    SYNC_EVERY,
+    TIMED_FOR,
+)
 from podium.study.switching.moments import LATER, Ablation, Chance, chances
 from podium.study.switching.tables import Line, Panel
 from podium.study.switching.text import part, signed
@@ -43,7 +55,7 @@ def moments_of(one: Ablation) -> str:
     return place("moments", one.setting)
 
 
-def answer_switch(panel: Panel) -> str:
+def answer_switch(panel: Panel, timed: Sequence[Timing] = ()) -> str:
     found = [line for line in (panel.line(SWITCH.name), panel.line(SWITCH_FP16.name)) if line is not None]
     start = panel.line(ASYNC_FP16.name)
     said = f"**{panel.title}.** Targets: [{TIME:g} of all-reduce's time, {POINTS:g} points below it at "
@@ -55,7 +67,30 @@ def answer_switch(panel: Panel) -> str:
     if base is not None and base.setbacks:
         count = to(f"{len(base.setbacks)} of {len(base.accuracies)} runs", place("setbacks", panel.setting, base.arm))
         said += f" {count} of all-reduce itself met a setback, so here medians say more than means."
-    return said
+    return said + _other_baselines([one for one in timed if TIMED_FOR[one.setting] == panel.setting])
+
+
+def _other_baselines(timed: Sequence[Timing]) -> str:
+    """What the targets' all-reduce lacks, and what is left of the switch's gain where it has it, by the timings."""
+    told = [_other_baseline(one) for one in timed]
+    if not any(told):
+        return ""
+    said = (
+        " The all-reduce of these ratios lacks two things: its gradients leave in one bucket, so no exchange overlaps "
+    )
+    said += "the backward pass, and its workers have equal parts although one is slower. Timed with each "
+    return said + f"({to('short runs', place('where the time goes'))}): " + "; ".join(filter(None, told)) + "."
+
+
+def _other_baseline(one: Timing) -> str:
+    ms = one.step_ms
+    overlap = one.ratio(SMALL.name, ASYNC.name, SMALL.name)
+    if overlap is None or not {ALL_REDUCE.name, BALANCED.name, BALANCED_SMALL.name} <= ms.keys():
+        return ""
+    base, even, both = (ms[arm.name] for arm in (ALL_REDUCE, BALANCED, BALANCED_SMALL))
+    where = f"{one.title}, a switch takes {plain(overlap)} of all-reduce's time with small buckets on both sides, "
+    where += f"and all-reduce with parts by speed (`equal-finish`) {plain(even / base)} of it without a switch "
+    return where + f"({plain(base)} to {plain(even)} ms a step, {plain(both)} with small buckets)"
 
 
 def _verdict(panel: Panel, line: Line) -> str:
@@ -141,8 +176,10 @@ def limits(found: Sequence[Panel], timed: Sequence[Timing]) -> str:
     if timed:
         said.append(
             "How much a switch saves depends on the ratio of computing to network: see "
-            "[Where the time goes](#where-the-time-goes). Only the straggler's computing is won; the network's part is "
-            "the same before and after."
+            "[Where the time goes](#where-the-time-goes). Only the straggler's computing is won, which dividing steps "
+            "by speed wins too, without stale gradients; the network's part is the same before and after. Accuracy "
+            "with steps divided by speed was not measured: sums of gradients are the same to rounding, but BatchNorm "
+            "then sees other parts of a batch."
         )
     if any(panel.facts["config"]["device"] == "cuda" for panel in found):
         said.append(
@@ -169,4 +206,5 @@ def _sampling(panel: Panel) -> str:
     text += f"{to(f'±{plain(error, 2)} points', row)} from the test images alone"
     if base.accuracy.n < 10 and error > POINTS:
         text += f", so a difference of {POINTS:g} points cannot be told from luck"
-    return text + "."
+    source = origin(facts["config"]["task"], facts["train"], facts["test"])
+    return f"{text}. The images: {to(source, size_of(panel.setting))}." if source else f"{text}."

@@ -11,6 +11,9 @@ from podium.study.switching.design import (
     ALL_REDUCE_FP16,
     ASYNC,
     ASYNC_FP16,
+    BALANCED_SMALL,
+    DIVIDED,
+    SMALL,
     SMALL_FP16,
     TIMED,
     TIMED_FOR,
@@ -49,20 +52,23 @@ def timings(rows: Sequence[Row], settings: Sequence[Panel]) -> list[Timing]:
     for name in setting_names(rows):
         done = {row["cell"]: row for row in of_setting(rows, name) if row["status"] == "finished"}
         if name in TIMED_FOR and done:
-            step_ms = {arm.name: _step_ms(done[arm.name]) for arm in TIMED if arm.name in done}
+            step_ms = {arm.name: _step_ms(done[arm.name]) for arm in (*TIMED, *DIVIDED) if arm.name in done}
             steps = next(iter(done.values()))["steps"]
             found.append(Timing(setting=name, steps=steps, step_ms=step_ms, share=shares.get(TIMED_FOR[name])))
     return found
 
 
 def _step_ms(row: Row) -> float:
-    return 1000 * float(row["seconds"]) / int(row["steps"])
+    """Of a run that learns how to divide its steps, over the second half of them."""
+    return float(row.get("later_ms") or 1000 * float(row["seconds"]) / int(row["steps"]))
 
 
 COMPARED = (
     ("dense, against dense all-reduce", ALL_REDUCE.name, ASYNC.name, ALL_REDUCE.name),
+    ("dense, both with small buckets", SMALL.name, ASYNC.name, SMALL.name),
     ("fp16, against dense all-reduce", ALL_REDUCE_FP16.name, ASYNC_FP16.name, ALL_REDUCE.name),
     ("fp16, against fp16 all-reduce", ALL_REDUCE_FP16.name, ASYNC_FP16.name, ALL_REDUCE_FP16.name),
     ("fp16, both with small buckets", SMALL_FP16.name, ASYNC_FP16.name, SMALL_FP16.name),
+    ("dense, small buckets, against `equal-finish` with small buckets", SMALL.name, ASYNC.name, BALANCED_SMALL.name),
 )
 """What a run that switches is held against: name, before, after, against."""

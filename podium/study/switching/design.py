@@ -42,6 +42,7 @@ class Arm:
     name: str
     strategy: str
     codec: str = "dense"
+    balance: str = "equal"
 
 
 ALL_REDUCE = Arm(name="all-reduce", strategy="all-reduce")
@@ -49,6 +50,12 @@ ALL_REDUCE_FP16 = Arm(name="all-reduce fp16", strategy="all-reduce", codec="fp16
 SMALL = Arm(name="all-reduce, small buckets", strategy=f"all-reduce:bucket_bytes={BUCKET_BYTES}")
 SMALL_FP16 = Arm(
     name="all-reduce fp16, small buckets", strategy=f"all-reduce:bucket_bytes={BUCKET_BYTES}", codec="fp16"
+)
+BALANCED = Arm(name="all-reduce, equal-finish", strategy="all-reduce", balance="equal-finish")
+BALANCED_SMALL = Arm(
+    name="all-reduce, equal-finish, small buckets",
+    strategy=f"all-reduce:bucket_bytes={BUCKET_BYTES}",
+    balance="equal-finish",
 )
 SWITCH = Arm(name="strategy-switch", strategy="strategy-switch")
 SWITCH_FP16 = Arm(name="strategy-switch fp16", strategy="strategy-switch:pull=fp16", codec="fp16")
@@ -150,6 +157,8 @@ TIMED_MNIST = replace(MNIST, name="timed-mnist", steps=160)
 
 MAIN = (ALL_REDUCE, ALL_REDUCE_FP16, SWITCH, SWITCH_FP16, ASYNC_FP16)
 TIMED = (ALL_REDUCE, SMALL, ALL_REDUCE_FP16, SMALL_FP16, ASYNC, ASYNC_FP16)
+DIVIDED = (BALANCED, BALANCED_SMALL)
+"""Timed, too: all-reduce with steps divided by the workers' speeds."""
 ABLATION = (SWITCH_FP16, DROPPED_FP16)
 
 SWITCHING = (
@@ -168,7 +177,9 @@ DILOCO = (
 )
 TIMED_FOR = {TIMED_CIFAR.name: CIFAR.name, TIMED_CIFAR_CORE.name: CIFAR.name, TIMED_MNIST.name: MNIST.name}
 """The setting whose switches a timed one is to be read with."""
-TIMINGS = tuple(Part(setting=one, arms=TIMED, seeds=(0,)) for one in (TIMED_CIFAR, TIMED_CIFAR_CORE, TIMED_MNIST))
+TIMINGS = tuple(
+    Part(setting=one, arms=(*TIMED, *DIVIDED), seeds=(0,)) for one in (TIMED_CIFAR, TIMED_CIFAR_CORE, TIMED_MNIST)
+)
 
 DIGITS = Setting(name="digits", title="Digits, two layers", task="digits-mlp", epochs=8, batch_size=128)
 TITLES = {one.name: one.title for one in (CIFAR, MNIST, MNIST_ADAM, CIFAR_EQUAL, DIGITS_MOMENTUM, DIGITS)} | {
@@ -216,7 +227,10 @@ class Study:
     def options(self, cell: Cell) -> dict[str, Any]:
         """The arguments of `podium.train` for one run, but for the cluster file."""
         setting = cell.setting
+        # Rows that were written before steps could be divided otherwise do not name the balancer.
+        divided = {} if cell.arm.balance == "equal" else {"balance": cell.arm.balance}
         return {
+            **divided,
             "task": setting.task,
             "task_options": dict(setting.options),
             "data_dir": str(Path(self.data_dir) / setting.folder) if setting.folder else None,

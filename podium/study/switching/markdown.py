@@ -49,7 +49,11 @@ def page(rows: Sequence[Row]) -> str:
     with_switch = [panel for panel in found if panel.switches]
     with_rounds = [panel for panel in found if rounds(panel)]
     timed, kept = timings(rows, found), ablations(rows)
-    answers = [*map(answer_switch, with_switch), *answer_moments(kept), *map(answer_diloco, with_rounds)]
+    answers = [
+        *(answer_switch(panel, timed) for panel in with_switch),
+        *answer_moments(kept),
+        *map(answer_diloco, with_rounds),
+    ]
     parts = ["# When to leave all-reduce", _introduction([*with_switch, *found][0], traces)]
     parts += ["\n".join(f"- {text}" for text in answers)]
     parts += [limits(found, timed), "![Accuracy over virtual time, one panel per setting](switching.svg)", _LEGEND]
@@ -238,7 +242,10 @@ def _timed(timed: Sequence[Timing], traces: _Traces) -> str:
     steps = ", ".join(traces.link(str(one.steps), row) for one, row in zip(timed, first, strict=True))
     text = f"Short runs for the clock alone: {steps} global steps, one seed. Milliseconds a sample are those of a "
     text += "worker with speed 1: from the task's operations and [the default node's](../../podium/cluster/"
-    text += "description.py) rate, or as the run's cluster file has them."
+    text += (
+        "description.py) rate, or as the run's cluster file has them. Of `equal-finish` the second half of the steps "
+    )
+    text += "counts: in the first, workers learn how to divide a step."
     more = f"Time of a run that switches where the runs above did (at {shares} of the budget), over that of all-reduce:"
     why = (
         "All-reduce takes the straggler's computing and then the network's time; buckets small enough to leave while "
@@ -408,7 +415,11 @@ def _again(rows: Sequence[Row], traces: _Traces) -> str:
     where = []
     for device in dict.fromkeys(row["config"]["device"] for row in done):
         mine = [row for row in done if row["config"]["device"] == device]
-        used = ", ".join(f"{name} {mine[0]['versions'][name]}" for name in ("python", "torch"))
+        known = [", ".join(f"{name} {row['versions'][name]}" for name in ("python", "torch")) for row in mine]
+        used = "; ".join(
+            version if known.count(version) == len(mine) else f"{version}: {known.count(version)}"
+            for version in dict.fromkeys(known)
+        )
         place = {"cuda": "one GPU", "cpu": "a CPU core each"}.get(device, device)
         took = statistics.median(row["wall_s"] for row in mine)
         where.append(f"{len(mine)} on {place} ({used}), half of them in less than {took:,.0f} s each")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ def train_one(who: Row, options: Mapping[str, Any], folder: Path) -> Row:
         return failure(who, f"{type(error).__name__}: {error}")
     facts = _facts(result, list(read_records(folder / "run")), len(data.train))
     sizes = {"train": len(data.train), "test": len(data.test)}
-    return {**who, **facts, **sizes, "wall_s": round(time.monotonic() - began, 1)}
+    later = {"later_ms": _later_ms(read_records(folder / "run"))} if "balance" in options else {}
+    return {**who, **facts, **later, **sizes, "wall_s": round(time.monotonic() - began, 1)}
 
 
 def _facts(result: RunResult, records: Sequence[Record], epoch: int) -> Row:
@@ -62,6 +63,13 @@ def _facts(result: RunResult, records: Sequence[Record], epoch: int) -> Row:
         "rules": [_rule(rule) for rule in result.rules],
         "versions": versions(),
     }
+
+
+def _later_ms(records: Iterable[Record]) -> float:
+    """Milliseconds per global step over the second half of them: workers first learn how to divide a step."""
+    ends = [row["t_ns"] for row in records if row["kind"] == "step" and row["rank"] == 0]
+    half = len(ends) // 2
+    return float(round((ends[-1] - ends[half]) / (len(ends) - 1 - half) / 1e6, 3))
 
 
 def _mean_loss(steps: Sequence[Record], first: int, samples: int) -> float | None:
