@@ -211,6 +211,8 @@ class RunResult:
     """
     model: str = ""
     """Where the trained parameters are (safetensors)."""
+    notices: Sequence[str] = ()
+    """What was said before the run began: rules that could not fire in it, exchanges that could not overlap."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -11,6 +11,7 @@ and ends there.
 
 from __future__ import annotations
 
+import logging
 import os
 import runpy
 import sys
@@ -40,6 +41,7 @@ from podium.files import save_tensors
 from podium.flat import Flat
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
+from podium.notices import rules_that_cannot_fire
 from podium.phasing import Phasing
 from podium.recovery import Control, recover
 from podium.servers.server import Server
@@ -137,7 +139,8 @@ class Run:
         if self.strategy.survives_loss and self.size > 1:
             worker.check_state()
         end = worker.position + epochs * order.samples
-        phasing = self._lead(Course(order.samples, batch_size, max(end, (total_epochs or 0) * order.samples)))
+        last = max(end, (total_epochs or 0) * order.samples)
+        phasing = self._lead(Course(order.samples, batch_size, last, eval_every=0))  # the script validates, if anybody
         while worker.position < end and not worker.stop_agreed:
             feed = make_feed(self.strategy.feed, dataset, order, worker, worker.device, self._balancing)
             worker.horizon = min(end, phasing.horizon)
@@ -158,6 +161,8 @@ class Run:
         """The phases of the run; from one call of `batches` to the next they go on where they were."""
         if self._phasing is None:
             packing = self.worker.outgoing.packing
+            for text in rules_that_cannot_fire(self._plan, course, self.size) if self.is_first else ():
+                logging.getLogger("podium").warning(text)
             self._phasing = Phasing(self._plan, self.worker, course, self._recorder, self._codec, packing)
         self._phasing.course = course._replace(began=self._phasing.course.began)
         return self._phasing

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from podium.worker import Worker
 
 
-_COMPARE_EVERY = 10
+COMPARE_EVERY = 10
 """Steps between two comparisons of the workers' speeds, where a rule asks for them."""
 
 
@@ -135,6 +135,12 @@ class Phasing:
         """Whether workers' speeds must be compared in this phase."""
         return self.phase.until is not None and self.phase.until.needs_times
 
+    @property
+    def _rule(self) -> Trigger | None:
+        """What ends the present phase, by the run's budget where it leaves something to that."""
+        until = self.phase.until
+        return None if until is None else until.fitted(self.course)
+
     # Judging, on the first worker.
 
     def saw_step(self, loss: float) -> None:
@@ -155,7 +161,7 @@ class Phasing:
             return {}
         if strategy.feed == "cursor":
             return worker.take_times()
-        due = worker.round.steps == 0 if strategy.by_rounds else worker.steps_done % _COMPARE_EVERY == 0
+        due = worker.round.steps == 0 if strategy.by_rounds else worker.steps_done % COMPARE_EVERY == 0
         return worker.compare_times() if due else {}
 
     def _judge(self, seen: Seen) -> None:
@@ -171,7 +177,7 @@ class Phasing:
             if reading is not None and (reading.fires or seen.validated is not None):
                 watched.fired = reading.fires
                 self._record(watched.text, reading, seen, in_force=False)
-        rule = self.phase.until
+        rule = self._rule
         if rule is None or isinstance(rule, Fixed) or self.ending is not None:
             return
         reading = _ask(rule, seen, self._memory)
@@ -237,7 +243,7 @@ class Phasing:
         )
 
     def _ending_at_horizon(self) -> Ending:
-        rule = self.phase.until
+        rule = self._rule
         assert rule is not None
         if isinstance(rule, Fixed):
             return Ending(format_trigger(rule), "the place has come")

@@ -71,7 +71,7 @@ class Training:
         self.data = open_data(job.task, comm.size, job.batch_size)
         self.order = GlobalOrder(len(self.data.train), job.config.seed)
         self.total_steps = job.total_steps(self.order)
-        course = Course(self.order.samples, job.batch_size)
+        course = Course(self.order.samples, job.batch_size, eval_every=job.config.eval_every)
         self.end = course.position_of(self.total_steps)
         self.worker = build_worker(job, comm, self.total_steps, self.device)
         self.worker.samples, self.worker.batch_size = self.order.samples, job.batch_size

@@ -25,6 +25,10 @@ WIDTH = 80
 """Columns where the terminal does not say; also the widest a table is made for a file."""
 
 
+_ALWAYS = ("lost", "regroup", "replaced", "scale", "warning")
+"""Events of one run among many that are worth a line."""
+
+
 def is_live(stream: IO[str]) -> bool:
     """Whether the stream is a terminal that a person watches and that can redraw a line."""
     return stream.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
@@ -78,6 +82,8 @@ def describe(event: Event) -> str | None:
     kind = event.get("event")
     if kind == "start":
         return f"run {event['run_dir']}"
+    if kind == "notice":
+        return f"note: {event['text']}"
     if kind == "eval":
         where = f"epoch {round(event['epoch'], 2):g}  step {event['step']}"
         return f"{where}  loss {format_number(event['loss'])}  {_metrics(event)}"
@@ -133,7 +139,7 @@ class Lines(Progress):
             self._result = "  " + _metrics(event)
         elif kind == "cell-end":
             self._say(self._run_ended(event))
-        elif not self._many or kind in ("lost", "regroup", "replaced", "scale", "warning"):
+        elif not self._many or kind in _ALWAYS:
             self._say(describe(event))
 
     def _say(self, line: str | None) -> None:
@@ -208,7 +214,7 @@ class Bars(Progress):
         elif kind in ("progress", "eval"):
             self._advance(event)
         # One run keeps its lines; those of many would push each other off the screen.
-        if not self._many or kind in ("lost", "regroup", "replaced", "scale", "warning"):
+        if not self._many or kind in _ALWAYS:
             line = describe(event)
             if line is not None:
                 self._bars.console.print(line)

@@ -91,8 +91,13 @@ def compare(
         if size is not None:
             raise ConfigError(f"compare: --size is for study files, which end in .toml or .py; got {given['task']!r}")
         design = _task_design(strategies or STRATEGIES, **given)
-    for cell in design.names:
-        check_names(design.config(cell, design.replications.seeds[0]))
+    configs = [design.config(cell, design.replications.seeds[0]) for cell in design.names]
+    for config in configs:
+        check_names(config)
+    if not (quiet or out.json):
+        from podium.cluster.launch import foreseen
+
+        out.note(*(text for config in configs for text in foreseen(config)))
     if dry_run:
         out.document(design.to_dict())
         out.say(*(f"{name}: {value}" for name, value in design.to_dict().items() if value is not None))
@@ -193,6 +198,11 @@ def describe(comparison: Comparison) -> list[Any]:
 
     table = format_table(comparison) if console(sys.stdout).width >= WIDE else format_plain(comparison)
     lines: list[Any] = ["", table, "", wrapped(comparison.answer), ""]
+    if any(row.get("sent_bytes") and row.get("launcher") in ("local", "threads") for row in comparison.rows):
+        lines += [
+            wrapped("MB: as a ring would send them; all ranks were on this host, so no network carried them."),
+            "",
+        ]
     if comparison.status == "stopped":
         lines.append(f"stopped early; the same command with --out {comparison.out} goes on")
     return [*lines, f"report   {comparison.report}"]

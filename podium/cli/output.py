@@ -60,6 +60,11 @@ class Output:
             screen.print(part, soft_wrap=isinstance(part, str))
         sys.stdout.flush()  # a pipe would hold back the first lines until the last
 
+    def note(self, *texts: str) -> None:
+        """Tell a person what should be known before anything runs; each text once, on the error stream."""
+        for text in dict.fromkeys(texts):
+            print(f"note: {text}", file=sys.stderr, flush=True)
+
 
 def wrapped(text: str) -> str:
     """Prose in lines of at most 80 columns; names with hyphens and long paths stay whole."""

@@ -41,6 +41,7 @@ def summary(result: RunResult, config: RunConfig) -> str:
         lines.append(("lost", "rank " + ", ".join(str(rank) for rank in result.lost)))
     lines += [("restored", restoration(facts)) for facts in result.restored]
     lines += [*_switches(result), *_other_rules(result), *_balance(result.balance)]
+    lines += [("note", text) for text in result.notices]
     lines.append(("run", result.run_dir))
     lines.append(("next", next_command(result, config)))
     workers = "1 worker" if result.workers == 1 else f"{result.workers} workers"
@@ -147,7 +148,9 @@ def _sent(result: RunResult) -> str:
     if not result.sent_bytes:
         return "nothing"
     wait = f", {100 * result.wait_share:.0f} % of step time spent waiting" if result.wait_share else ""
-    return f"{format_bytes(result.sent_bytes)} by all ranks together{wait}"
+    # Collectives are counted as a ring would send them, whoever carried them.
+    how = {"local": ", which stayed on this host", "threads": ", which stayed in this process"}
+    return f"{format_bytes(result.sent_bytes)} by all ranks together{how.get(result.launcher, '')}{wait}"
 
 
 def to_toml(config: RunConfig) -> str:

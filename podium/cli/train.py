@@ -62,12 +62,13 @@ def train(
     config = resolve_run(config_file, overrides, given)
     check_names(config)
     from podium.cli.summary import summary, to_toml
+    from podium.cluster.launch import foreseen, launch
 
     if dry_run:
         out.document(config.to_dict())
         out.say(to_toml(config))
+        out.note(*foreseen(config))
         return 0
-    from podium.cluster.launch import launch
     from podium.measure.writers import Together, open_log
     from podium.ui import progress
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import secrets
@@ -35,6 +36,7 @@ from podium.files import write_atomically
 from podium.measure.manifest import read_manifest, write_manifest
 from podium.measure.records import merge_records, read_records, to_json
 from podium.measure.summary import summarise
+from podium.notices import notices
 from podium.reducing import make_packing
 from podium.strategies import STRATEGIES, make_strategy
 from podium.strategies.base import Strategy
@@ -109,12 +111,17 @@ def _launch_in(
     servers = job.strategy.server_count
     tell({"event": "start", "run_dir": str(run_dir), "workers": config.workers, "servers": servers})
     warn(job.warnings, on_event)
+    said = notices(job)
+    for text in said:
+        tell({"event": "notice", "text": text})
+        if on_event is None:
+            logging.getLogger("podium").warning(text)
     launcher = _find_launcher(config.launcher)
     with termination_unwinds(), merged_afterwards(run_dir):
         launched = launcher(job, on_event, stop)
     if launched.facts:
         write_manifest(run_dir, config.to_dict(), strategy=repr(job.strategy), **launched.facts)
-    result = conclude(job, launched.reports)
+    result = conclude(job, launched.reports, notices=said)
     tell({"event": "end", "status": result.status})
     return result
 
@@ -128,10 +135,12 @@ def warn(texts: Sequence[str], on_event: Callable[[Event], None] | None) -> None
             warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
-def conclude(job: Planned, reports: Sequence[Report], launcher: str | None = None) -> RunResult:
+def conclude(
+    job: Planned, reports: Sequence[Report], launcher: str | None = None, notices: Sequence[str] = ()
+) -> RunResult:
     """What the run came to, from its merged records; also written beside them as `result.json`.
 
-    `launcher` names who started the ranks where it is not the configuration's.
+    `launcher` names who started the ranks where it is not the configuration's; `notices` is what was said beforehand.
     """
     config, run_dir = job.config, job.run_dir
     assert run_dir is not None
@@ -144,6 +153,7 @@ def conclude(job: Planned, reports: Sequence[Report], launcher: str | None = Non
         seed=config.seed,
         launcher=launcher or config.launcher,
         model=str(run_dir / "model.safetensors"),
+        notices=tuple(notices),
         **summarise(read_records(run_dir)),
     )
     write_atomically(run_dir / "result.json", to_json(result.to_dict()).encode())
@@ -238,6 +248,12 @@ def prepare(config: RunConfig, task: Task | None = None, *, chosen: Path | None 
         _check_replay(full, strategy, Path(full.replay))
     told = () if saved is None else saved.warnings
     return Job(full, found, strategy, run_dir, task_is_named=task is None, warnings=told)
+
+
+def foreseen(config: RunConfig) -> list[str]:
+    """What would be said before this run: as `RunResult.notices` has it afterwards."""
+    task = load_task(config.task, config.task_options, config.data_dir)
+    return notices(Job(config, task, check(config)))
 
 
 def _as_recorded(strategy: Strategy[Any], recorded_dir: Path) -> Strategy[Any]:

@@ -28,7 +28,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podium.building import device_of
+from podium.building import Job, device_of
 from podium.cluster.base import Planned
 from podium.cluster.claim import claimed
 from podium.cluster.coordinator import COORDINATOR, FIRST_ASKER, Coordinator
@@ -47,6 +47,7 @@ from podium.errors import CommError, ConfigError, PodiumError, RecordError
 from podium.loop import run_user_script
 from podium.measure.manifest import write_manifest
 from podium.measure.records import Recorder, merge_records, to_json
+from podium.notices import notices
 from podium.strategies import make_strategy
 
 
@@ -224,6 +225,9 @@ class _Rank:
         assert job.run_dir is not None
         write_manifest(job.run_dir, job.config.to_dict(), strategy=repr(job.strategy), launched_by="torchrun")
         self._recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
+        self._notices = notices(job) if isinstance(job, Job) else []
+        for text in self._notices:
+            print(f"podium: note: {text}", file=sys.stderr, flush=True)
         coordinator = Coordinator(
             rules_of(job, survives_loss=False),
             listen=f"tcp:{self._host()}:0" if folder is None else _socket_in(folder),
@@ -264,7 +268,7 @@ class _Rank:
         assert self.job.run_dir is not None
         merge_records(self.job.run_dir)
         if not self._script:  # a script says for itself what it came to
-            result = conclude(self.job, coordinator.reports, launcher="torchrun")
+            result = conclude(self.job, coordinator.reports, launcher="torchrun", notices=self._notices)
             print(to_json(result.to_dict()), flush=True)
 
     # Taking part.

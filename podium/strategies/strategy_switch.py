@@ -21,8 +21,8 @@ class StrategySwitch(Phased):
 
     name: ClassVar[str] = "strategy-switch"
 
-    window: int = 6
-    """The rule looks at this many epochs' losses …"""
+    window: int | None = None
+    """The rule looks at this many epochs' losses (6, fewer in runs of less than 18 epochs, at least 3) …"""
     threshold: float = 0.05
     """… and fires once their mean change is at most this, …"""
     against: Literal["first", "last"] = "first"
@@ -45,14 +45,19 @@ class StrategySwitch(Phased):
     """How many servers there are; one beside each worker when not given."""
     placement: Literal["colocated", "dedicated"] = "colocated"
     keep_moments: bool = True
+    bucket_bytes: int = Strategy.bucket_bytes
+    """Gradients travel in buckets of about this size."""
 
     def for_workers(self, workers: int) -> Strategy[None]:
         return dataclasses.replace(self, servers=self.servers or workers)
 
     def written(self) -> str:
-        rule = ";".join(f"{k}={getattr(self, k)}" for k in _RULE)
+        rule = ";".join(f"{k}={str(getattr(self, k)).lower()}" for k in _RULE)
+        first = "all-reduce"
+        if self.bucket_bytes != Strategy.bucket_bytes:
+            first += f":bucket_bytes={self.bucket_bytes}"
         server = f"servers={self.servers or 1};placement={self.placement};pull={self.pull};{self.then}"
-        return f"all-reduce until plateau:{rule} | parameter-server:{server}"
+        return f"{first} until plateau:{rule} | parameter-server:{server}"
 
 
 _RULE = ("window", "threshold", "against", "on", "smoothing", "floor", "fallen", "latest")

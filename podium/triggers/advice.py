@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from podium.errors import ConfigError
-from podium.triggers.base import Memory, Reading, Seen, Trigger
+from podium.triggers.base import Memory, Outlook, Reading, Seen, Trigger
 
 
 @final
@@ -36,6 +36,18 @@ class Advice(Trigger):
         super().__post_init__()
         if not self.gain > 0 or not 0 <= self.after < 1:
             raise ConfigError(f"trigger advice: gain must be above 0 and after at least 0 and below 1, got {self}")
+
+    def never(self, outlook: Outlook) -> str:
+        if outlook.workers < 2:
+            return "it compares workers' speeds, and there is one worker"
+        course, every = outlook.course, outlook.compared_every
+        last = self.horizon(course)
+        if course.position_at(self.after) > last:
+            return f"advice counts after {self.after:g} of the budget, and latest={self.latest:g} ends the phase before"
+        steps = outlook.steps_before(last)
+        if every is not None and steps < every:
+            return f"speeds are compared every {every} steps, and the phase has {steps} at most"
+        return ""
 
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:
         if len(seen.times) < 2 or seen.step_s <= 0 or seen.validated is not None:

@@ -10,7 +10,7 @@ Rules must end: `latest` is the share of the run's budget at which the phase end
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from podium.errors import ConfigError
@@ -27,6 +27,7 @@ class Course(NamedTuple):
     end: int = 0
     began: int = 0  # where the present phase began
     again: bool = False  # whether it is not its first time
+    eval_every: int = 1  # epochs between validations; 0: only at the end
 
     @property
     def steps_per_epoch(self) -> int:
@@ -45,6 +46,22 @@ class Course(NamedTuple):
     def position_at(self, share: float) -> int:
         """Where this share of the budget is used up: at the end of a global step."""
         return min(self.end, self.position_of(share * self.step_at(self.end)))
+
+
+class Outlook(NamedTuple):
+    """What is known of a phase before the run begins."""
+
+    course: Course
+    """`began` is where the phase begins at the earliest."""
+    workers: int = 1
+    compared_every: int | None = None
+    """Global steps between two comparisons of the workers' speeds; None where it is not known."""
+    rates: Sequence[float] | None = None
+    """The learning rate of each global step; None where it is not known."""
+
+    def steps_before(self, position: int) -> int:
+        """Global steps of the phase up to this place."""
+        return self.course.step_at(position) - self.course.step_at(self.course.began)
 
 
 class Seen(NamedTuple):
@@ -107,6 +124,14 @@ class Trigger(ABC):
             return course.position_at(self.latest)
         steps = course.step_at(course.began) + self.latest * course.step_at(course.end)
         return min(course.end, course.position_of(steps))
+
+    def fitted(self, course: Course) -> Trigger:
+        """This rule with what it leaves open until the run's budget is known."""
+        return self
+
+    def never(self, outlook: Outlook) -> str:
+        """Why this rule cannot fire before the phase ends anyway; empty where it can, or where that is not known."""
+        return ""
 
     @abstractmethod
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from podium.errors import ConfigError
-from podium.triggers.base import Course, Memory, Reading, Seen, Trigger
+from podium.triggers.base import Course, Memory, Outlook, Reading, Seen, Trigger
 
 
 class Fixed(Trigger):
@@ -26,6 +26,19 @@ class Fixed(Trigger):
         place = self._steps(self.at if self.at is not None else self.after or 0.0, course)
         began = 0 if self.at is not None else course.step_at(course.began)
         return min(super().horizon(course), course.position_of(began + place))
+
+    def never(self, outlook: Outlook) -> str:
+        course = outlook.course
+        name, amount = ("after", self.after or 0.0) if self.at is None else ("at", self.at)
+        began = course.step_at(course.began) if self.at is None else 0
+        place = course.position_of(began + self._steps(amount, course))
+        if place >= course.end:
+            return f"{name}={amount:g} lies at or beyond the end of the run, which has {_length(course)}"
+        if place > super().horizon(course):
+            return f"{name}={amount:g} lies beyond latest={self.latest:g}, which ends the phase before"
+        if place <= course.began > 0:
+            return f"{name}={amount:g} has passed before the phase begins, so the phase ends at once"
+        return ""
 
     @abstractmethod
     def _steps(self, amount: float, course: Course) -> float:
@@ -87,3 +100,7 @@ class AtShare(Fixed):
 
     def _steps(self, amount: float, course: Course) -> float:
         return amount * course.step_at(course.end)
+
+
+def _length(course: Course) -> str:
+    return f"{course.step_at(course.end):,} steps ({course.end / course.samples:g} epochs)"

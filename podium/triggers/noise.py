@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from podium.errors import ConfigError
-from podium.triggers.base import Memory, Reading, Seen, Trigger
+from podium.triggers.base import Memory, Outlook, Reading, Seen, Trigger
 
 
 @final
@@ -31,6 +31,14 @@ class NoiseScale(Trigger):
         super().__post_init__()
         if not self.factor > 0 or self.every < 1:
             raise ConfigError(f"trigger noise: factor must be above 0 and every at least 1, got {self}")
+
+    def never(self, outlook: Outlook) -> str:
+        steps = outlook.steps_before(self.horizon(outlook.course))
+        if outlook.workers < 2:
+            return "the gradient noise scale is measured between workers, and there is one"
+        if steps < self.every:
+            return f"it is evaluated every {self.every} steps, and the phase has {steps} at most"
+        return ""
 
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:
         if seen.validated is not None or seen.noise is None:

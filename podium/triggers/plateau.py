@@ -15,12 +15,16 @@ Training, IEEE Access 13, 2025, https://doi.org/10.1109/ACCESS.2025.3528248
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 from podium.errors import ConfigError
-from podium.triggers.base import Memory, Reading, Seen, Trigger
+from podium.triggers.base import Course, Memory, Outlook, Reading, Seen, Trigger
+
+MOST, LEAST = 6, 3
+"""Losses in a window that is left to the budget: as published where they fit, and never fewer than two changes."""
 
 
 @final
@@ -30,8 +34,8 @@ class Plateau(Trigger):
 
     name: ClassVar[str] = "plateau"
 
-    window: int = 6
-    """How many losses are looked at."""
+    window: int | None = MOST
+    """How many losses are looked at; none: 6, or as many as the phase sees before `latest` ends it, at least 3."""
     threshold: float = 0.05
     """Fires at this change per loss, or less."""
     against: Literal["first", "last"] = "first"
@@ -48,7 +52,7 @@ class Plateau(Trigger):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 2:
+        if self.window is not None and self.window < 2:
             raise ConfigError(f"trigger plateau: window must be at least 2, got {self.window}")
         if not self.threshold >= 0 or not self.floor >= 0:
             raise ConfigError(f"trigger plateau: threshold and floor must be 0 or more, got {self}")
@@ -57,6 +61,31 @@ class Plateau(Trigger):
         if not 0 <= self.smoothing < 1:
             raise ConfigError(f"trigger plateau: smoothing must be at least 0 and below 1, got {self.smoothing}")
 
+    def fitted(self, course: Course) -> Plateau:
+        return self if self.window is not None else dataclasses.replace(self, window=self.losses_wanted(course))
+
+    def never(self, outlook: Outlook) -> str:
+        course = outlook.course
+        window, seen = self.losses_wanted(course), self._losses_seen(course)
+        if seen >= window:
+            return ""
+        unit = "validations'" if self.on == "validation" else "epochs'"
+        ends = f"{self.horizon(course) / course.samples:.3g} of {course.end / course.samples:.3g} epochs"
+        return (
+            f"it looks at {window} {unit} losses and sees {seen} before latest={self.latest:g} ends the phase "
+            f"(at {ends})"
+        )
+
+    def losses_wanted(self, course: Course) -> int:
+        """The window, by the run's budget where it is left to that."""
+        return max(LEAST, min(MOST, self._losses_seen(course))) if self.window is None else self.window
+
+    def _losses_seen(self, course: Course) -> int:
+        """How many losses there are before the phase ends at the latest."""
+        epochs = 1 if self.on == "training" else course.eval_every
+        samples = epochs * course.samples
+        return self.horizon(course) // samples - course.began // samples if samples else 0
+
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:
         loss = seen.validated if self.on == "validation" else _mean_of_epoch(seen, memory)
         if loss is None:
@@ -64,9 +93,10 @@ class Plateau(Trigger):
         before = memory.get("smoothed", loss)
         memory["smoothed"] = smoothed = self.smoothing * before + (1 - self.smoothing) * loss
         first = memory.setdefault("first", loss)
-        losses = memory["losses"] = [*memory.get("losses", []), smoothed][-self.window :]
-        if len(losses) < self.window:
-            return Reading(float("inf"), self.threshold, False, f"{len(losses)} of {self.window} losses seen")
+        window = self.losses_wanted(seen.course)
+        losses = memory["losses"] = [*memory.get("losses", []), smoothed][-window:]
+        if len(losses) < window:
+            return Reading(float("inf"), self.threshold, False, f"{len(losses)} of {window} losses seen")
         s = change(losses, self.floor, first if self.against == "first" else None)
         if s <= self.threshold and smoothed > self.fallen * first:
             return Reading(s, self.threshold, False, f"{self.on} loss has not begun to fall: {loss:.4g}")

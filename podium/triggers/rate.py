@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from podium.errors import ConfigError
-from podium.triggers.base import Memory, Reading, Seen, Trigger
+from podium.triggers.base import Memory, Outlook, Reading, Seen, Trigger
 
 
 @final
@@ -27,6 +27,18 @@ class RateDecay(Trigger):
         super().__post_init__()
         if not 0 < self.to < 1:
             raise ConfigError(f"trigger rate-decay: to must lie between 0 and 1, got {self.to}")
+
+    def never(self, outlook: Outlook) -> str:
+        if outlook.rates is None:
+            return ""
+        course, highest, fallen = outlook.course, 0.0, False
+        last = course.step_at(self.horizon(course))
+        for rate in outlook.rates[course.step_at(course.began) : last]:
+            highest = max(highest, rate)
+            fallen = fallen or (highest > 0 and rate <= self.to * highest)
+        if fallen:
+            return ""
+        return f"the schedule leaves the learning rate above {self.to:g} of its highest for the phase's {last:,} steps"
 
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:
         if seen.validated is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from podium.errors import ConfigError
-from podium.triggers.base import Memory, Reading, Seen, Trigger
+from podium.triggers.base import Memory, Outlook, Reading, Seen, Trigger
 
 
 @final
@@ -37,6 +37,20 @@ class Straggler(Trigger):
         super().__post_init__()
         if not self.factor > 1 or self.patience < 1:
             raise ConfigError(f"trigger straggler: factor must be above 1 and patience at least 1, got {self}")
+
+    def never(self, outlook: Outlook) -> str:
+        if outlook.workers < 2:
+            return "it compares workers' speeds, and there is one worker"
+        if outlook.compared_every is None:
+            return ""
+        steps = outlook.steps_before(self.horizon(outlook.course))
+        seen, every = steps // outlook.compared_every, outlook.compared_every
+        if seen >= self.patience:
+            return ""
+        return (
+            f"it wants {self.patience} comparisons of speeds in a row, one every {every} steps, and the phase has "
+            f"{steps} steps at most"
+        )
 
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:
         if len(seen.times) < 2 or seen.validated is not None:
