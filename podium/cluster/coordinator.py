@@ -371,8 +371,10 @@ class Coordinator:
         self._changes.present = None
         for rank in [*self._roster.starting, *(m.rank for m in self._roster.newcomers())]:
             self._give_up(rank)
-        for member in [m for m in self._members.values() if m.start.kind != "first" and m.active]:
-            if now - self._through > _LEAVE_S:
+        for member in [m for m in self._members.values() if m.active]:
+            # Servers that the run began with have met the workers, and end by themselves.
+            limit_s = max(_LEAVE_S, self.rules.deadline_s) if member.start.kind == "first" else _LEAVE_S
+            if now - self._through > limit_s:
                 self._give_up(member.rank)
 
     def _watch_blame(self) -> None:

@@ -19,7 +19,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -132,6 +132,17 @@ class Channel:
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
         """One way; has taken the body when it returns."""
         self._reach(to).transmit(frames.encode_frame(kind, self.rank, 0, meta, body, self.limits))
+
+    def part_from(self, ranks: Sequence[int], kind: str, meta: Meta, limit_s: float) -> None:
+        """Send a last message to each of these, also to those never met, so that they see this endpoint depart.
+
+        One that cannot be reached is left out: it is gone itself.
+        """
+        until = time.monotonic() + min(limit_s, self.deadline_s)
+        for rank in ranks:
+            with suppress(CommError):
+                link = self._reach(rank, until)
+                link.transmit(frames.encode_frame(kind, self.rank, 0, meta, (), self.limits))
 
     def post(self, to: int, kind: str, meta: Meta, part: Tensor | None, sent: Callable[[bool], None]) -> None:
         """One way, and returns at once. The part must not change until `sent` is told, from any thread, how it went."""

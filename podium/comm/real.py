@@ -33,6 +33,8 @@ Relocate = Callable[[int, SocketAddress], SocketAddress]
 
 _LOCKED_S = 20e-6
 """How long to wait before trying a lock again that is held for a few microseconds."""
+_PARTING_S = 10.0
+"""How long a worker that ends tries to reach servers that it has never met."""
 
 
 class _Call(NamedTuple):
@@ -358,6 +360,10 @@ class RealCommunicator(Communicator):
         if self._board is not None:
             self._board.close()
             self._board = None
+        if self._group is not None and self._channel is not None:
+            # A server that was never seeded has met no worker, and would wait for ever for them to depart.
+            told = {"generation": self.generation, "workers": list(self.workers)}
+            self._channel.part_from(self.servers, "bye", told, _PARTING_S)
         if self._group is not None:
             self._group.drop()
         if self._counter is not None:

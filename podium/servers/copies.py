@@ -195,6 +195,7 @@ class Copies:
         server = self.server
         state, where = self._find()
         if state is None:
+            server.comm.watch(server.workers)  # they know the address of the lost one only, and may end without a word
             return where
         server.begin(state["seed"])
         _load(server.shard, state)

@@ -8,6 +8,7 @@ One loop, one message at a time, so updates cannot race. What workers ask of it:
     pull    a worker wants one unit's parameters as they are
     leave   a worker is through; once all are, each gets parameters and optimizer state to take home
     skip    a worker takes no part in this stretch
+    bye     a worker ends, or was retired; its departure follows
     retire  this server is no longer needed
     probe   a worker measures how long it takes to be answered
 
@@ -125,6 +126,7 @@ class Server:
         self._retired = False
         self._inquiry: Inquiry | None = None  # after a restart: what must be known before leases are lent
         self._questions: list[Message] = []  # of a restored first server: they wait until this one knows of its losses
+        self._generation = 0  # of the workers, as one that ended said
         self._ahead: dict[int, int] = {}  # by unit: how far beyond its copy a restored server was, as workers know
         self.intake: Intake = Streams(self)
         self._does: dict[str, Callable[[Message], None]] = {
@@ -135,6 +137,7 @@ class Server:
             "pull": self._pull,
             "leave": self._leave,
             "skip": self._skip,
+            "bye": self._bye,
             "retire": self._retire,
             "probe": self._probe,
             **self.copies.does,
@@ -539,6 +542,14 @@ class Server:
         self._lose(message.source)
         self.answer(message, {})
         self.let_go()
+
+    def _bye(self, message: Message) -> None:
+        """A worker ends. Where no stretch is under way, this worker knows better than we do who is left.
+
+        A run may end before it has seeded its servers: a finished run that was resumed, a phase that never came.
+        """
+        if self._is_idle and message.meta["generation"] >= self._generation:
+            self._generation, self.workers = message.meta["generation"], tuple(message.meta["workers"])
 
     def let_go(self) -> None:
         """Once every worker is through, let them take everything home."""

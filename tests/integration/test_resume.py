@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,38 @@ def test_two_epochs_of_a_resumed_run_hold_every_sample(tmp_path: Path) -> None:
     first = train(tmp_path / "first", workers=2, steps=3)
     rest = train(tmp_path / "rest", workers=3, resume=first.run_dir, epochs=1)
     assert first.samples + rest.samples == SAMPLES
+
+
+LONG_S = 60.0
+"""A deadline that is never waited for, also where starting takes its time on busy cores."""
+SERVED = [
+    "parameter-server:servers=1",
+    "parameter-server:mode=async,servers=2,replicas=2",
+    "parameter-server:mode=ssp,servers=2,placement=colocated",
+    "async-local-sgd:servers=1",
+    "all-reduce until epoch:at=2 | parameter-server:mode=async;servers=2",
+    "parameter-server:mode=async until epoch:at=2 | all-reduce",
+]
+
+
+@pytest.mark.parametrize("strategy", SERVED)
+def test_a_finished_run_with_servers_that_is_resumed_ends_at_once_with_its_result(
+    tmp_path: Path, strategy: str
+) -> None:
+    whole = train(tmp_path / "whole", workers=2, strategy=strategy)
+    Path(whole.run_dir, "result.json").unlink()  # as after a kill between the last checkpoint and the result
+    began = time.monotonic()
+    again = train(tmp_path / "again", workers=2, strategy=strategy, resume=whole.run_dir, deadline_s=LONG_S)
+    assert time.monotonic() - began < LONG_S / 2
+    assert again.status == "finished" and again.lost == []
+    assert (again.param_hash, again.loss, again.steps) == (whole.param_hash, whole.loss, whole.steps)
+
+
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_servers_of_a_phase_that_never_came_end_with_the_run(tmp_path: Path, placement: str) -> None:
+    """Also where a worker was lost before it had met them."""
+    strategy = f"all-reduce until epoch:at=50 | parameter-server:servers=2;placement={placement}"
+    began = time.monotonic()
+    result = train(tmp_path, Faults().kill(0, step=5), workers=3, strategy=strategy, deadline_s=LONG_S)
+    assert time.monotonic() - began < LONG_S / 2
+    assert result.status == "finished" and result.lost == [0]
