@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from podium.codecs.dense import Dense
 from podium.collectives import collective_of
-from podium.comm.base import Communicator
+from podium.comm.base import Communicator, Meta
 from podium.config import RunConfig, devices_in
 from podium.data.base import Data
 from podium.data.order import GlobalOrder
@@ -159,8 +160,18 @@ def check_parts(who: str, model: nn.Module, optimizer: Optimizer, schedule: LRSc
         raise ConfigError(f"{who}: model must make a torch.nn.Module, got {type(model).__name__}")
 
 
-def make_server(job: Job, comm: Communicator, recorder: Recorder, *, replaces: bool = False) -> Server:
-    """A server with its ranges, before it has met a worker; or one that takes the place of a lost one."""
+def make_server(
+    job: Job,
+    comm: Communicator,
+    recorder: Recorder,
+    *,
+    replaces: bool = False,
+    tell_awaits: Callable[[Meta], None] | None = None,
+) -> Server:
+    """A server with its ranges, before it has met a worker; or one that takes the place of a lost one.
+
+    `tell_awaits`: as `Server` has it.
+    """
     with comm.computing():
         outer = torch.get_rng_state()
         torch.manual_seed(job.config.seed)
@@ -183,6 +194,7 @@ def make_server(job: Job, comm: Communicator, recorder: Recorder, *, replaces: b
         pull=job.strategy.pull_codec,
         lanes=0 if comm.shares_process else min(_MOST_LANES, len(os.sched_getaffinity(0))),
         takes_gradients=any(phase.strategy.takes_gradients for phase in served),
+        tell_awaits=tell_awaits,
     )
     if replaces:
         where = server.copies.restore()

@@ -77,7 +77,11 @@ class RunConfig:
     replay: str | None = None
     """A run's folder whose recorded order of arrivals is repeated, in virtual time."""
     deadline_s: float = 300.0
-    """How long any rank waits for another before it gives up, and how long a running one may be silent."""
+    """How long any rank waits for another before it gives up, and how long a running one may be silent.
+
+    A worker that others wait for and that makes no step for this long is removed, however well it beats; one that
+    validates or writes a checkpoint has a dozen times as long.
+    """
     heartbeat_s: float = 2.0
     """A rank whose process is stopped or gone is lost after this long; one that runs gets `deadline_s`."""
     start_deadline_s: float = 60.0

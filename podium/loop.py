@@ -321,6 +321,7 @@ def _serve(
         codec=packing.codec,
         pull=strategy.pull_codec,
         takes_gradients=any(p.strategy.takes_gradients for p in strategy.phases if p.strategy.server_count),
+        tell_awaits=node.membership.awaits,
     )
     if alone:
         run_server(server)

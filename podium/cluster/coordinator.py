@@ -7,6 +7,7 @@ tensor. Its rules:
 - A rank that leaves without a word is lost. So is one that falls silent: after a heartbeat if its process is stopped
   or gone, after the deadline if it runs, since code that holds the interpreter keeps it from beating. It is killed
   first: a stop becomes a death, and no ghost comes back.
+- A worker that servers wait for is lost once it has made no step for a deadline; a busy one, as below.
 - After a loss, a strategy that survives it goes on: once every live worker has reported how far it is, all are told
   the plan: the next generation, its members, and whose state to take (the one with most steps). One that says it is
   busy is waited for as long as it beats, up to a dozen deadlines.
@@ -23,7 +24,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from podium.cluster.base import Event
 from podium.cluster.change import Changes
@@ -61,6 +62,16 @@ _BLIND = 5
 """Heartbeats of silence allowed where nobody can say how the silent process is."""
 _FRUITLESS = 3
 """Regroups of the same members without a step in between before the run is given up."""
+
+
+class _Awaits(NamedTuple):
+    """For whom a server waits."""
+
+    process: int
+    late: dict[int, float]
+    """Since when, by worker."""
+    waiting: frozenset[int]
+    """Workers that wait for this server."""
 
 
 class Coordinator:
@@ -106,6 +117,7 @@ class Coordinator:
         self._generation, self._fruitless, self._furthest = 0, 0, 0
         self._grouped: list[int] = []  # members of the present generation, once there was a plan
         self._called_for = -1  # the generation whose workers were last called together
+        self._awaited: dict[int, _Awaits] = {}  # by server
         self._changes = Changes(rules, self._roster, start=start, give_up=self._give_up, announce=self._announce)
         self._blame: tuple[float, PodiumError] | None = None  # since when somebody blames an unknown other
         self._stop_sent = False
@@ -118,6 +130,7 @@ class Coordinator:
             "event": self._event,
             "lost": self._lost,
             "where": self._where,
+            "awaits": self._awaits,
             "done": self._done,
             "failed": self._failed,
             DEPARTED: self._departed,
@@ -137,6 +150,7 @@ class Coordinator:
             self._watch_start()
             self._watch_silence()
             self._watch_stragglers()
+            self._watch_awaited()
             self._watch_leavers()
             self._watch_blame()
             if stop is not None and stop.is_set() and self._roster.all_joined and not self._stop_sent:
@@ -215,7 +229,8 @@ class Coordinator:
             member.busy = member.seen
         facts = message.meta.get("progress")
         if facts:
-            member.step = facts["step"]
+            if facts["step"] != member.step:
+                member.step, member.moved = facts["step"], member.seen
             if facts["step"] > self._furthest:
                 self._furthest, self._fruitless = facts["step"], 0
             if message.source == self._first_worker():
@@ -252,6 +267,13 @@ class Coordinator:
     def _where(self, message: Message) -> None:
         self._members[message.source].seen = time.monotonic()
         self._replacements.ask(message)
+
+    def _awaits(self, message: Message) -> None:
+        """A server says for whom it waits."""
+        meta, now = message.meta, time.monotonic()
+        self._members[message.source].seen = now
+        late = {worker: now - late_s for worker, late_s in meta["late"]}
+        self._awaited[meta["server"]] = _Awaits(message.source, late, frozenset(meta["waiting"]))
 
     def _done(self, message: Message) -> None:
         member = self._members[message.source]
@@ -359,6 +381,27 @@ class Coordinator:
                 cause = f"hung for {limit:g} s while the others waited for it, and killed"
                 self._lose(member, cause, _advice("deadline_s"))
 
+    def _watch_awaited(self) -> None:
+        """A worker that servers wait for and that makes no step hangs in the user's code, however well it beats.
+
+        One that is slow makes steps. One that itself waits, for another server or for a plan, is not to blame.
+        """
+        if self._roster.replacing:  # pushes that a lost server had come again
+            return
+        limit, now = self.rules.deadline_s, time.monotonic()
+        excused = {worker for report in self._awaited.values() for worker in report.waiting}
+        for server, report in list(self._awaited.items()):
+            for worker, late in report.late.items():
+                member = self._members.get(worker)
+                if member is None or not member.active or member.waits or worker in excused:
+                    continue
+                since = max(late, member.moved, self._replacements.latest)
+                patience = min(member.busy, since + (BUSY_DEADLINES - 1) * limit)
+                if now - max(since, patience) > limit:
+                    self._kill(worker)
+                    cause = f"hung for {now - since:.1f} s while server {server} and others waited for it, and killed"
+                    self._lose(member, cause, _advice("deadline_s"))
+
     def _watch_leavers(self) -> None:
         """Nobody waits for ever for those that the run has no more use for."""
         now = time.monotonic()
@@ -438,6 +481,7 @@ class Coordinator:
         if rank in self._members:
             self._roster.remove(self._members[rank])
         self._waiting.pop(rank, None)
+        self._awaited = {server: report for server, report in self._awaited.items() if report.process != rank}
         self._replacements.forget(rank)
 
     def _tell_lost(self, rank: int, cause: str, step: int) -> None:

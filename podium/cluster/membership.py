@@ -119,6 +119,11 @@ class Membership(Control):
     def busy(self, what: str | None) -> None:
         self._busy = what  # the next beat carries it
 
+    def awaits(self, facts: Meta) -> None:
+        """Say for which workers a server of this process waits, and for how long."""
+        with contextlib.suppress(CommError):  # the launcher is gone, and so is this process in a moment
+            self._channel.send(COORDINATOR, "awaits", facts)
+
     def begun(self) -> None:
         """The user's model and data are there: from now on only other ranks are waited for."""
         self._channel.send(COORDINATOR, "begun", {})

@@ -179,7 +179,8 @@ class Node:
         self.on_end.append(comms[spec.rank].close)
         served = spec.endpoints if spec.role == "server" else spec.endpoints[1:]
         # Built before the worker, since torch's generator is global.
-        servers = [make_server(job, comms[e], self.recorder(e), replaces=spec.replaces) for e in served]
+        how: dict[str, Any] = {"replaces": spec.replaces, "tell_awaits": self.membership.awaits}
+        servers = [make_server(job, comms[e], self.recorder(e), **how) for e in served]
         if spec.role == "server":
             self.membership.begun()
             for server in servers[1:]:
@@ -230,7 +231,9 @@ class Node:
                 group=group,
                 channel=channels.get(e),
                 deadline_s=config.deadline_s,
-                relocate=self.membership.relocate,
+                # Workers alone look for a lost server elsewhere: two replacements that look for each other's copies
+                # would wait for each other, and a server that was replaced has no copy to give.
+                relocate=self.membership.relocate if group is not None else None,
                 arena=self._arena if spec.same_host and collective.prefers_memory else None,
             )
             comms[e].ground = spec.ground

@@ -80,6 +80,8 @@ class Member:
     waits: bool = False
     """Whether it waits for a plan."""
     step: int = 0
+    moved: float = 0.0
+    """When it was first heard that it had come to this step."""
     finished: bool = False
     failed: bool = False
     owes: int = 0

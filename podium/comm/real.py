@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -25,7 +26,7 @@ from podium.comm.link import ChannelHandle
 from podium.comm.schedule import Chain, nbytes_received, nbytes_sent
 from podium.comm.sockets import Address as SocketAddress
 from podium.comm.torch_dist import Group
-from podium.errors import CommError, Lost
+from podium.errors import CommError, DeadlineExceeded, Lost
 
 Relocate = Callable[[int, SocketAddress], SocketAddress]
 """Where a server is now that was lost at this address; blocks until it is there, raises `Lost` if it never will be."""
@@ -33,6 +34,8 @@ Relocate = Callable[[int, SocketAddress], SocketAddress]
 
 _LOCKED_S = 20e-6
 """How long to wait before trying a lock again that is held for a few microseconds."""
+_PENDING_S = 1.0
+"""How long a worker waits for the last of several servers before it tells which of them have answered."""
 _PARTING_S = 10.0
 """How long a worker that ends tries to reach servers that it has never met."""
 
@@ -276,9 +279,16 @@ class RealCommunicator(Communicator):
         """
         channel = self._need_channel()
         current = {call: call for call in calls}
+        until = time.monotonic() + deadline_s
         while True:
+            left_s = max(0.0, until - time.monotonic())
             try:
-                return dict(zip(calls, channel.wait(list(current.values()), deadline_s), strict=True))
+                came = channel.wait(list(current.values()), min(left_s, _PENDING_S))
+                return dict(zip(calls, came, strict=True))
+            except DeadlineExceeded as error:
+                if left_s <= _PENDING_S:
+                    raise DeadlineExceeded(str(error).replace(f"{left_s:g} s", f"{deadline_s:g} s")) from None
+                self._tell_pending([(self._calls[call], current[call]) for call in calls])
             except Lost:
                 failed = [call for call in calls if current[call].error is not None]
                 if self._relocate is None or any(self._calls[call].to not in self.servers for call in failed):
@@ -291,6 +301,18 @@ class RealCommunicator(Communicator):
                 for call in calls:
                     if self._calls[call].to in lost:
                         current[call] = self._issue(self._calls[call])
+
+    def _tell_pending(self, calls: Sequence[tuple[_Call, ChannelHandle]]) -> None:
+        """Where some servers have answered and others have not, tell these: they may have been restored in between.
+
+        A server that was lost right after it had answered a worker cannot know, and the worker will not ask again.
+        """
+        answers = [handle.message for _, handle in calls if handle.message is not None]
+        for asked, handle in calls if answers and self._relocate is not None else ():
+            if not handle.done and asked.kind == "push":
+                told: Meta = {"lease": asked.meta["lease"], "dropped": any(a.meta.get("dropped") for a in answers)}
+                with contextlib.suppress(CommError):  # it is gone, and will be looked for
+                    self._need_channel().send(asked.to, "pending", told)
 
     def find(self, server: int) -> None:
         """Learn where a lost server is now; blocks until it is there."""

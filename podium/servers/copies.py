@@ -11,6 +11,7 @@ ranges only; the restored server says in its records how many updates that were,
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,8 +220,8 @@ class Copies:
         comm = self.server.comm
         for holder in self.holders:
             try:
-                (answer,) = comm.wait(comm.call(holder, "replica", {}))
-            except CommError:
+                answer = self._ask(holder)
+            except CommError:  # it was lost too, and whatever takes its place has no copy
                 continue
             if answer is not None and answer.body:
                 return bytes_to_tree(answer.body[0].numpy().tobytes(), f"replica at {holder}"), f"replica at {holder}"
@@ -228,7 +229,26 @@ class Copies:
             return bytes_to_tree(self._path.read_bytes(), str(self._path)), "snapshot"
         if self._path is not None and self._every:  # a stretch begins with a snapshot
             return None, "nothing: it was not in use yet"
-        raise Lost(f"server {comm.rank} was lost and there is no copy of it: replicas is 1 and snapshot_every is 0")
+        who = ", ".join(map(str, self.holders))
+        why = f"server {who}, which kept a replica, was lost too" if who else "replicas is 1"
+        raise Lost(f"server {comm.rank} was lost and there is no copy of it: {why}, and snapshot_every is 0")
+
+    def _ask(self, holder: int) -> Message | None:
+        """Ask for our replica. Meanwhile others may ask for theirs: two that were lost together must not wait in turn.
+
+        All other messages wait until this server is what it was.
+        """
+        server, comm = self.server, self.server.comm
+        call = comm.call(holder, "replica", {})
+        until = time.monotonic() + comm.deadline_s
+        while not call.done:
+            message = comm.poll(call, deadline_s=max(0.0, until - time.monotonic()))
+            if message is not None and message.kind == "replica":
+                self._replica(message)
+            elif message is not None:
+                server.early.append(message)
+        (answer,) = comm.wait(call)
+        return answer
 
     def _state(self) -> dict[str, Any]:
         self.server.lanes.settle()

@@ -161,6 +161,11 @@ class Cursor:
         held = [n for n, (who, _) in self.open.items() if who == worker]
         return held + [n for n, (who, _) in self._ahead.items() if who == worker]
 
+    @property
+    def owners(self) -> set[int]:
+        """Workers that have a lease."""
+        return {who for who, _ in (*self.open.values(), *self._ahead.values())}
+
     def close(self, at_once: bool = True) -> None:
         """Lend nothing that was not lent before; what comes back still has to be done.
 

@@ -99,6 +99,12 @@ class Clocks:
         others = [self.pushes.get(w, 0) for w in self.workers - self.resting]
         return self.pushes.get(worker, 0) - min(others, default=self.pushes.get(worker, 0))
 
+    def slowest(self) -> set[int]:
+        """Those that still work and have pushed least often."""
+        working = self.workers - self.resting
+        least = min((self.pushes.get(w, 0) for w in working), default=0)
+        return {w for w in working if self.pushes.get(w, 0) == least}
+
     def may_go(self, worker: int) -> bool:
         """Whether this worker may begin its next clock."""
         rules = self.rules
@@ -164,6 +170,12 @@ class Gathering:
             return []
         taken, self.waiting = sorted(self.waiting, key=lambda push: (push.lease, push.source)), []
         return taken
+
+    def missing(self) -> set[int]:
+        """Workers whose pushes are waited for: those who have pushed wait for them."""
+        if not self.waiting or not self.rules.wait:
+            return set()
+        return self.workers - self.resting - {push.source for push in self.waiting}
 
     def _is_enough(self) -> bool:
         rules, working = self.rules, self.workers - self.resting

@@ -8,6 +8,7 @@ also when a worker dies in the middle of a push.
     decision  from the first server: what to do next
     norm      a server's part of the gradient's norm, where it is to be clipped
     hello     a server was restored: tell it again
+    pending   from a worker: other servers have answered its push, so it was decided
 """
 
 from __future__ import annotations
@@ -83,13 +84,15 @@ class Gathers(Intake):
         if server.is_first:
             self._has(key, server.comm.rank)
         else:
-            server.tell(server.servers[0], "have", {"source": key[0], "lease": key[1], "unit": key[0]})
+            self._tell_have(key)
 
     def hear(self, message: Message) -> None:
         server, meta = self.server, message.meta
         if message.kind == "have":
             server.note(message)
             self._has((meta["source"], meta["lease"]), message.source)
+        elif message.kind == "pending":
+            self._is_pending((message.source, meta["lease"]), meta["dropped"])
         elif message.kind == "decision":
             self._execute(meta)
         elif message.kind == "norm":
@@ -105,20 +108,32 @@ class Gathers(Intake):
             # What it had not finished deciding it will decide anew.
             self._measuring, self._backlog, self._sum, self._added = None, [], None, {}
             whole = [k for k, parts in self._parts.items() if len(parts) == len(server.shard.units)]
-            for source, lease in [*self._told, *whole]:
-                server.tell(message.source, "have", {"source": source, "lease": lease, "unit": source})
+            for key in [*self._told, *whole]:
+                self._tell_have(key)
+
+    def _tell_have(self, key: Key) -> None:
+        source, lease = key
+        self.server.tell(self.server.servers[0], "have", {"source": source, "lease": lease, "unit": source})
+
+    def _is_pending(self, key: Key, dropped: bool) -> None:
+        """A worker has the answers of other servers and waits for ours: its push was decided before we were restored.
+
+        Whoever decided it may be lost too, and then nobody knows but the worker, who does not push it there again.
+        """
+        if self.server.copies.restored and self._measuring is None and self._is_complete(key):
+            self._execute({"drop": [key] if dropped else [], "answer": [key]})
 
     def _has(self, key: Key, rank: int) -> None:
         """First server: one more server has the whole of this push."""
         server = self.server
         if self._lost is not None:  # a server that was restored since does not know
             return self._decide({"abort": self._lost}, only=rank)
+        if key in self._decided:  # it comes again: its server was lost before it could answer
+            return self._decide({"answer": [key]}, only=rank)
         have = self._have[key]
         have.add(rank)
         if self._measuring is not None and rank != server.comm.rank:
             self._tell_again(key, rank)
-        if key in self._decided:  # it comes again: its server was lost before it could answer
-            return self._decide({"answer": [key]}, only=rank)
         if have >= set(server.servers) and self._is_complete(key):
             self._consider(key)
 
@@ -183,6 +198,14 @@ class Gathers(Intake):
 
     def wake(self, worker: int) -> None:
         self.gathering.resting.discard(worker)
+
+    def awaited(self) -> set[int]:
+        return self.gathering.missing() if self.server.is_first and self._lost is None else set()
+
+    @property
+    def waiting(self) -> set[int]:
+        answered = {message.source for messages, _, _ in self._answered for message in messages}
+        return answered | {source for source, _ in self._parts}
 
     def leave(self, worker: int) -> None:
         # At the end all leave after the same step. One that leaves earlier has missed a peer that the others may not
@@ -433,6 +456,9 @@ class Gathers(Intake):
                     lease = server.lend(message.source)
                 server.give(message, {**facts, **lease})
         server.serve_parked()
+
+    def counts(self, lease: int, samples: int) -> bool:
+        return super().counts(lease, samples) or any(push.lease == lease for push in self.gathering.waiting)
 
     @property
     def settled(self) -> bool:

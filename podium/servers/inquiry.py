@@ -35,6 +35,11 @@ class Inquiry:
         return not self._workers and not self._servers and self.question > 0
 
     @property
+    def unheard(self) -> frozenset[int]:
+        """Workers that are waited for."""
+        return frozenset(self._workers)
+
+    @property
     def servers(self) -> list[int]:
         return sorted(self._all_servers)
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from podium.comm.base import Message
-from podium.servers.applied import Applied
+from podium.servers.applied import Applied, span_of_lease
 
 if TYPE_CHECKING:
     from podium.servers.server import Server
@@ -48,11 +48,24 @@ class Intake(ABC):
     def leave(self, worker: int) -> None:
         """A worker is through with this stretch, and will not push again."""
 
+    @abstractmethod
+    def awaited(self) -> set[int]:
+        """Workers whose pushes others wait for."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> set[int]:
+        """Workers that have pushed and wait for an answer."""
+
     def hear(self, message: Message) -> None:
         """A word from another server."""
 
     def acknowledged(self) -> None:
         """A copy has caught up: what waited for it may be answered."""
+
+    def counts(self, lease: int, samples: int) -> bool:
+        """Whether the gradients of this lease are in the parameters, or will be."""
+        return self.once[0].has(span_of_lease(lease, samples))
 
     @property
     def settled(self) -> bool:

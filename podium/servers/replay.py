@@ -22,15 +22,16 @@ class Arrivals(ABC):
     """Chooses the next message."""
 
     @abstractmethod
-    def next(self, comm: Communicator) -> Message: ...
+    def next(self, comm: Communicator, deadline_s: float | None = None) -> Message:
+        """Raises `DeadlineExceeded` where none comes within the deadline, or within the communicator's own."""
 
 
 @final
 class AsTheyCome(Arrivals):
     """First come, first served."""
 
-    def next(self, comm: Communicator) -> Message:
-        return comm.recv()
+    def next(self, comm: Communicator, deadline_s: float | None = None) -> Message:
+        return comm.recv(deadline_s)
 
 
 @final
@@ -41,12 +42,12 @@ class AsRecorded(Arrivals):
         self._script = deque(filter(None, (_arrival(r) for r in records if r["rank"] == rank)))
         self._held: list[Message] = []
 
-    def next(self, comm: Communicator) -> Message:
+    def next(self, comm: Communicator, deadline_s: float | None = None) -> Message:
         while True:
             message = self._take_held()
             if message is not None:
                 return message
-            message = comm.recv()
+            message = comm.recv(deadline_s)
             if message.kind in ORDERED:
                 self._held.append(message)
             elif message.kind == DEPARTED and self._script:  # a worker leaves when all is done, never before

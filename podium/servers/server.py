@@ -11,6 +11,7 @@ One loop, one message at a time, so updates cannot race. What workers ask of it:
     bye     a worker ends, or was retired; its departure follows
     retire  this server is no longer needed
     probe   a worker measures how long it takes to be answered
+    pending a worker waits for our answer to a push that other servers have answered
 
 The seed says which optimizer moves the parameters in this stretch: the task's own, which takes gradients, or the outer
 one (`outer.py`), which takes what workers bring home from many local steps. So servers can change with a phase.
@@ -29,6 +30,8 @@ work anew, and seed again.
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,6 +66,8 @@ PATIENCE = 12
 """How many deadlines of silence a server, or a worker at its gate, puts up with: somebody may be validating."""
 _MOST_CUTS = 1024
 """A lease of more slices than this is only given to a worker that draws it."""
+_LOOK_S = 1.0
+"""How often a server looks for whom it waits."""
 _LANE_BYTES = 16 << 20
 """A server with fewer bytes of parameters moves them itself."""
 
@@ -83,11 +88,13 @@ class Server:
         codec: Codec | None = None,
         pull: Codec | None = None,
         takes_gradients: bool = True,
+        tell_awaits: Callable[[Meta], None] | None = None,
     ) -> None:
         """`lanes`: threads that move units, beside this loop; with none, the loop does it itself.
 
         `codec`: how pushes are packed; `pull`: how answers to them are. `takes_gradients`: in some stretch the task's
-        optimizer is to run here, so it is refused at once where it cannot.
+        optimizer is to run here, so it is refused at once where it cannot. `tell_awaits` is told now and then for
+        which workers this server waits and for how long, once that is longer than half the deadline.
         """
         self.comm, self.recorder = comm, recorder
         self.lanes = Lanes(lanes, comm.deadline_s)
@@ -119,10 +126,16 @@ class Server:
         self._skipped: set[int] = set()
         self._acquainted: set[tuple[int, int]] = set()  # (worker, unit) that a restored server has answered
         self.agreed = [False] * WISHES
+        self.early: deque[Message] = deque()
+        """What came while this server was being restored."""
         self._parked: dict[int, Message] = {}
         self._left: dict[int, Message] = {}
         self._through: set[int] = set()
         self._fresh: set[tuple[int, int]] = set()  # (worker, unit) without a push since the last seed
+        self._tell_awaits, self._told_awaits = tell_awaits, False
+        self._look_s = None if tell_awaits is None else min(_LOOK_S, comm.deadline_s / 8)
+        self._look_at = 0.0
+        self._late: dict[int, float] = {}  # since when this server waits for a worker, in vain so far
         self._retired = False
         self._inquiry: Inquiry | None = None  # after a restart: what must be known before leases are lent
         self._questions: list[Message] = []  # of a restored first server: they wait until this one knows of its losses
@@ -147,6 +160,7 @@ class Server:
             "hello": self._hello,
             "which": self._which,
             "applied": self._applied,
+            "pending": self._word,
         }
 
     # The loop.
@@ -165,15 +179,68 @@ class Server:
         self._does[message.kind](message)
 
     def _next(self) -> Message:
-        silences = 0
+        if self.early:
+            return self.early.popleft()
+        silences = 0.0
         while True:
+            self._look_after_workers()
             try:
-                return self._arrivals.next(self.comm)
+                message = self._arrivals.next(self.comm, self._look_s)
             except DeadlineExceeded:
                 # Between stretches nobody owes us a word; whoever watches over the ranks ends us with them.
-                silences += 0 if self._is_idle else 1
-                if silences == PATIENCE:
-                    raise
+                deadline_s = self.comm.deadline_s
+                silences += 0 if self._is_idle else (self._look_s or deadline_s) / deadline_s
+                if silences >= PATIENCE:
+                    raise DeadlineExceeded(self._silence(PATIENCE * deadline_s)) from None
+            else:
+                self._late.pop(message.source, None)
+                return message
+
+    def _silence(self, seconds: float) -> str:
+        late = sorted(self.awaited())
+        who = f"; it waits for {name_workers(late)}" if late else ""
+        return f"server {self.comm.rank}: no message from anyone for {seconds:g} s{who}"
+
+    # Whom this server waits for.
+
+    def _look_after_workers(self) -> None:
+        """Now and then, tell whoever can end a process for how long this server waits for which worker.
+
+        A worker that hangs in its own code goes on beating, so nobody else can tell that it is waited for in vain.
+        """
+        if self._tell_awaits is None or self._look_s is None or time.monotonic() < self._look_at:
+            return
+        now = time.monotonic()
+        self._look_at = now + self._look_s
+        self._late = {worker: self._late.get(worker, now) for worker in self.awaited()}
+        late_s = {worker: now - since for worker, since in self._late.items()}
+        if self._told_awaits or max(late_s.values(), default=0.0) > self.comm.deadline_s / 2:
+            self._told_awaits = bool(late_s)
+            waiting = sorted(self._waiting)
+            self._tell_awaits({"server": self.comm.rank, "late": sorted(late_s.items()), "waiting": waiting})
+
+    def awaited(self) -> set[int]:
+        """Workers without whom others of this stretch cannot go on, as far as this server knows."""
+        if self._is_idle:
+            return set()
+        found, parked = self.intake.awaited(), set(self._parked) - self.sitting
+        if self._left:
+            found |= set(self.live) - self._through
+        if self.cursor is not None and parked:
+            if self._inquiry is not None:
+                found |= self._inquiry.unheard
+            elif self.rules.wait and not self._may_lend():
+                found |= set(self.training)
+            elif self.cursor.drained:
+                found |= set(self.live)
+            elif self.cursor.exhausted:
+                found |= self.cursor.owners
+        return (found & set(self.live)) - self._waiting
+
+    @property
+    def _waiting(self) -> set[int]:
+        """Workers that wait for an answer of this server."""
+        return set(self._parked) | set(self._left) | self.intake.waiting
 
     @property
     def _is_idle(self) -> bool:
@@ -244,7 +311,11 @@ class Server:
             position, end, batch_size = meta["position"], meta["end"], meta["batch_size"]
             self.cursor = Cursor(order, position, end, batch_size, meta["parts"], empty=self.rules.all_workers)
         self.intake = Streams(self) if self.rules.streams else Gathers(self, fed_by_steps=not meta["leases"])
-        self.comm.introduce(dict(meta["addresses"]))
+        # A worker, or a copy of this server, may know where another server was before it was replaced: that server has
+        # told us itself where it is, or will.
+        known = self.comm.addresses
+        told = {rank: where for rank, where in meta["addresses"] if rank not in self.servers or rank not in known}
+        self.comm.introduce(told)
         self.comm.watch(self.live)  # also those that may be gone before they have said a word to us
 
     @property
@@ -283,10 +354,22 @@ class Server:
         self._need_seed()
         assert self.cursor is not None
         self.cursor.applied(message.meta["done"], message.source)
+        if self.copies.restored:
+            self._take_back(message.source)
         self.wishes(message.meta)
         self._parked[message.source] = message
         self._sits_until[message.source] = min(message.meta.get("patience", 1), max(1, len(self.training)))
         self.serve_parked()
+
+    def _take_back(self, worker: int) -> None:
+        """A worker that draws has no lease. After a restart some may be in its name: their answers never reached it."""
+        assert self.cursor is not None
+        for number in self.cursor.held_by(worker):
+            lent = self.cursor.open.get(number)
+            if lent is not None and self.intake.counts(number, lent[1].piece.count):
+                self.cursor.applied(number)
+            else:
+                self.cursor.give_back(number)
 
     def _need_seed(self) -> None:
         if not self.seed_meta:
@@ -643,3 +726,8 @@ class Server:
             **more,
         )
         self._fresh.discard((worker, unit))
+
+
+def name_workers(ranks: Sequence[int]) -> str:
+    """`worker 2`, or `workers 2, 3`."""
+    return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -99,6 +99,15 @@ class Streams(Intake):
     def wake(self, worker: int) -> None:
         self.clocks.resting.discard(worker)
 
+    def awaited(self) -> set[int]:
+        clocks = self.clocks
+        shut_out = [s for s, held in self._held.items() if held and held[-1][0].meta["last"] and not clocks.may_go(s)]
+        return clocks.slowest() if shut_out else set()
+
+    @property
+    def waiting(self) -> set[int]:
+        return {source for source, held in self._held.items() if held}
+
     def hear(self, message: Message) -> None:
         if "rest" in message.meta:
             self.rest(set(message.meta["rest"]))

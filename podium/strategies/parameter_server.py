@@ -209,7 +209,7 @@ class ParameterServer(Strategy[PSState]):
 
     def init(self, worker: Worker) -> PSState:
         """Parameters and optimizer state go to the servers; all wait until they are there."""
-        if self.mode == "backup" and self.backups >= self._training(worker):
+        if self.mode == "backup" and self.backups >= self._training(worker) and not worker.comm.generation:
             raise ConfigError(
                 f"parameter-server: backups must be below the number of workers, {self._training(worker)}"
             )
@@ -331,6 +331,10 @@ class ParameterServer(Strategy[PSState]):
     def _training(self, worker: Worker) -> int:
         return worker.comm.size - len(self._sitting(worker))
 
+    def _backups(self, worker: Worker) -> int:
+        """Fewer than asked for where so many workers were lost that nobody would be left to wait for."""
+        return min(self.backups, self._training(worker) - 1)
+
     def _is_early(self, worker: Worker) -> bool:
         """Whether gradients leave while backward still runs."""
         return self.overlap and not self.prefetch and (self.feed == "step" or worker.clip_norm is None)
@@ -366,7 +370,7 @@ class ParameterServer(Strategy[PSState]):
         if self.mode == "softsync":
             return Rules(pushes=self._group(workers), freshest=self.drop_beyond)
         if self.mode == "backup":
-            return Rules(pushes=workers - self.backups, wait=True, freshest=0)
+            return Rules(pushes=workers - self._backups(worker), wait=True, freshest=0)
         if self.mode == "gba":
             return Rules(samples=worker.batch_size, freshest=self.drop_beyond)
         return Rules(freshest=self.drop_beyond, wait=self.drop_beyond is not None)
@@ -378,7 +382,7 @@ class ParameterServer(Strategy[PSState]):
         """Into how many slices a global step is cut."""
         if self.lease is not None:
             return max(1, -(-worker.batch_size // self.lease))
-        workers = self._training(worker) - (self.backups if self.mode == "backup" else 0)
+        workers = self._training(worker) - (self._backups(worker) if self.mode == "backup" else 0)
         return min(workers, worker.batch_size)
 
     def _weight(self, worker: Worker, batch: Batch) -> float:
@@ -402,7 +406,7 @@ class ParameterServer(Strategy[PSState]):
             return 1.0
         leases = 1
         if self._in_step or self.mode == "backup":
-            leases = self._training(worker) - (self.backups if self.mode == "backup" else 0)
+            leases = self._training(worker) - (self._backups(worker) if self.mode == "backup" else 0)
         elif self.mode == "softsync":
             leases = self._group(self._training(worker))
         return min(1.0, leases / self._parts(worker))

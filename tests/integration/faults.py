@@ -135,6 +135,9 @@ class Strike:
     def _hang(self) -> None:
         time.sleep(120)
 
+    def _nap(self) -> None:
+        time.sleep(0.5)
+
     def _dawdle(self) -> None:
         time.sleep(4)
 

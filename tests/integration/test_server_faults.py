@@ -5,6 +5,7 @@ What is checked in the records: every slice applied once to every range, or lost
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -212,6 +213,103 @@ def test_a_server_without_a_copy_ends_the_run_and_says_so(tmp_path: Path) -> Non
             deadline_s=5.0,
         )
     acting.join()
+
+
+TOGETHER = [
+    ("sync", 2, 2, (3, 4)),
+    ("async", 2, 2, (3, 4)),
+    ("sync", 3, 2, (3, 4)),
+    ("async", 3, 2, (5, 3)),
+    ("ssp", 3, 3, (3, 4, 5)),
+    ("gba", 2, 2, (4, 3)),
+    ("sync", 3, 3, (4, 3, 1)),
+    ("backup", 2, 1, (3, 4, 2)),
+]
+
+
+@pytest.mark.parametrize(("mode", "servers", "replicas", "ranks"), TOGETHER)
+def test_servers_that_are_lost_together_do_not_wait_for_each_other(
+    tmp_path: Path, mode: str, servers: int, replicas: int, ranks: tuple[int, ...]
+) -> None:
+    """Each keeps the other's replica, so what is left are snapshots, and whoever survived."""
+    acting = strike(tmp_path, *ranks)
+    strategy = f"parameter-server:mode={mode},servers={servers},replicas={replicas},snapshot_every=5"
+    result = train(tmp_path, Faults().gate(0, step=9), strategy=strategy, workers=3, deadline_s=120.0)
+    acting.join()
+    assert result.status == "finished" and result.lost == sorted(ranks)
+    assert len(set(result.param_hash.values())) == 1
+    assert {row["rank"] for row in records_of(result.run_dir, "restored")} == {rank for rank in ranks if rank > 2}
+    took = [row["took_ns"] / 1e9 for row in records_of(result.run_dir, "replaced")]
+    assert max(took) < 30.0
+
+
+def test_a_server_is_lost_again_while_it_is_restored(tmp_path: Path) -> None:
+    def act() -> None:
+        before = pid_of(3)
+        for rank in (3, 4):
+            os.kill(pid_of(rank), signal.SIGKILL)
+        os.kill(_next_pid_of(3, before), signal.SIGKILL)
+        Gate(tmp_path).open()
+
+    acting = at_gate(tmp_path, act)
+    strategy = "parameter-server:mode=async,servers=2,replicas=2,snapshot_every=5"
+    result = train(tmp_path, Faults().gate(0, step=9), strategy=strategy, workers=3, deadline_s=120.0)
+    acting.join()
+    assert result.status == "finished" and set(result.lost) == {3, 4}
+    assert len(set(result.param_hash.values())) == 1
+
+
+def _next_pid_of(rank: int, before: int) -> int:
+    """The process that takes the place of this one."""
+    until = time.monotonic() + 30.0
+    while time.monotonic() < until:
+        for process in multiprocessing.active_children():
+            if process.name == f"podium-{rank}" and process.pid not in (None, before):
+                return int(process.pid or 0)
+        time.sleep(0.005)
+    raise AssertionError("nothing took its place")
+
+
+def test_servers_that_are_lost_together_without_snapshots_end_the_run_and_say_so(tmp_path: Path) -> None:
+    acting = strike(tmp_path, 2, 3)
+    strategy = "parameter-server:mode=async,servers=2,replicas=2,snapshot_every=0"
+    began = time.monotonic()
+    with pytest.raises(Lost, match=r"no copy of it: server [23], which kept a replica, was lost too"):
+        train(tmp_path, Faults().gate(0, step=9), strategy=strategy, workers=2, deadline_s=120.0, heartbeat_s=1.0)
+    assert time.monotonic() - began < 60.0
+    acting.join()
+
+
+HUNG = [
+    "parameter-server:mode=sync",
+    "parameter-server:mode=ssp,servers=2",
+    "parameter-server:mode=async,servers=2,placement=colocated",
+    "parameter-server:mode=backup",
+    "parameter-server:mode=gba",
+    "async-local-sgd:servers=1",
+]
+
+
+@pytest.mark.parametrize("strategy", HUNG)
+def test_a_worker_that_hangs_and_goes_on_beating_is_removed(tmp_path: Path, strategy: str) -> None:
+    """After one deadline, not after a dozen; and it is named, not the server that waits for it."""
+    faults = Faults().and_then("hang", 1, 6)
+    result = train(tmp_path, faults, strategy=strategy, workers=3, deadline_s=3.0)
+    assert result.status == "finished" and result.lost == [1]
+    assert len(set(result.param_hash.values())) == 1
+    (lost,) = records_of(result.run_dir, "lost")
+    assert "while server 3 and others waited for it" in lost["cause"] and "deadline_s" in lost["cause"]
+    assert (result.audit or {})["missing"] == 0
+
+
+def test_a_slow_worker_that_others_wait_for_is_not_removed(tmp_path: Path) -> None:
+    """It makes steps: a lease of many of them may take much longer than the deadline."""
+    faults = Faults()
+    for step in range(6, 18):
+        faults = faults.and_then("nap", 1, step)
+    strategy = "async-local-sgd:servers=1,period=20"
+    result = train(tmp_path, faults, strategy=strategy, workers=2, deadline_s=3.0, epochs=1, batch_size=8)
+    assert result.status == "finished" and result.lost == []
 
 
 def test_a_worker_then_a_server_are_killed_and_another_worker_is_stopped(tmp_path: Path) -> None:
