@@ -147,9 +147,13 @@ class Training:
         if self.phasing.leaving is not None and not self._is_through():
             return None
         self._settle_buffers()
+        stopped = worker.stop_agreed and worker.position < self.end
+        if stopped:  # at once: whoever asks a run to end may kill it soon after
+            self._checkpoint()
         if self._is_through() and (self.evaluated_at != worker.position or self.loss is None):
             self._validate()
-        self._checkpoint()
+        if not stopped:
+            self._checkpoint()
 
     def _train(self, state: Any) -> None:
         self._validate_when_due()  # again, where the one who did it was lost over it

@@ -1,22 +1,31 @@
-"""Ctrl-C: once asks, twice insists; SIGTERM, the request of a batch system, is the same. Only here are they taken."""
+"""Ctrl-C: once asks, twice insists; SIGTERM and SIGHUP, of a batch system or a closing terminal, are the same.
+
+Only here are they taken. Signals within a second are one: `timeout` signals its program and then its whole group.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from podium.cluster.signals import ASKING, BURST_S, end_as_usual
 
 ASKED = "finishing the step, saving… (Ctrl-C again stops at once)"
 
 
 @contextmanager
 def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C, or SIGTERM, sets; the second raises KeyboardInterrupt.
+    """An event that the first Ctrl-C, SIGTERM or SIGHUP sets; a second, a second later or more, raises
+    KeyboardInterrupt.
 
-    Outside the main thread, where signals cannot be taken, the event is never set.
+    SIGHUP stays ignored where it is, as `nohup` has it. Outside the main thread, where signals cannot be taken, the
+    event is never set.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -24,19 +33,28 @@ def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
         return
 
     owner = os.getpid()
+    asked_at: float | None = None
+    insisted = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a process that the user's code forked off: what is meant for it ends it, as usual
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        nonlocal asked_at, insisted
+        if os.getpid() != owner:  # a process that the user's code forked off
+            end_as_usual(number)
             return
-        if stop.is_set():
+        now = time.monotonic()
+        if asked_at is None:
+            asked_at = now
+            stop.set()
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                # Straight to the descriptor: the signal may have come in the middle of a write to the buffered stream.
+                os.write(2, f"\n{said}\n".encode())
+        elif now - asked_at >= BURST_S and not insisted:  # a third must not cut the cleaning up short
+            insisted = True
             raise KeyboardInterrupt
-        stop.set()
-        # Straight to the descriptor: the signal may have come in the middle of a write to the buffered stream.
-        os.write(2, f"\n{said}\n".encode())
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in ASKING if not (ignored and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield stop
     finally:

@@ -56,6 +56,8 @@ _GRACE_S = 2.0
 """How long, beyond a heartbeat, a rank that blames another has to wait for the other to be found out."""
 _EXIT_S = 2.0
 """How long a process that hung up may take to end."""
+_TOGETHER_S = 0.5
+"""How long the end of a run waits for others that were lost at the same moment, so that the error names them all."""
 _LEAVE_S = 10.0
 """How long a server that came later, whom perhaps no worker ever met, may stay after the last worker has ended."""
 _BLIND = 5
@@ -120,6 +122,9 @@ class Coordinator:
         self._awaited: dict[int, _Awaits] = {}  # by server
         self._changes = Changes(rules, self._roster, start=start, give_up=self._give_up, announce=self._announce)
         self._blame: tuple[float, PodiumError] | None = None  # since when somebody blames an unknown other
+        self._fallen: list[tuple[float, Member, str]] = []  # when who was lost, and how
+        self._fatal: tuple[float, Member, str, str] | None = None  # since when, by whose loss and cause; what to do
+        self._asked_to_stop = False  # by a rank, where no launcher hears of signals
         self._stop_sent = False
         self._through: float | None = None  # when the last worker ended
         self._looked = time.monotonic()
@@ -152,9 +157,12 @@ class Coordinator:
             self._watch_stragglers()
             self._watch_awaited()
             self._watch_leavers()
+            self._watch_fatal()
             self._watch_blame()
-            if stop is not None and stop.is_set() and self._roster.all_joined and not self._stop_sent:
+            asked = self._asked_to_stop or (stop is not None and stop.is_set())
+            if asked and self._roster.all_joined and not self._stop_sent:
                 self._tell_stop()
+        self._watch_fatal()
         return sorted(self.reports)
 
     def announce_end(self, why: str, *, but: int) -> None:
@@ -227,6 +235,8 @@ class Coordinator:
         member.seen = time.monotonic()
         if message.meta.get("busy"):
             member.busy = member.seen
+        if message.meta.get("stop"):
+            self._asked_to_stop = True
         facts = message.meta.get("progress")
         if facts:
             if facts["step"] != member.step:
@@ -312,10 +322,11 @@ class Coordinator:
     def _watch_start(self) -> None:
         """All processes have this long to join and begin, each since it was started."""
         limit, now = self.rules.start_deadline_s, time.monotonic()
-        for start in list(self._roster.starting.values()):
-            cause = self._ended(start.rank, 0.0)
-            if cause is not None:  # a process that ends before it joined can send no word
-                self._take_messages()  # unless it could: its own words come first
+        ended = self._ended_before_joining(0.0)
+        if ended:  # a process that ends before it joined can send no word
+            self._take_messages()  # unless it could: its own words come first
+            self._lose_first(ended)
+            for start, cause in ended:
                 self._lose_start(start, cause)
         missing = [start for start in self._roster.starting.values() if now - start.since > limit]
         if first := [start.rank for start in missing if start.kind == "first"]:
@@ -332,12 +343,26 @@ class Coordinator:
             self._kill(member.rank)
             self._lose(member, f"did not begin within {limit:g} s, and killed", _advice("start_deadline_s"))
 
+    def _ended_before_joining(self, seconds: float) -> list[tuple[Start, str]]:
+        found = [(start, self._ended(start.rank, seconds)) for start in list(self._roster.starting.values())]
+        return [(start, cause) for start, cause in found if cause is not None]
+
+    def _lose_first(self, ended: list[tuple[Start, str]]) -> None:
+        """End the run where those that it begins with are among these; all that went together are named."""
+        if not any(start.kind == "first" and self._roster.starting.get(start.rank) is start for start, _ in ended):
+            return
+        waited_s = _TOGETHER_S / max(1, len(self._roster.starting))
+        causes = {start.rank: how for start, how in self._ended_before_joining(waited_s) if start.kind == "first"}
+        if len(causes) == 1:
+            ((rank, cause),) = causes.items()
+            raise RankFailed(f"rank {rank} ended before it joined: {cause}")
+        listed = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+        raise RankFailed(f"{name_ranks(causes)} ended before they joined: {listed}")
+
     def _lose_start(self, start: Start, cause: str) -> None:
-        """A process is lost that has not joined, unless its last words were heard by now."""
+        """A process is lost that came later and has not joined, unless its last words were heard by now."""
         if self._roster.starting.get(start.rank) is not start:
             return
-        if start.kind == "first":
-            raise RankFailed(f"rank {start.rank} ended before it joined: {cause}")
         self._give_up(start.rank, cause)
         if start.kind == "replacement" and self._roster.live_workers():
             self._replace(start.endpoints, cause)
@@ -408,7 +433,8 @@ class Coordinator:
         for member in [m for m in self._members.values() if m.standing == "retired" and not m.finished]:
             if now - member.left_out > self.rules.deadline_s:
                 self._give_up(member.rank)
-        if not self._roster.all_joined or self._blame is not None or self._roster.live_workers():
+        ends_badly = self._blame is not None or self._fatal is not None
+        if not self._roster.all_joined or ends_badly or self._roster.live_workers():
             return
         self._through = self._through or now
         self._changes.present = None
@@ -421,12 +447,36 @@ class Coordinator:
                 self._give_up(member.rank)
 
     def _watch_blame(self) -> None:
-        if self._blame is None:
+        if self._blame is None or self._fatal is not None:
             return
         since, error = self._blame
         nobody_else = not any(m.active for m in self._members.values())
         if nobody_else or time.monotonic() - since > self._patience_s + _GRACE_S:
             raise error
+
+    def _watch_fatal(self) -> None:
+        """End the run over a loss that it cannot bear, once all that were lost with it are known."""
+        if self._fatal is None:
+            return
+        since, member, cause, advice = self._fatal
+        left = self._roster.live_workers()
+        if left and time.monotonic() - since <= _TOGETHER_S:
+            return
+        step = member.step or self._furthest  # a server counts no steps of its own
+        others = self._others_lost(member, all_workers=not left)
+        raise Lost(f"{self._roster.describe(member)} was lost: {cause}{others}; last heard of at step {step}{advice}")
+
+    def _others_lost(self, named: Member, *, all_workers: bool) -> str:
+        """Who else was lost, and how."""
+        since = next(at for at, member, _ in self._fallen if member is named) - _TOGETHER_S
+        by_cause: dict[str, list[str]] = {}
+        for at, member, cause in self._fallen:
+            if all_workers or (at > since and member is not named):
+                by_cause.setdefault(cause, []).append(self._roster.describe(member))
+        listed = "; ".join(f"{', '.join(who)}: {cause}" for cause, who in by_cause.items())
+        if not all_workers:
+            return f"; so was {listed}" if listed else ""
+        return f"; all workers are lost ({listed})" if len(self._fallen) > 1 else ""
 
     # Losses.
 
@@ -441,9 +491,10 @@ class Coordinator:
         self._forget(rank)
         left = [m for m in self._members.values() if m.rank in self._roster.workers and not m.failed]
         bearable = (member.role == "server" or rules.survives_loss) and (not servers or self._can_replace)
-        if not bearable or not left or self._blame is not None:
-            step = member.step or self._furthest  # a server counts no steps of its own
-            raise Lost(f"{self._roster.describe(member)} was lost: {cause}; last heard of at step {step}{advice}")
+        self._fallen.append((time.monotonic(), member, cause))
+        if not bearable or not left or self._blame is not None or self._fatal is not None:
+            self._fatal = self._fatal or (time.monotonic(), member, cause, advice)
+            return
         if servers and self._roster.live_workers():
             self._replace(tuple(servers), cause)
         self._settle()
@@ -515,7 +566,7 @@ class Coordinator:
     def _settle(self) -> None:
         """Once every live worker has reported, and every newcomer where there is a change, tell them how to go on."""
         live = [m.rank for m in self._roster.live_workers()]
-        if not live or not self._waiting.keys() >= set(live):
+        if self._fatal is not None or not live or not self._waiting.keys() >= set(live):
             return
         change = self._changes.due
         asked = {rank: self._waiting.pop(rank) for rank in live}

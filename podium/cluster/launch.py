@@ -26,7 +26,7 @@ from podium.building import Job
 from podium.checkpoint import find_checkpoint
 from podium.cluster.base import Event, Launcher, Plan, Planned
 from podium.cluster.claim import claimed, refuse_taken
-from podium.cluster.ending import termination_unwinds
+from podium.cluster.ending import termination_saves
 from podium.codecs import CODECS
 from podium.codecs.auto import AutoCodec
 from podium.collectives import collective_of
@@ -91,7 +91,8 @@ def launch(
 ) -> RunResult:
     """Run this configuration to its end; records and model stay in its folder.
 
-    Setting `stop` lets all workers finish the step, save and return.
+    Setting `stop` lets all workers finish the step, save and return. So does SIGTERM or SIGHUP, where the caller takes
+    neither; then SystemExit is raised, since the program was told to end.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError("a rank came to podium.train while importing the script that started it: guard the call")
@@ -117,12 +118,13 @@ def _launch_in(
         if on_event is None:
             logging.getLogger("podium").warning(text)
     launcher = _find_launcher(config.launcher)
-    with termination_unwinds(), merged_afterwards(run_dir):
-        launched = launcher(job, on_event, stop)
-    if launched.facts:
-        write_manifest(run_dir, config.to_dict(), strategy=repr(job.strategy), **launched.facts)
-    result = conclude(job, launched.reports, notices=said)
-    tell({"event": "end", "status": result.status})
+    with termination_saves(stop) as asked:
+        with merged_afterwards(run_dir):
+            launched = launcher(job, on_event, asked)
+        if launched.facts:
+            write_manifest(run_dir, config.to_dict(), strategy=repr(job.strategy), **launched.facts)
+        result = conclude(job, launched.reports, notices=said)
+        tell({"event": "end", "status": result.status})
     return result
 
 
@@ -185,8 +187,8 @@ def run_script(
         body = functools.partial(run_user_script, script=script, args=tuple(args))
         processes = Processes(plan, folder, on_event, body=body)
         processes.show_output_of(0)
-        with termination_unwinds(), merged_afterwards(run_dir):
-            processes.run(stop)
+        with termination_saves(stop) as asked, merged_afterwards(run_dir):
+            processes.run(asked)
     return 0
 
 

@@ -11,14 +11,12 @@ import contextlib
 import dataclasses
 import multiprocessing
 import secrets
-import signal
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from typing import Any
 from podium.building import Job
 from podium.cluster.base import Event, Launched, Planned, hosts_of
 from podium.cluster.coordinator import Coordinator
+from podium.cluster.forking import UNKNOWN, check_fork_server, how_it_ended, keep_fork_server
 from podium.cluster.process import NodeSpec, run_node
 from podium.cluster.rendezvous import rendezvous_folder
 from podium.cluster.roster import MOST_RANKS, Role, Rules
@@ -124,9 +123,10 @@ class Processes:
         return rules_of(job, survives_loss=job.strategy.survives_loss, replaces_servers=replaces, fixed=fixed)
 
     def _start(self, spec: NodeSpec) -> None:
-        context, task = fork_server(), self._task
-        process = context.Process(target=self._body, args=(spec, task), name=f"podium-{spec.rank}", daemon=True)
+        task = self._task
         try:
+            context = fork_server()
+            process = context.Process(target=self._body, args=(spec, task), name=f"podium-{spec.rank}", daemon=True)
             with nullified_main() if task is None else contextlib.nullcontext():
                 process.start()
         except (AttributeError, TypeError, _pickling_error()) as error:
@@ -179,20 +179,21 @@ class Processes:
         code = process.exitcode
         if code is None:
             return None
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return f"it ended with exit code {code}{self._last_words(rank)}"
+        if code == UNKNOWN:
+            check_fork_server()
+        return how_it_ended(code) + (self._last_words(rank) if code > 0 else "")
 
     def _runs(self, rank: int) -> bool:
-        """Whether a process is there and not stopped; asleep will do."""
+        """Whether a process is there and not stopped; asleep will do, and so will being stopped by a debugger."""
         process = self.started[rank]
         if process.exitcode is not None:  # its number may be another's by now
             return False
         try:
-            stat = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
+            status = Path(f"/proc/{process.pid}/status").read_text(errors="replace")
         except OSError:
             return False
-        return stat.rpartition(")")[2].split()[0] in "RSD"
+        facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        return facts["State"][0] in "RSD" or facts["TracerPid"] != "0"
 
     def _last_words(self, rank: int) -> str:
         """The last line of its log: what it said of an error that it could not report."""
@@ -265,14 +266,7 @@ def fork_server() -> Any:
     """The context whose processes are forked from a server with torch loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["podium.cluster.preload"])
-    resource_tracker.ensure_running()  # here, since starting it would unblock what is blocked next
-    # A terminal sends Ctrl-C to all processes at once. It is the launcher's to answer; the server, and so all that is
-    # forked from it, must not die of it even while still importing.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    keep_fork_server()
     return context
 
 

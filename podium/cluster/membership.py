@@ -58,6 +58,7 @@ class Membership(Control):
         self.joined = False
         self._busy: str | None = None
         self._stop, self._closing = threading.Event(), threading.Event()
+        self._wants_stop = False
         # By number, since the next change may be announced while the plan of the one before is still on its way.
         self._change_asked, self._change_done = 0, 0
         self._latest: Meta | None = None
@@ -91,6 +92,13 @@ class Membership(Control):
         if "lost" in answer:
             raise Lost(f"rank {self._channel.rank}: {answer['lost']}")
         return str(answer["address"])
+
+    def ask_to_stop(self) -> None:
+        """Ask that all workers finish the step, save and end. May be called from any thread."""
+        self._wants_stop = True  # every beat says so from now on; the first need not be waited for
+        if self.joined:
+            with contextlib.suppress(CommError):  # the coordinator is gone, and this rank ends anyway
+                self._channel.send(COORDINATOR, "beat", {"progress": None, "busy": self._busy, "stop": True})
 
     # Control.
 
@@ -162,7 +170,8 @@ class Membership(Control):
         """Beat and listen until the run is over; says why it is."""
         while not self._closing.is_set():
             try:
-                self._channel.send(COORDINATOR, "beat", {"progress": self._with_rate(), "busy": self._busy})
+                beat = {"progress": self._with_rate(), "busy": self._busy, "stop": self._wants_stop}
+                self._channel.send(COORDINATOR, "beat", beat)
                 message = self._channel.recv(self._beat_s)
             except DeadlineExceeded:
                 continue

@@ -6,9 +6,7 @@ Imports the standard library, numpy and torch only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import sysconfig
 import threading
 import traceback
@@ -22,9 +20,11 @@ import torch
 from podium.allocator import keep_freed_memory
 from podium.building import Job, make_server
 from podium.cluster.base import Planned
+from podium.cluster.forking import let_go_of_fork_server
 from podium.cluster.membership import Membership
 from podium.cluster.roster import Role
 from podium.cluster.secret import check_secret
+from podium.cluster.signals import die_with_parent, leave_to_launcher, pass_on
 from podium.collectives import collective_of
 from podium.comm.arena import Arena
 from podium.comm.base import Ground
@@ -42,7 +42,6 @@ from podium.strategies import make_strategy
 from podium.task import Task, load_task
 from podium.training import Report, Training, run_server
 
-_PR_SET_PDEATHSIG = 1
 _LONGEST_RECORD = 1 << 20
 _NOT_THE_USERS = (
     str(Path(__file__).parents[1]) + os.sep,
@@ -94,6 +93,8 @@ class NodeSpec:
     """Whether it comes as one more to a run that is under way."""
     replaces: bool = False
     """Whether its servers were lost, and live on in it."""
+    passes_signals_on: bool = False
+    """Whether a signal that asks this process to end asks the whole run to, since no launcher hears of it."""
     again: int = 0
     """How often these endpoints were started before: the sockets of killed ones still have their names."""
 
@@ -153,6 +154,8 @@ class Node:
         return cls(spec, build(RunConfig, spec.config, who="run"))
 
     def run(self, body: Callable[[], Report | None]) -> None:
+        if self.spec.passes_signals_on:
+            pass_on(self.membership.ask_to_stop)
         try:
             report = body()
             if not self.membership.joined:
@@ -275,14 +278,12 @@ def _clock_of(spec: NodeSpec) -> WallClock:
     return WallClock(spec.clock_ns)
 
 
-def die_with_parent() -> None:
-    """Be killed when whoever started this process ends, however that comes about."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def settle_in(spec: NodeSpec) -> None:
-    """Die with the parent, enter the namespace, keep output apart. The launcher starts us deaf to Ctrl-C."""
+    """Die with the parent, leave signals to the launcher, enter the namespace, keep output apart."""
     die_with_parent()
+    if not spec.passes_signals_on:
+        let_go_of_fork_server()
+        leave_to_launcher()
     if spec.namespace is not None:
         from podium.cluster.netns import enter_namespace
 

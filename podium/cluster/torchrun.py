@@ -98,7 +98,7 @@ class Environment:
 
 def run_under_torchrun(argv: list[str]) -> int:
     """One rank's run; rank 0 prints the result as one line of JSON. Returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, also from inside an exchange: the agent waits for us
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run begins there is nothing to save
     try:
         environment = Environment.read()
         config, script = _config(argv, environment)
@@ -294,6 +294,7 @@ class _Rank:
             store=store,
             store_part=environment.attempt,
             rendezvous=None if folder is None else str(folder),
+            passes_signals_on=True,
             host=self._host(),
             same_host=folder is not None,
             clock_ns=time.monotonic_ns(),

@@ -18,7 +18,6 @@ import json
 import mmap
 import os
 import select
-import signal
 import struct
 import sys
 import threading
@@ -35,6 +34,8 @@ import numpy as np
 import torch
 
 from podium.allocator import keep_freed_memory
+from podium.cluster.forking import let_go_of_fork_server
+from podium.cluster.signals import die_with_parent, leave_to_launcher
 from podium.colocate.alone import Alone, seed_of_training
 from podium.colocate.keys import callable_key
 from podium.colocate.recipe import Folds, Recipe, precision_of, seed_others
@@ -48,6 +49,7 @@ Mode = Literal["eager", "graph", "compiled"]
 """How a labourer trains its trials: as `sequential` does with this mode."""
 
 LONGEST_MESSAGE = 1 << 20
+_MPS = "CUDA_MPS_PIPE_DIRECTORY"
 _LONGEST_WHY = 2000
 _LONGEST_TRACEBACK = 16000
 
@@ -318,8 +320,11 @@ def train(runner: Alone, page: Page) -> Generator[Evaluation, Verdict, Over]:
 
 def work(connection: Connection, text: str) -> None:
     """Be a labourer at the other end of this connection, until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; it is the crew's to answer
+    leave_to_launcher()  # signals reach all processes of a job; the crew's is the one to answer
+    let_go_of_fork_server()
     orders = Orders.from_json(text)
+    if _MPS not in orders.env:  # a client of MPS that is killed may take the others with it: it ends by itself
+        die_with_parent()
     settle_in(orders)
     watch = partial(_end_when_closed, connection.fileno(), Page(orders.page), orders.grace_s)
     threading.Thread(target=watch, name="watch", daemon=True).start()

@@ -18,6 +18,7 @@ from multiprocessing.context import ForkServerProcess
 from types import TracebackType
 from typing import Any, final, get_args
 
+from podium.cluster.forking import UNKNOWN, how_fork_server_ended
 from podium.cluster.local import fork_server, nullified_main
 from podium.cluster.rendezvous import rendezvous_folder
 from podium.colocate.base import Desk, Executor, OnEvent
@@ -190,6 +191,8 @@ class Children(Labourers):
 def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "its process closed its connection"
+    if code == UNKNOWN and (how := how_fork_server_ended()):
+        return f"the fork server, from which its process was forked, was lost: {how}"
     if code < 0:
         known = {number.value: f" ({number.name})" for number in signal.Signals}
         return f"its process was killed by signal {-code}{known.get(-code, '')}"

@@ -211,9 +211,10 @@ def unfinished(asked: Asked, why: str) -> Row:
 def main(folders: Iterable[str]) -> None:
     """What a process for runs does: in each folder that it is told, `asked.json` to `row.json`."""
     from podium.cluster.launch import launch
-    from podium.cluster.process import die_with_parent
+    from podium.cluster.signals import die_with_parent, leave_to_launcher
 
     die_with_parent()
+    leave_to_launcher()
     for folder in (Path(line.strip()) for line in folders):
         asked = Asked.of(json.loads((folder / "asked.json").read_text(encoding="utf-8")))
         row = run_one(asked, launch=launch, task=None, on_event=lambda event: None, stop=Event())

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Event
 
+from podium.cluster.signals import blocked
 from podium.measure.records import to_json
 from podium.study.format import plain
 from podium.study.one import Asked, unfinished
@@ -61,13 +62,15 @@ class _Labourer:
         self.core, self._scratch = core, scratch
         self.key: Key | None = None
         self._said = Path(tempfile.mkdtemp(dir=scratch)) / "said"
-        with self._said.open("wb") as said:
+        # A signal to the study's process group is not meant for it, nor one that comes while it is still importing.
+        with self._said.open("wb") as said, blocked():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "podium.study"],
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 env=environment(),
+                start_new_session=True,
             )
         os.sched_setaffinity(self._process.pid, {core})
 

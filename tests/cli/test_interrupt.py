@@ -9,10 +9,15 @@ import time
 
 import pytest
 
+from podium.cli import interrupt
 from podium.cli.interrupt import ASKED, stop_on_interrupt
+from podium.cluster.signals import ASKING
 
 
-def test_the_first_interrupt_asks_and_the_second_raises(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_interrupt_asks_and_a_later_one_raises(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupt, "BURST_S", 0.0)
     with stop_on_interrupt() as stop:
         assert not stop.is_set()
         signal.raise_signal(signal.SIGINT)
@@ -20,6 +25,27 @@ def test_the_first_interrupt_asks_and_the_second_raises(capfd: pytest.CaptureFix
         assert capfd.readouterr().err == f"\n{ASKED}\n"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)  # whoever insisted must not cut the cleaning up short
+
+
+@pytest.mark.parametrize("number", ASKING)
+def test_a_signal_that_comes_twice_within_a_second_is_one(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with stop_on_interrupt() as stop:
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_set()
+    assert capfd.readouterr().err == f"\n{ASKED}\n"
+
+
+def test_a_closing_terminal_is_not_heeded_where_it_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with stop_on_interrupt() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_afterwards_the_signal_means_what_it_meant() -> None:

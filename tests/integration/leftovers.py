@@ -35,6 +35,10 @@ def children_of(pid: int) -> set[int]:
     return found
 
 
+def parent_of(pid: int) -> int:
+    return _parent(pid)
+
+
 def is_alive(pid: int) -> bool:
     return _state(pid) not in ("Z", "")
 

@@ -195,9 +195,27 @@ def test_a_worker_that_exits_is_lost_and_says_how(tmp_path: Path) -> None:
     assert "exit code 3" in records_of(served.run_dir, "lost")[0]["cause"]
 
 
-def test_when_all_workers_are_lost_the_last_one_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Lost, match=r"^worker \d was lost: killed by SIGKILL"):
-        train(tmp_path, Faults().kill(0, step=9).kill(1, step=9), workers=2)
+@pytest.mark.parametrize("strategy", ["all-reduce", "parameter-server", "gossip"])
+def test_when_all_workers_are_lost_all_are_named_with_how_each_ended(tmp_path: Path, strategy: str) -> None:
+    faults = Faults().kill(0, step=9).and_then("exit", 1, 9)
+    with pytest.raises(Lost, match=r"^worker \d was lost: .*; all workers are lost \(") as caught:
+        train(tmp_path, faults, workers=2, strategy=strategy)
+    assert "worker 0: killed by SIGKILL" in str(caught.value)
+    assert "worker 1: it ended with exit code 3" in str(caught.value)
+
+
+class AbortsWhenSent:
+    """A task whose arrival in another process ends that process."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return os.abort, ()
+
+
+def test_when_all_ranks_end_before_they_join_all_are_named(tmp_path: Path) -> None:
+    part: Any = AbortsWhenSent()
+    task = Task(name="aborting", model=part, data=part, loss=part, optimizer=part)
+    with pytest.raises(RankFailed, match=r"ranks 0, 1, 2 ended before they joined: rank 0: killed by SIGABRT"):
+        podium.train(task, workers=3, out=tmp_path)
 
 
 # A rank that never comes.

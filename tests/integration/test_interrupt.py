@@ -16,6 +16,7 @@ import pytest
 from podium.checkpoint import find_checkpoint
 from podium.cli.interrupt import ASKED
 from podium.cluster.rendezvous import rendezvous_folder
+from podium.cluster.signals import BURST_S
 from tests.integration import leftovers
 from tests.integration.faults import STEPS, TASK, Faults, Gate
 from tests.integration.processes import document, finish, podium, settings, start, wait_until_gone
@@ -26,9 +27,9 @@ AT = 15
 """The step in which rank 0 waits at the gate."""
 
 
-def command_line(out: Path, *words: str) -> subprocess.Popen[str]:
+def command_line(out: Path, *words: str, faults: Faults = Faults().gate(0, step=AT)) -> subprocess.Popen[str]:  # noqa: B008  # frozen
     """`podium train` on two workers, of which one will wait at the gate."""
-    fields: dict[str, Any] = {**FIELDS, "task.faults": Faults().gate(0, step=AT), "task.gate": out, "out": out}
+    fields: dict[str, Any] = {**FIELDS, "task.faults": faults, "task.gate": out, "out": out}
     process = podium("train", TASK, "-n", "2", *words, *settings(fields))
     wait_at_gate(process, out)
     return process
@@ -92,6 +93,7 @@ def test_asked_twice_it_ends_at_once(tmp_path: Path) -> None:
     children = leftovers.children_of(process.pid)
     press_ctrl_c(process)
     read_until(process, ASKED)
+    time.sleep(BURST_S)  # within it, it would be the same request
     press_ctrl_c(process)  # nobody opens the gate
     code, out, err = finish(process, 30)
     assert code == 130, err
