@@ -10,15 +10,20 @@ whole tensors), it steps by itself.
 from __future__ import annotations
 
 import copy
+import importlib
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from podium.errors import ConfigError
 from podium.flat import Piece
+
+_of_torch: Any = importlib.import_module("torch.optim.optimizer")  # hooks on all optimizers have no public place
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, Adagrad, RMSprop)
 """Optimizers that treat every element alike, checked in bits against stepping parameter by parameter."""
@@ -55,6 +60,7 @@ class FlatOptimizer:
     ) -> None:
         self.optimizer, self.parameters, self.pieces, self._params = optimizer, parameters, pieces, params
         self._linked = False
+        self._owners: tuple[Any, list[Any]] = (None, [])  # the owner's state when it was linked, and each parameter's
         self._stretches: list[_Stretch] = []
         self._counts: list[tuple[Tensor, Tensor]] = []
         """A stretch's step count, and one for each of its pieces: were one shared, whoever loads the owner's state and
@@ -63,7 +69,9 @@ class FlatOptimizer:
 
     def step(self, all_used: bool = True) -> None:
         """One step; with `all_used` false, parameters whose `grad` is None are left alone."""
-        if self._fast is None or not all_used or self._has_hooks() or not (self._linked or self._gather()):
+        if self._linked and not self._is_owners_state():
+            self._linked = False
+        if self._fast is None or not all_used or has_step_hooks(self.optimizer) or not (self._linked or self._gather()):
             self._linked = False
             self.optimizer.step()
             return
@@ -87,14 +95,14 @@ class FlatOptimizer:
     def step_on(self, grads: Sequence[Tensor], unused: Collection[int] = ()) -> None:
         """One step on gradients that lie in these buffers; pieces in `unused` are left alone."""
         self._point_at(grads)
-        if unused or self._fast is None or not self._linked or self._has_hooks():  # may be stepped piece by piece
+        if unused or self._fast is None or not self._linked or has_step_hooks(self.optimizer):  # may go piece by piece
             for i, (p, piece) in enumerate(zip(self.parameters, self.pieces, strict=True)):
                 p.grad = None if i in unused else piece.view(grads[piece.buffer])
         self.step(all_used=not unused)
 
     def step_into(self, grads: Sequence[Tensor], out: Sequence[Tensor], unused: Collection[int] = ()) -> None:
         """The same, and write the parameters to `out`, a few cuts at a time, while they are still in the cache."""
-        if unused or self._fast is None or not self._linked or self._has_hooks():
+        if unused or self._fast is None or not self._linked or has_step_hooks(self.optimizer):
             self.step_on(grads, unused)
             for mine, theirs in zip(out, self._params, strict=True):
                 mine.copy_(theirs)
@@ -162,6 +170,13 @@ class FlatOptimizer:
                     for i in stretch.members:
                         self.optimizer.state[self.parameters[i]][key] = value
         self._linked = True
+        self._owners = (self.optimizer.state, list(self.optimizer.state.values()))
+
+    def _is_owners_state(self) -> bool:
+        """Whether nobody has replaced the owner's state (`load_state_dict`) since it was linked."""
+        state, each = self._owners
+        now = self.optimizer.state
+        return now is state and len(now) == len(each) and all(map(is_, now.values(), each))
 
     def _count(self, stretch: _Stretch, key: str, count: Tensor) -> None:
         counts = count.expand(len(stretch.members)).clone()
@@ -207,10 +222,34 @@ class FlatOptimizer:
                 return False
         return True
 
-    def _has_hooks(self) -> bool:
-        """Whether somebody wants to be called around the owner's own step."""
-        owner: Any = self.optimizer  # torch has no public way to ask
-        return bool(owner._optimizer_step_pre_hooks or owner._optimizer_step_post_hooks)
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody wants to be called around this optimizer's own step, or has put another in its place."""
+    owner: Any = optimizer  # torch has no public way to ask
+    if owner._optimizer_step_pre_hooks or owner._optimizer_step_post_hooks or _has_own_step(optimizer):
+        return True
+    everybodys = (*_of_torch._global_optimizer_pre_hooks.values(), *_of_torch._global_optimizer_post_hooks.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in everybodys)  # the profiler's
+
+
+def refuse_step_hooks(optimizer: Optimizer, who: str) -> None:
+    """Raise ConfigError where servers step in this optimizer's place and its own step is wanted."""
+    if has_step_hooks(optimizer):
+        raise ConfigError(
+            f"{who}: the optimizer must have no step hooks (register_step_pre_hook, register_step_post_hook) and no "
+            "other step in place of its class's: servers step parts of the parameters and could not call them; use a "
+            "strategy without servers, such as all-reduce"
+        )
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Whether somebody assigned `optimizer.step`; a schedule does, to count calls, and leaves the step as it is."""
+    step = vars(optimizer).get("step")
+    if step is None:
+        return False
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", step)
+    return getattr(step, "__func__", step) is not type(optimizer).step
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

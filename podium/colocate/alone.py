@@ -21,6 +21,7 @@ from podium.colocate.recipe import Parts, Recipe, computing, seeded
 from podium.colocate.resident import Resident, Shelf
 from podium.colocate.trial import Evaluation, Outcome, Trial, Verdict
 from podium.errors import ConfigError
+from podium.modes import evaluating
 from podium.nests import join_rows, map_tensors
 
 
@@ -34,7 +35,7 @@ class Alone:
     def __init__(self, recipe: Recipe, trial: Trial, resident: Resident, parts: Parts | None = None) -> None:
         self.recipe, self.trial, self.resident = recipe, trial, resident
         self.parts = recipe.make(trial) if parts is None else parts
-        self.model = self.parts.model.to(recipe.torch_device).train()
+        self.model = self.parts.model.to(recipe.torch_device)  # its modules in the modes that they were made in
         self.optimizer = self.parts.optimizer  # made for this model's parameters, which `to` moved in place
         for param, state in self.optimizer.state.items():  # some make theirs at once
             moved = {k: v.to(param.device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
@@ -167,16 +168,12 @@ def validation(resident: Resident, parts: Parts) -> tuple[Shelf, np.ndarray]:
 @torch.no_grad()
 def predict(model: nn.Module, shelf: Shelf, index: np.ndarray, batch_size: int) -> tuple[Any, Any]:
     """What the model says of these samples, in evaluation mode, and what is true of them; on the CPU."""
-    was_training = model.training
-    model.eval()
-    try:
-        rows = []
+    rows = []
+    with evaluating(model):
         for start in range(0, len(index), batch_size):
             cut = torch.from_numpy(index[start : start + batch_size]).to(shelf.index_device)
             inputs, targets = shelf.batch(cut, None)
             rows.append(map_tensors(lambda x: x.cpu(), (at_least_single(model(inputs)), targets)))
-    finally:
-        model.train(was_training)
     outputs, targets = (join_rows(column) for column in zip(*rows, strict=True))
     return outputs, targets
 

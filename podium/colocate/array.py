@@ -36,7 +36,7 @@ from podium.colocate.dropout import CountedDropout
 from podium.colocate.keys import callable_key, module_key, optimizer_key
 from podium.colocate.losses import lifted
 from podium.colocate.modules import prepared
-from podium.colocate.recipe import Parts, Recipe, computing, has_hooks
+from podium.colocate.recipe import Parts, Recipe, computing
 from podium.colocate.resident import Resident
 from podium.colocate.stacked_optim import (
     ALIGN,
@@ -51,6 +51,7 @@ from podium.colocate.stacked_optim import (
 )
 from podium.colocate.trial import Evaluation
 from podium.errors import ConfigError, TrainingError
+from podium.optim import has_step_hooks
 
 Mode = Literal["forward", "gradient"]
 """What `vmap` goes over: the forward pass, with an ordinary backward; or the gradient too (recurrent nets need it)."""
@@ -127,7 +128,7 @@ class Array:
         switch._set_vmap_fallback_warning_enabled(tells)
         self.structure = structure_of(first)
         self.held: list[Parts | None] = [None] * rows
-        self.base = copy.deepcopy(first.model).to(self.device).train()
+        self.base = copy.deepcopy(first.model).to(self.device)  # its modules in the modes that they were made in
         if rows > 1:
             fast = (self.device.type == "cuda" if fast is None else fast) and mode == "forward"
             dense = skips_zero_gradients(first)
@@ -392,8 +393,9 @@ class Array:
             return tensor if all_rows else tensor.index_select(0, chosen)
 
         given = {p.name: take(leaf) for p, leaf in zip(self.places, self.leaves, strict=True)}
-        for held in (self.frozen, self.buffers):
-            given.update({name: take(tensor) for name, tensor in held.items()})
+        given.update({name: take(tensor) for name, tensor in self.frozen.items()})
+        # Copies, where they would be the rows' own: an evaluation leaves no trace.
+        given.update({name: take(b).clone() if all_rows else take(b) for name, b in self.buffers.items()})
         shelf = validation(self.resident, self._parts(rows[0]))[0]
         size = max(1, self.task.eval_batch_size // max(1, len(rows) // 8))
         columns: list[tuple[Tensor, Tensor]] = []
@@ -465,7 +467,7 @@ class Array:
 
     def _used(self, first: Parts, names: Sequence[str]) -> set[str]:
         """The parameters that the loss depends on: the others get no gradient, and no step, alone either."""
-        model = copy.deepcopy(first.model).to(self.device).train()
+        model = copy.deepcopy(first.model).to(self.device)
         params = dict(model.named_parameters())
         index = torch.from_numpy(upcoming(first, 0, 1)[0]).to(self.device)
         keys = torch.zeros_like(index)
@@ -510,7 +512,7 @@ def upcoming(parts: Parts, done: int, count: int) -> tuple[np.ndarray, np.ndarra
 
 def _hooked(parts: Parts) -> bool:
     owners: list[Any] = list(parts.model.parameters())
-    return has_hooks(parts.optimizer) or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in owners)
+    return has_step_hooks(parts.optimizer) or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in owners)
 
 
 def _stacked(tensor: Tensor, rows: int) -> Tensor:

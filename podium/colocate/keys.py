@@ -248,8 +248,8 @@ class _Shared:
         return hash(type(self.value))
 
 
-def _module(module: nn.Module) -> tuple[Any, Any, Any]:
-    """Its class, its attributes, its hooks."""
+def _module(module: nn.Module) -> tuple[Any, Any, Any, bool]:
+    """Its class, its attributes, its hooks, its mode."""
     way = (id(module),)
     held = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
     if isinstance(module, nn.RNNBase):  # its parameters once more, in lists that torch keeps up to date by itself
@@ -258,7 +258,7 @@ def _module(module: nn.Module) -> tuple[Any, Any, Any]:
     hooks = tuple(
         (kind, tuple(_value(h, way) for h in _hooks(module, kind))) for kind in _HOOKS if _hooks(module, kind)
     )
-    return class_key(type_before_parametrizations(module)), attributes, hooks
+    return class_key(type_before_parametrizations(module)), attributes, hooks, module.training
 
 
 def _hooks(module: nn.Module, kind: str) -> Iterable[Any]:

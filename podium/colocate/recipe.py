@@ -42,6 +42,7 @@ from podium.data.base import Data
 from podium.data.order import GlobalOrder
 from podium.errors import ConfigError, UnknownName
 from podium.names import load_named
+from podium.optim import has_step_hooks
 from podium.task import Task, load_task
 
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -410,7 +411,7 @@ def _made_again(optimizer: Optimizer, options: Mapping[str, Any], who: str) -> O
                 f"trial of {who}: {name} differs between the optimizer's groups ({', '.join(map(str, held))}), so one "
                 "number cannot take its place; make it an option of the task's function, which knows what each gets"
             )
-    if type(optimizer).__module__.startswith("torch.optim") and not has_hooks(optimizer):
+    if type(optimizer).__module__.startswith("torch.optim") and not has_step_hooks(optimizer):
         groups = [{**group, **options} for group in optimizer.param_groups]
         taken = inspect.signature(type(optimizer)).parameters
         named = {name: value for name, value in {**optimizer.defaults, **options}.items() if name in taken}
@@ -421,9 +422,3 @@ def _made_again(optimizer: Optimizer, options: Mapping[str, Any], who: str) -> O
     for group in optimizer.param_groups:
         group.update(options)
     return optimizer
-
-
-def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody wants to be called around its steps."""
-    owner: Any = optimizer  # torch has no public way to ask
-    return bool(owner._optimizer_step_pre_hooks or owner._optimizer_step_post_hooks)
