@@ -44,8 +44,10 @@ class Backward:
         self.used = [False] * len(self.used)
         self._missing = [len(b.pieces) for b in self.flat.buckets]
         self._next = 0
-        for p in self.flat.parameters:
+        for i, p in enumerate(self.flat.parameters):
             p.grad = None
+            if len(p._post_accumulate_grad_hooks) > 1:
+                self._be_last(i, p)
         means: list[tuple[Batch, Tensor]] = []
         for part, is_last in self._parts(batch):
             self._fired = [False] * len(self._fired)
@@ -89,12 +91,20 @@ class Backward:
             if not isinstance(loss, Tensor) or loss.dim() != 0:
                 came = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise ConfigError(f"the loss must be one number per batch, a tensor of shape (), got {came}")
+            worker.step_check.after_forward()
             worker.comm.in_backward = True
             try:
                 loss.backward(torch.full_like(loss, part.weight))
             finally:
                 worker.comm.in_backward = False
+            worker.step_check.after_backward()
         return loss
+
+    def _be_last(self, i: int, p: nn.Parameter) -> None:
+        """A hook that the user added later must come first: what it does to a gradient would miss the exchange."""
+        held: dict[int, object] = p._post_accumulate_grad_hooks  # torch has no public way to ask
+        if next(reversed(held)) != p._podium_hook.id:  # type: ignore[attr-defined]  # ours
+            _own_hook(p, self._hook(i))
 
     def _hook(self, i: int) -> Callable[[Tensor], None]:
         # A parameter holds its hooks where Python's collector cannot look. Were this one to hold the parameter in turn,
@@ -120,8 +130,9 @@ class Backward:
         view = flat.views[i]
         if flat.pieces[i].row > 0:
             pass  # stays where it is until its rows are asked for
+        elif p.grad is None:
+            return  # a hook before this one took it away: the parameter gets no step
         elif p.grad is not view:
-            assert p.grad is not None
             view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
             p.grad = view
         self.used[i] = True

@@ -5,8 +5,9 @@ the first bucket is ready first. Buckets begin at cache lines, so there may be a
 always holds zeros. Gradients lie in a twin buffer. The last bucket carries a short tail behind its
 gradients, which travels with the exchange for nothing: see `TAIL`.
 
-Build this last: `.to(...)`, `.double()` and `load_state_dict(assign=True)` afterwards detach parameters from their
-buffer, which `check` notices.
+Build this last: a parameter that gets another storage afterwards (`p.data = …`) is brought back by `follow`; one that
+gets another dtype, device, shape or layout is refused, and so is another object in its place
+(`load_state_dict(assign=True)`). An empty parameter has nothing to train and no place here.
 """
 
 from __future__ import annotations
@@ -83,12 +84,14 @@ class Flat:
         self._by_rows = rows_of(model, optimizer) if rows else set()
         named = {id(p): name for name, p in model.named_parameters()}
         groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        if not trainable:
-            raise ConfigError("the model has no parameter to train (all are frozen, or there are none)")
-        for p in trainable:
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        for p in wanted:
             _require_flattenable(p, named[id(p)], groups)
+        trainable = [p for p in wanted if p.numel()]
+        if not trainable:
+            raise ConfigError("the model has no parameter to train (all are frozen or empty, or there are none)")
         _require_known(optimizer, named)
+        _require_apart(model, {id(p) for p in trainable})
         self.parameters: list[nn.Parameter] = trainable[::-1]
         """Trainable parameters in piece order; a tied one stands once."""
         self.pieces: list[Piece] = []
@@ -104,6 +107,7 @@ class Flat:
         last = self.buckets[-1]
         self.tail = self.grads[last.buffer][last.stop : last.stop + TAIL]
         self.views = [piece.view(self.grads[piece.buffer]) for piece in self.pieces]
+        self._places = [p.data_ptr() for p in self.parameters]
 
     @property
     def nbytes(self) -> int:
@@ -127,16 +131,61 @@ class Flat:
                 mine = flats[piece.buffer][piece.start : piece.stop]
                 mine += parts[piece.name].to(mine.device)
 
+    def holds_all(self) -> bool:
+        """Whether all parameters lie where they were put."""
+        return list(map(Tensor.data_ptr, self.parameters)) == self._places
+
+    def left(self) -> str:
+        """The name of a parameter that does not lie where it was put."""
+        both = zip(self.pieces, self.parameters, self._places, strict=True)
+        return next(piece.name for piece, p, place in both if p.data_ptr() != place)
+
     def check(self) -> None:
-        """Raise when a parameter no longer lies in its buffer."""
+        """Follow the parameters, and raise when one is no longer the model's own."""
         present = dict(self._model.named_parameters())
         for p, piece in zip(self.parameters, self.pieces, strict=True):
-            home = self.params[piece.buffer]
-            moved = p.data_ptr() != home.data_ptr() + piece.start * home.element_size()
-            if moved or present.get(piece.name) is not p:
+            if present.get(piece.name) is not p:
                 raise TrainingError(
-                    f"parameter {piece.name} left its flat buffer: move or cast the model before its worker is built"
+                    f"parameter {piece.name} left its flat buffer: another object took its place in the model "
+                    "(load_state_dict(assign=True)?); change its values in place"
                 )
+        self.follow()
+
+    def follow(self, *, may_change: bool = True) -> None:
+        """Bring parameters that got another storage back into their buffer, with the values that they have now.
+
+        `may_change`: whether these values may differ from those in the buffer.
+        """
+        for p, piece, place in zip(self.parameters, self.pieces, self._places, strict=True):
+            if p.data_ptr() == place and p.shape == piece.shape and p.stride() == piece.stride:
+                continue
+            home = piece.view(self.params[piece.buffer])
+            if p.dtype != home.dtype or p.device != home.device or p.shape != home.shape:
+                raise TrainingError(
+                    f"parameter {piece.name} left its flat buffer: it was {home.dtype} of shape {piece.shape} on "
+                    f"{home.device} and is {p.dtype} of shape {tuple(p.shape)} on {p.device}; move, cast or reshape "
+                    "the model before training begins"
+                )
+            shared = self._shares_place(p)
+            if shared is not None:
+                raise TrainingError(_TIED.format(one=f"parameter {piece.name}", other=f"parameter {shared}"))
+            if not may_change and not torch.equal(p.data, home):
+                raise TrainingError(
+                    f"parameter {piece.name} was changed by the model or the training loop (p.data = …), and servers "
+                    "hold the parameters: their next answer would undo it; use a strategy without servers, such as "
+                    "all-reduce"
+                )
+            if p.data_ptr() == place:  # the same memory in another order
+                p.data = p.data.clone()
+            home.copy_(p.data)
+            p.data = home
+
+    def _shares_place(self, p: Tensor) -> str | None:
+        """The parameter whose place in a buffer this storage is; its own does not count."""
+        for other, piece in zip(self.parameters, self.pieces, strict=True):
+            if other is not p and _overlap(p, piece.view(self.params[piece.buffer])):
+                return piece.name
+        return None
 
     def _cut(self, bucket_bytes: int, first_bucket_bytes: int) -> list[list[int]]:
         """Which parameters share a bucket: it is closed once it holds enough; each dtype fills its own."""
@@ -205,6 +254,55 @@ def _is_dense(p: Tensor) -> bool:
     if p.dim() == 5:
         formats.append(torch.channels_last_3d)
     return any(p.is_contiguous(memory_format=f) for f in formats)
+
+
+_TIED = (
+    "{one} and {other} share memory (tied through .data?), and would come apart; tie parameters by assigning the "
+    "parameter itself: b.weight = a.weight"
+)
+
+
+def _require_apart(model: nn.Module, trainable: set[int]) -> None:
+    """Refuse a trainable parameter that shares memory with another parameter or with a buffer."""
+    held: list[tuple[str, Tensor]] = [(f"parameter {name}", p) for name, p in model.named_parameters()]
+    held += [(f"buffer {name}", b) for name, b in model.named_buffers()]
+    held = [(name, t) for name, t in held if t.layout is torch.strided and _is_there(t)]
+    held.sort(key=lambda each: (str(each[1].device), each[1].data_ptr()))
+    for i, (one, tensor) in enumerate(held):
+        for other, neighbour in held[i + 1 :]:
+            if not _begins_in(neighbour, tensor):
+                break
+            if (id(tensor) in trainable or id(neighbour) in trainable) and _overlap(tensor, neighbour):
+                raise ConfigError(_TIED.format(one=one, other=other))
+
+
+def _is_there(tensor: Tensor) -> bool:
+    return not nn.parameter.is_lazy(tensor) and not tensor.is_meta and tensor.numel() > 0
+
+
+def _begins_in(later: Tensor, tensor: Tensor) -> bool:
+    """Whether one tensor's memory begins before the other's ends."""
+    return later.device == tensor.device and later.data_ptr() < tensor.data_ptr() + _extent(tensor)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have an element in common in memory."""
+    if a.device != b.device or a.data_ptr() >= b.data_ptr() + _extent(b) or b.data_ptr() >= a.data_ptr() + _extent(a):
+        return False
+    return bool(torch.isin(_addresses(a), _addresses(b)).any())
+
+
+def _addresses(tensor: Tensor) -> Tensor:
+    found = torch.tensor(tensor.data_ptr())
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        found = found[..., None] + torch.arange(size) * stride * tensor.element_size()
+    return found.reshape(-1)
 
 
 def _require_known(optimizer: Optimizer, named: dict[int, str]) -> None:

@@ -93,6 +93,7 @@ class Run:
         self._phasing: Phasing | None = None
         self._batch: Batch | None = None
         self._fed_s = 0.0
+        self._step_failed = False
         self._state: Any = None
 
     @property
@@ -153,7 +154,8 @@ class Run:
             try:
                 yield from self._until_horizon(feed)
             finally:  # also when the user breaks out of the loop, which all workers must do after the same step
-                self.strategy.finish(worker, self._state)
+                if not self._step_failed:  # otherwise the others may be gone, and nobody would answer
+                    self.strategy.finish(worker, self._state)
             if phasing.is_over:
                 phasing.advance()
 
@@ -196,13 +198,16 @@ class Run:
         retried = strategy.survives_loss and self.comm.size > 1
         if retried and not strategy.by_rounds:
             worker.remember()
+        self._step_failed = True
         try:
             loss = strategy.step(worker, self._state, batch._replace(closure=closure))
         except Lost:
             if not strategy.survives_loss:
                 raise
             self._recover()
+            self._step_failed = False
             return torch.tensor(float("nan"))
+        self._step_failed = False
         if retried:
             worker.check_state()  # a survivor of a loss will have to send it
         if retried and strategy.by_rounds and worker.round.steps == 0:

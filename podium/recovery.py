@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from podium.buffers import fit_buffers
 from podium.comm.words import share_bytes
 from podium.errors import Lost
 from podium.files import bytes_to_tree, tree_to_bytes
@@ -97,6 +98,7 @@ def _take_state(worker: Worker, source: int, carried: dict[str, Any]) -> None:
     data = share_bytes(comm, source, mine)
     if comm.rank != source:
         state = bytes_to_tree(data, f"state of rank {source}")
+        fit_buffers(worker.model, state["worker"]["model"])
         worker.load_state(state["worker"])
         worker.stop_agreed, _, worker.switch_agreed = state["agreed"]
         carried.update(state["carried"])

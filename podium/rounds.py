@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from podium.buffers import Snapshot
 from podium.generators import State
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Mark(NamedTuple):
 
     state: dict[str, Any]
     generators: State
-    buffers: list[Tensor]
+    buffers: Snapshot
     samples_since: int  # that its buffers have seen since they were made alike
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from podium import checkpoint
 from podium.balance import balancer_of
 from podium.balancing import Balancing
+from podium.buffers import load_buffers
 from podium.building import Job, build_worker, device_of, open_data
 from podium.checkpoint_parts import agree_on_checkpoint, gather_parts
 from podium.comm.base import Communicator
@@ -35,6 +36,7 @@ from podium.files import Checksum, make_folder, save_tensors
 from podium.leftovers import Unit, convert_leftovers
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
+from podium.modes import evaluating
 from podium.nests import join_rows, map_tensors
 from podium.phasing import Phasing
 from podium.recovery import Control, recover
@@ -269,6 +271,7 @@ class Training:
         began = self.comm.clock.now_ns()
         with self._busy("validation"), self.worker.computing():
             outputs, targets = predict(self.worker.model, self.data.test, self.job.task.eval_batch_size, self.device)
+            self.worker.step_check.note_versions()
             self.loss = float(self.job.task.loss(outputs, targets))
             self.metrics = {name: float(metric(outputs, targets)) for name, metric in self.job.task.metrics.items()}
         now = self.comm.clock.now_ns()
@@ -319,7 +322,7 @@ class Training:
             step = self._global_step()
             own = {
                 "rng": worker.generators(),
-                "buffers": {k: v.clone() for k, v in worker.model.named_buffers()},
+                "buffers": {k: v.detach().clone() for k, v in worker.model.named_buffers()},
                 "leftovers": worker.outgoing.leftovers(),
             }
             mine = checkpoint.save_own(run_dir, step, self.comm.rank, own)
@@ -382,8 +385,7 @@ class Training:
         own = found.own(self.comm.rank)
         if own is not None:
             self.worker.set_generators(own["rng"])
-            for name, buffer in self.worker.model.named_buffers():
-                buffer.copy_(own["buffers"][name])
+            load_buffers(self.worker.model, own["buffers"])
         self._take_leftovers(found)
         if "unit" in shared:
             convert_leftovers(self.worker, Unit(*shared["unit"]), self.strategy.unit(self.worker))
@@ -546,14 +548,13 @@ def run_server(server: Server) -> None:
 
 @torch.no_grad()
 def predict(model: nn.Module, dataset: Dataset, batch_size: int, device: torch.device) -> tuple[Any, Any]:
-    """The model's outputs and the targets over a whole data set, on the CPU; leaves the model in training mode."""
-    model.eval()
+    """The model's outputs and the targets over a whole data set, on the CPU; leaves the model as it was."""
     outputs, targets = [], []
-    for start in range(0, len(dataset), batch_size):
-        x, y = dataset.gather(np.arange(start, min(start + batch_size, len(dataset))))
-        outputs.append(map_tensors(_settled, model(to_device(x, device))))
-        targets.append(y)
-    model.train()
+    with evaluating(model):
+        for start in range(0, len(dataset), batch_size):
+            x, y = dataset.gather(np.arange(start, min(start + batch_size, len(dataset))))
+            outputs.append(map_tensors(_settled, model(to_device(x, device))))
+            targets.append(y)
     return join_rows(outputs), join_rows(targets)
 
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from podium.backward import Backward
+from podium.buffers import Buffers, Snapshot, write
 from podium.codecs.base import Turn
 from podium.codecs.dense import Dense
 from podium.collectives.backend import Backend
@@ -39,6 +40,7 @@ from podium.optim import FlatOptimizer
 from podium.outgoing import Outgoing
 from podium.reducing import Packing
 from podium.rounds import Mark, Round
+from podium.step_check import StepCheck
 
 
 class Draws(ABC):
@@ -181,6 +183,8 @@ class Worker:
         self.step_loss: float | None = None
         """Mean loss over the whole of the last synchronous step, from all workers."""
         self.device = self.flat.params[0].device
+        if comm.size > 1:
+            _refuse_max_norm(model)
         self.rng: State | None = None
         """Where ranks share a process: this worker's state of torch's generators."""
         self._autocast = autocast
@@ -189,7 +193,9 @@ class Worker:
         self._used_then: list[bool] = []  # by this worker, when that was agreed
         self._samples_since = 0  # since buffers were last made alike
         self._backward = Backward(self)
-        self._buffers = [b for b in model.buffers() if b.is_floating_point()]
+        self.step_check = StepCheck(model, optimizer, self.flat)
+        """Looks in every step at what the model has done to itself."""
+        self._buffers = Buffers(model, comm)
         self._seed = seed
         self.outgoing = Outgoing(comm, self.flat, packing or Packing(Dense(), feedback=False), collective or Backend())
         """What this worker sends: how it is packed, and what was left out."""
@@ -216,7 +222,7 @@ class Worker:
         self.noise: NoiseMeter | None = None
         self.noise_scale: float | None = None
         """The gradient noise scale, where it is measured."""
-        self._before: tuple[State, list[Tensor], int] | None = None
+        self._before: tuple[State, Snapshot, int] | None = None
 
     # What strategies use.
 
@@ -341,11 +347,13 @@ class Worker:
         return [value for value in found if isinstance(value, Tensor) and value.dim() > 0]
 
     def _move(self, used: Sequence[bool], batch: Batch) -> None:
+        self.step_check.follow_storages()  # a hook in the backward pass may have given a parameter another storage
         for p, view, is_used in zip(self.flat.parameters, self.flat.views, used, strict=True):
             p.grad = view if is_used else None
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.flat.parameters[::-1], self.clip_norm)
         self._fast.step(all_used=all(used))
+        self.step_check.follow_storages()  # or one around the optimizer's step
         self.comm.clock.touch(self.flat.nbytes)
         self.advance(batch)
 
@@ -412,15 +420,14 @@ class Worker:
 
     def remember(self) -> None:
         """Keep what a step changes besides parameters, so that a failed step leaves no trace."""
-        self._before = (self.generators(), [b.clone() for b in self.model.buffers()], self._samples_since)
+        self._before = (self.generators(), Snapshot(self.model), self._samples_since)
 
     def forget_step(self) -> None:
         """The step in flight did not happen: generator and buffers go back to where it began."""
         assert self._before is not None
         generators, buffers, self._samples_since = self._before
         self.set_generators(generators)
-        for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
-            buffer.copy_(kept)
+        buffers.restore()
         self.outgoing.reducer.drop()
         if self.noise is not None:
             self.noise.forget()
@@ -428,6 +435,7 @@ class Worker:
     def forget_agreements(self) -> None:
         """What the workers once agreed on for good they must agree on anew: some may have been in mid-agreement."""
         self._used_anywhere = None
+        self._buffers.forget_agreement()
 
     def generators(self) -> State:
         """The state of this worker's random generators."""
@@ -447,31 +455,29 @@ class Worker:
         if self.comm.size == 1:
             return
         first = self.comm.workers[0]
-        others = [p.data for p in self.model.parameters() if not p.requires_grad] + list(self.model.buffers())
+        frozen = [p.data for p in self.model.parameters() if not p.requires_grad]
+        buffers = list(self.model.named_buffers())
+        others = frozen + [buffer for _, buffer in buffers]
         joined = torch.cat([_as_bytes(t) for t in others]) if others else torch.empty(0, dtype=torch.uint8)
         exchanged = [*self.params, joined] if others else self.params
         self.comm.wait(*(self.comm.broadcast(tensor, first) for tensor in exchanged))
-        for tensor, part in zip(others, joined.split([t.nbytes for t in others]), strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).reshape(tensor.shape))
+        parts = joined.split([t.nbytes for t in others])
+        values = [part.clone().view(t.dtype).reshape(t.shape) for t, part in zip(others, parts, strict=True)]
+        for tensor, value in zip(frozen, values, strict=False):
+            tensor.copy_(value)
+        for (name, buffer), value in zip(buffers, values[len(frozen) :], strict=True):
+            write(self.model, name, buffer, value)
 
     def mean_buffers(self) -> None:
         """Average floating-point buffers over the workers, by the samples each has seen since last time. Collective."""
-        if not self._buffers or self.comm.size == 1:
-            return
-        weight = float(self._samples_since)
-        mine = [b.reshape(-1).to(torch.float64).cpu() * weight for b in self._buffers]
-        joined = torch.cat([*mine, torch.tensor([weight], dtype=torch.float64)])
-        self.comm.wait(self.comm.all_reduce(joined))
-        if joined[-1] > 0:  # otherwise nobody has changed them
-            self._scatter_buffers(joined[:-1] / joined[-1])
-        self._samples_since = 0
+        if self.comm.size > 1:
+            self._buffers.mean(self._samples_since)
+            self._samples_since = 0
 
     def broadcast_buffers(self) -> None:
         """Take the first worker's floating-point buffers. Collective."""
-        if self._buffers and self.comm.size > 1:
-            joined = torch.cat([b.reshape(-1).to(torch.float64).cpu() for b in self._buffers])
-            self.comm.wait(self.comm.broadcast(joined, self.comm.workers[0]))
-            self._scatter_buffers(joined)
+        if self.comm.size > 1:
+            self._buffers.broadcast()
 
     def param_hash(self) -> str:
         """Hash of the parameters by name, whatever their layout."""
@@ -494,17 +500,15 @@ class Worker:
 
     def mark(self) -> None:
         """All agree here: this is where to go back to, should the next round fail."""
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
-        self._mark = Mark(self.state(), self.generators(), buffers, self._samples_since)
+        self._mark = Mark(self.state(), self.generators(), Snapshot(self.model), self._samples_since)
 
     def return_to_mark(self) -> None:
         """The round under way did not happen."""
         assert self._mark is not None
+        self._mark.buffers.restore()  # first: their shapes may have changed
         self.load_state(self._mark.state)
         self.set_generators(self._mark.generators)
         self._samples_since = self._mark.samples_since
-        for buffer, kept in zip(self.model.buffers(), self._mark.buffers, strict=True):
-            buffer.copy_(kept)
         self.outgoing.reducer.drop()
         self.round = Round()
 
@@ -633,10 +637,6 @@ class Worker:
             self._used_anywhere = [count > 0 for count in mask.tolist()]
         return self._used_anywhere
 
-    def _scatter_buffers(self, joined: Tensor) -> None:
-        for buffer, part in zip(self._buffers, joined.split([b.numel() for b in self._buffers]), strict=True):
-            buffer.copy_(part.view_as(buffer))
-
 
 class _Computing:
     """This worker's generator in place of the global one, and the compute lock of its world."""
@@ -657,6 +657,18 @@ class _Computing:
         assert self._outer is not None
         set_generator_state(self._outer, self.worker.device)
         self._lock.__exit__(*error)
+
+
+def _refuse_max_norm(model: nn.Module) -> None:
+    """Rows that one worker looks up are rescaled there and nowhere else: replicas would differ."""
+    for name, module in model.named_modules():
+        table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if table and module.max_norm is not None and module.weight.requires_grad:
+            raise ConfigError(
+                f"module {name or type(module).__name__}: max_norm rescales the rows that a worker has looked up, on "
+                "that worker only, so workers would come apart; use one worker, or leave max_norm out and rescale all "
+                "rows in forward"
+            )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

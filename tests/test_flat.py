@@ -134,7 +134,7 @@ def test_groups_are_those_of_the_optimizer() -> None:
     assert {p.name: p.group for p in flat.pieces} == {"0.weight": 0, "2.weight": 0, "0.bias": 1, "2.bias": 1}
 
 
-@pytest.mark.parametrize("leave", ["double", "assign", "data"])
+@pytest.mark.parametrize("leave", ["double", "assign", "reshape"])
 def test_a_parameter_that_left_its_buffer_is_noticed(leave: str) -> None:
     model = plain_model()
     flat = flatten(model)
@@ -143,9 +143,34 @@ def test_a_parameter_that_left_its_buffer_is_noticed(leave: str) -> None:
     elif leave == "assign":
         model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     else:
-        model[0].weight.data = torch.zeros(8, 6)
+        model[0].weight.data = torch.zeros(6, 8)
     with pytest.raises(TrainingError, match="left its flat buffer"):
         flat.check()
+
+
+@pytest.mark.parametrize("data", [torch.arange(48.0).reshape(8, 6), torch.arange(48.0).reshape(6, 8).t()])
+def test_a_parameter_with_another_storage_is_brought_back(data: torch.Tensor) -> None:
+    model = plain_model()
+    flat = flatten(model)
+    model[0].weight.data = data
+    assert not flat.holds_all()
+    flat.check()
+    assert flat.holds_all()
+    assert torch.equal(model[0].weight, data)
+    assert torch.equal(flat.pieces[-1].view(flat.params[0]), data)
+
+
+def test_parameters_that_share_memory_are_refused_and_those_that_lie_side_by_side_are_not() -> None:
+    def halves(start: int, step: int) -> nn.Module:
+        model, memory = nn.Module(), torch.zeros(10)
+        model.a, model.b = nn.Parameter(memory[0:6:step]), nn.Parameter(memory[start : start + 6 : step])
+        return model
+
+    for start, step in ((6, 1), (1, 2)):
+        flatten(halves(start, step)).check()
+    for start, step in ((0, 1), (4, 1), (2, 2)):
+        with pytest.raises(ConfigError, match=r"parameter [ab] and parameter [ab] share memory"):
+            flatten(halves(start, step))
 
 
 def test_what_cannot_be_flattened_is_refused_by_name() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from podium.comm.memory import MemoryWorld
@@ -195,3 +196,76 @@ def test_the_loss_of_the_step_travels_with_the_gradients() -> None:
     loss = worker.backward(batch)
     worker.apply(batch)
     assert worker.step_loss == pytest.approx(loss.item())
+
+
+# Buffers that a step has changed in more than their values.
+
+
+class Restless(nn.Module):
+    """Each pass assigns a buffer anew, grows another, adds one and removes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.passes = nn.Linear(FEATURES, CLASSES), 0
+        self.register_buffer("ema", torch.zeros(FEATURES))
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.register_buffer("grows", torch.zeros(1))
+        self.register_buffer("spare", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ema = 0.9 * self.ema + 0.1 * x.mean(0)
+        self.hidden.add_(1)
+        self.hidden = self.hidden.double()
+        self.grows = torch.cat([self.grows, self.grows])
+        if hasattr(self, "spare"):
+            del self.spare
+            self.register_buffer("late", torch.ones(3), persistent=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("by_rounds", [False, True])
+def test_a_step_or_round_that_did_not_happen_leaves_no_trace_in_buffers_that_were_replaced(by_rounds: bool) -> None:
+    worker = worker_of(Restless())
+    before = {name: (b, b.clone()) for name, b in worker.model.named_buffers()}
+    saved = {name: b.clone() for name, b in worker.model.state_dict().items()}
+    (worker.mark if by_rounds else worker.remember)()
+    worker.backward(a_batch())
+    assert {name for name, _ in worker.model.named_buffers()} != before.keys()
+    (worker.return_to_mark if by_rounds else worker.forget_step)()
+    after = dict(worker.model.named_buffers())
+    assert after.keys() == before.keys()
+    for name, (tensor, value) in before.items():
+        assert after[name] is tensor
+        assert torch.equal(tensor, value)
+    assert worker.model.state_dict().keys() == saved.keys()
+
+
+def test_an_embedding_that_rescales_its_rows_is_refused_where_workers_would_come_apart() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(9, FEATURES, max_norm=1.0), nn.Linear(FEATURES, CLASSES))
+
+    worker_of(make())
+    with pytest.raises(ConfigError, match="module 0: max_norm rescales the rows"):
+        Worker(model := make(), SGD(model.parameters(), lr=0.1), MemoryWorld(2).ranks[0], loss=cross_entropy)
+
+
+def test_optimizer_hooks_are_called_once_a_step_as_in_plain_pytorch() -> None:
+    worker, calls = worker_of(plain_model()), []
+    worker.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    worker.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for _ in range(3):
+        worker.backward(a_batch())
+        worker.apply(a_batch())
+    assert calls == ["before", "after"] * 3
+
+
+def test_a_hook_on_all_optimizers_is_called_once_a_step_too() -> None:
+    seen: list[Any] = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
+    try:
+        worker = worker_of(plain_model())
+        worker.backward(a_batch())
+        worker.apply(a_batch())
+    finally:
+        handle.remove()
+    assert seen == [worker.optimizer]

@@ -20,7 +20,7 @@ from torch.sparse import check_sparse_tensor_invariants
 from podium.comm.base import Meta
 from podium.errors import ConfigError
 from podium.flat import Flat, Piece
-from podium.optim import FlatOptimizer, is_elementwise
+from podium.optim import FlatOptimizer, is_elementwise, refuse_step_hooks
 from podium.servers.moments import pack, unpack
 from podium.servers.outer import DelayedNesterov
 from podium.servers.ranges import Layout, Range, Unit
@@ -111,6 +111,7 @@ class Shard:
                 f"parameter-server: {type(optimizer).__name__} cannot run on ranges of the parameters: it looks at "
                 "whole tensors (or is fused); use SGD, Adam, AdamW, Adagrad or RMSprop"
             )
+        refuse_step_hooks(optimizer, "parameter-server")
         self.ranges, self.units = layout
         self.params = [r.of(flat.params).detach().clone() for r in self.ranges]
         self.nbytes = sum(p.nbytes for p in self.params)

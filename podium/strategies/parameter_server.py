@@ -223,6 +223,7 @@ class ParameterServer(Strategy[PSState]):
             state.inbox = [torch.zeros_like(p) for p in worker.params]
         places = client.seeded_here(worker, self.colocated, self.only_serve)
         client.seed_together(worker, state.served, places, self._work(worker), client.own_states(worker, state.share))
+        worker.step_check.servers_begin()
         return state
 
     def step(self, worker: Worker, state: PSState, batch: Batch) -> Tensor:
@@ -251,7 +252,7 @@ class ParameterServer(Strategy[PSState]):
 
     def finish(self, worker: Worker, state: PSState) -> None:
         """Wait until all workers are through, then take parameters and optimizer state home."""
-        worker.exposure = None
+        worker.exposure, worker.step_check.served = None, False
         self._take(worker, state)
         answers = client.leave(worker, state.served)
         if answers is None:
@@ -298,6 +299,7 @@ class ParameterServer(Strategy[PSState]):
         if self.prefetch:
             for mine, landed in zip(worker.params, state.inbox, strict=True):
                 mine.copy_(landed)
+        worker.step_check.parameters_came()
         if self.feed == "step":
             worker.heed(facts.get("agreed", (False, False, False)))
             worker.step_loss = facts.get("loss")

@@ -130,8 +130,10 @@ def models(draw: st.DrawFn) -> Model:
     def several(each: st.SearchStrategy[T]) -> list[T]:
         return draw(st.lists(each, min_size=count, max_size=count))
 
+    sizes = several(st.one_of(st.just(1), st.integers(0, 90), st.integers(200, 700)))
+    assume(any(sizes))  # something to train
     return Model(
-        several(st.one_of(st.just(1), st.integers(0, 90), st.integers(200, 700))),
+        sizes,
         several(st.booleans()),
         several(st.integers(0, 2)),
         draw(st.integers(1, 5000)),
