@@ -1,0 +1,168 @@
+"""What README and report claim is what the committed records say, and what the examples print."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import podium
+from podium.collectives import COLLECTIVES
+from podium.strategies import STRATEGIES
+from podium.study.answer import limits
+from podium.study.switching import panels, timings
+from podium.study.switching.clock import Timing
+
+ROOT = Path(__file__).parent.parent
+STUDIES = ROOT / "docs" / "studies"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+REPORT = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+
+
+@cache
+def records(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (STUDIES / name).read_text(encoding="utf-8").splitlines()]
+
+
+def said(text: str) -> str:
+    """A text with its line breaks and the targets of its links gone."""
+    return " ".join(re.sub(r"\]\([^)]*\)", "", text).replace("[", "").split())
+
+
+class TestTheStrategiesStudy:
+    rows = staticmethod(lambda: records("strategies/results.jsonl"))
+
+    def of(self, strategy: str, workers: int, link: str) -> dict[int, dict[str, Any]]:
+        wanted = {"strategy": strategy, "workers": workers, "link": link}
+        return {row["seed"]: row for row in self.rows() if row["levels"] == wanted}
+
+    def slower(self, strategy: str) -> float:
+        """How many times longer 16 machines take on the slow link than one."""
+        alone, many = self.of("solo", 2, "10 Mbit/s"), self.of(strategy, 16, "10 Mbit/s")
+        return math.exp(sum(math.log(many[seed]["seconds"] / alone[seed]["seconds"]) for seed in alone) / len(alone))
+
+    def test_no_switch_came_by_its_rule_and_report_page_and_review_say_so(self) -> None:
+        mine = [row for row in self.rows() if row["levels"]["strategy"] == "strategy-switch"]
+        rules = [rule for row in mine for rule in row["rules"] if rule["in_force"]]
+        assert len(rules) == len(mine) == 24
+        assert not any(rule["step"] for rule in rules)
+        assert not any(reading["value"] for rule in rules for reading in rule["readings"]), "the rule had a value"
+        told = "The rule plateau of strategy-switch fired in 0 of 24 runs, and could not"
+        assert told in limits(self.rows())
+        assert told in (STUDIES / "strategies" / "README.md").read_text(encoding="utf-8")
+        assert "it fired in 0 of 24 runs and could not" in said(REPORT)
+        assert "in its 24 runs of Strategy-Switch the rule did not fire and could not" in said(PAGES["related-work.md"])
+
+    def test_machines_have_the_servers_that_the_report_says(self) -> None:
+        assert {row["nodes"] for row in self.of("parameter-server", 16, "1 Gbit/s").values()} == {17}
+        switch = self.of("strategy-switch", 16, "1 Gbit/s").values()
+        assert {row["nodes"] for row in switch} == {16}
+        assert all("servers=16;placement=colocated" in row["switches"][0]["after"] for row in switch)
+        assert "It has a server beside each worker where the parameter server is one machine" in said(REPORT)
+
+    def test_how_much_slower_sixteen_machines_are(self) -> None:
+        ring, switch = self.slower("all-reduce"), self.slower("strategy-switch")
+        servers = [self.slower(f"parameter-server{mode}") for mode in ("", ":mode=async", ":mode=ssp,staleness=4")]
+        text = f"{ring:.1f} times slower than one with all-reduce, {switch:.1f} with Strategy-Switch, and "
+        assert text + f"{min(servers):.0f} to {max(servers):.0f} through one server" in said(REPORT)
+
+    def test_how_many_bounded_runs_are_asynchronous_ones(self) -> None:
+        pairs = [
+            (row, self.of("parameter-server:mode=async", row["workers"], row["levels"]["link"])[row["seed"]])
+            for row in self.rows()
+            if row["levels"]["strategy"] == "parameter-server:mode=ssp,staleness=4"
+        ]
+        same = sum(one["param_hash"] == two["param_hash"] and one["seconds"] == two["seconds"] for one, two in pairs)
+        assert f"{same} of {len(pairs)} pairs of an SSP and an asynchronous run are the same to the bit" in said(REPORT)
+
+
+class TestTheSwitchingStudy:
+    def timed(self, setting: str) -> Timing:
+        rows = records("switching.jsonl")
+        return next(one for one in timings(rows, panels(rows)) if one.setting == setting)
+
+    def test_the_headline_is_told_with_what_its_baseline_lacks(self) -> None:
+        small, plain = "all-reduce, small buckets", "all-reduce"
+        usual, core = (self.timed(name) for name in ("timed-cifar", "timed-cifar-core"))
+        overlap, on_core = (one.ratio(small, "async", small) for one in (usual, core))
+        ms = usual.step_ms
+        even, both = ms["all-reduce, equal-finish"], ms["all-reduce, equal-finish, small buckets"]
+        for text in (said(README), said(REPORT)):
+            assert f"{overlap:.3f}" in text and f"{on_core:.3f}" in text
+            assert f"{even:.0f} ms a step instead of {ms[plain]:.0f}" in text
+            assert f"{both:.0f} with small buckets" in text
+        assert f"takes {even / ms[plain]:.2f} of it without any switch" in said(README)
+
+    def test_ratio_and_accuracy_are_those_of_the_records(self) -> None:
+        (cifar,) = (panel for panel in panels(records("switching.jsonl")) if panel.setting == "cifar")
+        line = cifar.line("strategy-switch")
+        assert line is not None and line.time is not None
+        assert f"{line.time.mean:.3f}" == "0.596" and "0.596 ± 0.027" in REPORT and "| 0.60 | 75.0 % |" in README
+
+    def test_the_number_of_runs(self) -> None:
+        assert f"{len(records('switching.jsonl'))} runs, most with 8 workers" in said(REPORT)
+
+
+class TestCounts:
+    def test_strategies(self) -> None:
+        presets = {"phases", "strategy-switch", "sync-switch", "post-local-sgd"}
+        assert len(STRATEGIES.keys() - presets - {"solo"}) == 11 and "any of eleven distribution strategies" in REPORT
+
+    def test_collectives(self) -> None:
+        assert len(COLLECTIVES.keys() - {"default", "auto"}) == 9 and "nine ways for workers to add them up" in README
+
+
+class TestFilesThatAreNamed:
+    @pytest.mark.parametrize("name", ["README.md", *(f"docs/{name}" for name in sorted(PAGES))])
+    def test_every_file_of_ours_that_a_command_names_is_there(self, name: str) -> None:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for word in re.findall(r"(?:--cluster|compare|run|python) ((?:examples|studies)/[\w./-]+)", text):
+            assert (ROOT / word).is_file(), word
+
+    def test_the_real_study_names_a_cluster_file_that_is_there(self) -> None:
+        text = (STUDIES / "switching-real.md").read_text(encoding="utf-8")
+        (name,) = re.findall(r"--cluster (\S+)", text)
+        assert (ROOT / name).is_file()
+
+
+MADE_WITH = ("2.13.0", "AVX512")
+"""Hashes in the README: another version of torch, or another CPU, may round otherwise."""
+same_rounding = pytest.mark.skipif(
+    (torch.__version__.partition("+")[0], torch.backends.cpu.get_cpu_capability()) != MADE_WITH,
+    reason="the README's hashes are of another torch or CPU",
+)
+
+
+class TestHashes:
+    def block(self, command: str) -> str:
+        """What the README shows below a command, up to the next one."""
+        found = re.search(rf"^\$ {re.escape(command)}.*\n((?:(?!\$ |```).*\n)*)", README, re.MULTILINE)
+        assert found, f"the README has no {command}"
+        return found[1]
+
+    def shown(self, command: str) -> str:
+        found = re.search(r"replicas   all \d+ equal \((\w+)\)", self.block(command))
+        assert found, self.block(command)
+        return found[1]
+
+    @same_rounding
+    def test_four_workers_end_with_what_the_readme_shows(self, tmp_path: Path) -> None:
+        result = podium.train("digits-mlp", strategy="all-reduce", workers=4, launcher="threads", out=str(tmp_path))
+        shown = self.shown("podium train digits-mlp --strategy all-reduce --workers 4")
+        assert result.param_hash["0"].startswith(shown)
+        assert f"{result.metrics['accuracy']:.4f}" in self.block("podium train digits-mlp --strategy all-reduce")
+
+    @same_rounding
+    def test_a_strategy_of_ones_own(self, tmp_path: Path) -> None:
+        strategy = f"{ROOT / 'examples' / 'my_strategy.py'}:LocalSteps:every=4"
+        result = podium.train(
+            "digits-mlp", strategy=strategy, workers=2, epochs=5, launcher="threads", out=str(tmp_path)
+        )
+        assert README.count(f"replicas   all 2 equal ({result.param_hash['0'][:12]})") == 3
