@@ -14,7 +14,8 @@ import torch
 
 import podium
 from podium.collectives import COLLECTIVES
-from podium.strategies import STRATEGIES
+from podium.comm.torch_dist import backend_for
+from podium.strategies import STRATEGIES, find_strategy
 from podium.study.answer import limits
 from podium.study.switching import panels, timings
 from podium.study.switching.clock import Timing
@@ -115,8 +116,20 @@ class TestCounts:
         presets = {"phases", "strategy-switch", "sync-switch", "post-local-sgd"}
         assert len(STRATEGIES.keys() - presets - {"solo"}) == 11 and "any of eleven distribution strategies" in REPORT
 
+    def test_those_that_take_no_codec_and_survive_no_loss_are_named(self) -> None:
+        found = {name: find_strategy(name) for name in STRATEGIES.keys() - {"phases", "strategy-switch", "solo"}}
+        assert {name for name, kind in found.items() if not kind.packs} == {"gossip", "ad-psgd"}
+        assert "all but `gossip` and `ad-psgd` any codec" in said(README)
+        fragile = {name for name, kind in found.items() if kind.survives_loss is False}
+        assert fragile == {"gossip", "ad-psgd"} and "`gossip` and `ad-psgd` end with an error when a worker" in README
+
     def test_collectives(self) -> None:
         assert len(COLLECTIVES.keys() - {"default", "auto"}) == 9 and "nine ways for workers to add them up" in README
+
+
+def test_nccl_is_not_chosen_where_ranks_name_their_own_gpu_as_they_do_between_machines() -> None:
+    assert backend_for("cuda:0", 1) == backend_for("cuda:1", 2) == "gloo"
+    assert "over several machines collectives are always gloo's" in said(README)
 
 
 class TestFilesThatAreNamed:
