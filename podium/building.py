@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from podium.config import RunConfig, devices_in
 from podium.data.base import Data
 from podium.data.order import GlobalOrder
 from podium.errors import ConfigError, DataError
+from podium.fingerprints import Digest
 from podium.flat import Flat
 from podium.generators import generator_state, set_generator_state
 from podium.measure.records import Recorder, read_records
@@ -37,6 +38,32 @@ _MOST_LANES = 4
 """Threads that move a server's parameters: memory gives no more to more of them."""
 
 
+OF_A_RANK = frozenset(
+    [
+        "device",
+        "threads",
+        "data_dir",
+        "out",
+        "run_dir",
+        "resume",
+        "replay",
+        "cluster",
+        "launcher",
+        "deadline_s",
+        "heartbeat_s",
+        "start_deadline_s",
+        "tls_cert",
+        "tls_key",
+        "tls_ca",
+        "strategy_options",
+    ]
+)
+"""Fields of a configuration that may differ from rank to rank: places on its host, and patience.
+
+The options of a strategy are compared as part of the strategy.
+"""
+
+
 @dataclass(frozen=True)
 class Job:
     """What a rank is to do."""
@@ -50,6 +77,8 @@ class Job:
     """Whether `config.task` names the task, so that another process can make it for itself."""
     warnings: tuple[str, ...] = ()
     """What the user has to be told before the run begins."""
+    digests: Mapping[str, Digest] | None = None
+    """Of the data, where one process made them for all ranks."""
 
     @property
     def batch_size(self) -> int:
@@ -72,6 +101,16 @@ class Job:
     @property
     def buffers(self) -> BufferPolicy:
         return self.config.buffers or self.task.buffers
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks, besides the data and the model."""
+        config = {name: value for name, value in self.config.to_dict().items() if name not in OF_A_RANK}
+        # Paths may differ from host to host.
+        options = {k: v for k, v in self.config.task_options.items() if not (isinstance(v, str) and os.sep in v)}
+        resolved = {"batch_size": self.batch_size, "clip_norm": self.clip_norm, "buffers": self.buffers}
+        named = {"task": self.task.name, "task_options": options, "strategy": repr(self.strategy)}
+        return {**config, **resolved, **named}
 
     def total_steps(self, order: GlobalOrder) -> int:
         by_epochs = order.steps(self.batch_size, self.config.epochs or self.task.epochs)

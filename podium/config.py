@@ -128,6 +128,44 @@ class RunConfig:
         return dataclasses.asdict(self)
 
 
+_SCRIPT = "a script has it in its own hands"
+REFUSED_BY_SCRIPTS: Mapping[str, str] = {
+    "task": "the script is what is trained",
+    "task_options": "give the script arguments of its own: podium run SCRIPT --lr 0.1",
+    "epochs": f"{_SCRIPT}: run.batches(…, epochs=N)",
+    "steps": f"{_SCRIPT}: break out of run.batches",
+    "batch_size": f"{_SCRIPT}: run.batches(…, batch_size=N)",
+    "accumulate": "a step runs the script's closure once; compute the loss of several micro-batches inside it",
+    "eval_every": "a script validates for itself",
+    "checkpoint_every": "a script saves for itself: run.save(path)",
+    "keep_checkpoints": "a script saves for itself: run.save(path)",
+    "resume": "a script loads for itself, before podium.join",
+    "replay": "the arrivals of a script's run cannot be repeated",
+    "data_dir": "give the script an argument of its own",
+    "launcher": "a script runs in processes: launcher must be 'local'",
+    "cluster": "a cluster file needs the launcher 'shaped' or 'virtual', and a script runs in processes",
+}
+"""Fields of a run that a script with its own loop (`podium run`, `podium.node --script`) does not heed, and why.
+
+All others it does.
+"""
+
+
+def check_script(config: RunConfig) -> None:
+    """Refuse settings that a script with its own loop would not heed."""
+    plain = RunConfig()
+    for name, why in REFUSED_BY_SCRIPTS.items():
+        value = getattr(config, name)
+        if value != getattr(plain, name):
+            raise ConfigError(f"podium run: {name} must not be set, got {value!r}: {why}")
+
+
+def named_in(overrides: Sequence[str], given: Mapping[str, Any]) -> frozenset[str]:
+    """Fields that were given a value, if only their default."""
+    keys = [override.partition("=")[0].strip().removeprefix("run.") for override in overrides]
+    return frozenset(key.replace("-", "_") for key in [*keys, *(k for k, v in given.items() if v is not None)])
+
+
 def devices_in(device: str) -> tuple[str, ...]:
     """The devices that a setting names, one for each worker, from the front again when there are more."""
     names = tuple(name.strip() for name in device.split(","))

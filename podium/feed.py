@@ -14,7 +14,7 @@ from podium.balance.fixed import Fixed
 from podium.balance.steal import Steal
 from podium.balancing import Balancing
 from podium.comm.base import Meta
-from podium.data.base import Dataset
+from podium.data.base import Dataset, read_pair
 from podium.data.order import GlobalOrder, Slice, divide, part_of
 from podium.errors import ConfigError
 from podium.nests import map_tensors
@@ -47,7 +47,7 @@ class Feed(ABC):
         """These samples, on the device; `end`: where the step ends that they are part of."""
         if mine.count == 0:
             return Batch(None, None, 0, 0.0, mine, end, lease)
-        inputs, targets = self.dataset.gather(self.order.indices(mine), self.order.keys(mine))
+        inputs, targets = read_pair(self.dataset, self.order.indices(mine), self.order.keys(mine))
         return Batch(
             to_device(inputs, self.device), to_device(targets, self.device), mine.count, weight, mine, end, lease
         )

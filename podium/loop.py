@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,33 +30,52 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from podium.balance import balancer_of
 from podium.balancing import Balancing
-from podium.building import derived_seed, fitted, packing_for
+from podium.building import check_parts, derived_seed, fitted, packing_for
 from podium.cluster.process import Node, NodeSpec, settle_in
 from podium.collectives import collective_of
-from podium.comm.base import Communicator
+from podium.comm.base import Communicator, Meta
 from podium.comm.memory import MemoryWorld
-from podium.config import RunConfig
-from podium.data.base import as_dataset
-from podium.data.order import GlobalOrder
-from podium.errors import ConfigError, Lost, TrainingError
+from podium.config import RunConfig, devices_in
+from podium.data.base import Dataset, as_dataset
+from podium.data.order import GlobalOrder, Slice
+from podium.errors import ConfigError, Lost, PodiumError, TrainingError
 from podium.feed import Feed, make_feed
 from podium.files import save_tensors
+from podium.fingerprints import Digest, compare, model_facts
 from podium.flat import Flat
+from podium.generators import seed_numpy, seed_others
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
 from podium.notices import rules_that_cannot_fire
 from podium.phasing import Phasing
 from podium.recovery import Control, recover
+from podium.rounds import Round
+from podium.servers import client
 from podium.servers.server import Server
 from podium.strategies import make_strategy
 from podium.strategies.base import Strategy
-from podium.task import Task
+from podium.task import BufferPolicy, Task
 from podium.training import run_server
 from podium.triggers.base import Course
 from podium.worker import Batch, Worker
 
-_STARTED_AS: list[Node] = []
-"""The node that `run_user_script` made of this process, for `join` to take up; empty when it was started by itself."""
+
+@dataclass
+class _Started:
+    """What `run_user_script` made of this process."""
+
+    node: Node
+    given: frozenset[str]
+    """Settings that were named, if only by their default."""
+    numpy_key: bytes
+    python_key: tuple[int, ...]
+    """The generators' state before the script began: whether it has seeded them."""
+    joined_at: str | None = None
+    """Where the script called `join`."""
+
+
+_STARTED_AS: list[_Started] = []
+"""What this process was started as, for `join` to take up; empty when it was started by itself."""
 
 
 class Run:
@@ -71,11 +93,13 @@ class Run:
         seed: int = 0,
         schedule: LRScheduler | None = None,
         clip_norm: float | None = None,
+        weigh: Callable[[Any], float] | None = None,
         config: RunConfig | None = None,
     ) -> None:
         """`config`: what the run was asked for; where there is none, this worker is alone."""
         asked = config or RunConfig()
         self.comm, self.seed, self._plan = comm, seed, strategy
+        self._buffers: BufferPolicy = asked.buffers or "mean"
         self.worker = Worker(
             model,
             optimizer,
@@ -84,8 +108,10 @@ class Run:
             schedule=schedule,
             bucket_bytes=strategy.bucket_bytes,
             clip_norm=clip_norm,
+            autocast=asked.autocast or "off",
             collective=collective_of(asked),
             packing=fitted(packing_for(asked, strategy), optimizer),
+            weigh=weigh,
             seed=seed,
         )
         self._control, self._recorder, self._codec = control, recorder, asked.codec
@@ -95,6 +121,9 @@ class Run:
         self._fed_s = 0.0
         self._step_failed = False
         self._state: Any = None
+        self.failure: PodiumError | None = None
+        """What went wrong when the user broke out of the loop; raised by the next call, or at the script's end."""
+        self._digested: tuple[tuple[Any, ...], Digest] | None = None  # the data of the last comparison
 
     @property
     def strategy(self) -> Strategy[Any]:
@@ -125,6 +154,7 @@ class Run:
 
         `data` is a map-style data set, a pair of arrays or a `podium.Dataset`. Each batch wants one call of `step`.
         """
+        self.check()
         dataset = as_dataset(data)
         order, worker = GlobalOrder(len(dataset), self.seed), self.worker
         if batch_size < self.size:
@@ -135,15 +165,23 @@ class Run:
             )
         worker.samples, worker.batch_size = order.samples, batch_size
         worker.flat.check()
+        told = {"batch_size": batch_size, "epochs": epochs, "total_epochs": total_epochs}
         if worker.steps_done == 0:
+            self._compare(data, dataset, told)
             worker.share_from_first()
+        else:
+            with self._going_on():
+                self._compare(data, dataset, told)
         if self.strategy.survives_loss and self.size > 1:
             worker.check_state()
         end = worker.position + epochs * order.samples
         last = max(end, (total_epochs or 0) * order.samples)
         phasing = self._lead(Course(order.samples, batch_size, last, eval_every=0))  # the script validates, if anybody
-        while worker.position < end and not worker.stop_agreed:
-            feed = make_feed(self.strategy.feed, dataset, order, worker, worker.device, self._balancing)
+        over = False
+        while worker.position < end and not worker.stop_agreed and not over:
+            weighed = not self.strategy.by_rounds
+            parts = (dataset, order, worker, worker.device, self._balancing)
+            feed = make_feed(self.strategy.feed, *parts, weighed=weighed)
             worker.horizon = min(end, phasing.horizon)
             worker.outgoing.prepare()
             if self.strategy.by_rounds and self.strategy.survives_loss:
@@ -153,11 +191,72 @@ class Run:
             phasing.has_begun(began)
             try:
                 yield from self._until_horizon(feed)
-            finally:  # also when the user breaks out of the loop, which all workers must do after the same step
-                if not self._step_failed:  # otherwise the others may be gone, and nobody would answer
-                    self.strategy.finish(worker, self._state)
+            except GeneratorExit:  # the user breaks out of the loop, as all workers must; in step, after the same step
+                try:
+                    if not self._step_failed:  # otherwise the others may be gone, and nobody would answer
+                        self._finish(broke=True)
+                except PodiumError as error:  # Python drops what is raised here, so it is kept for the next call
+                    self.failure = error
+                raise
+            over = self._finish()
             if phasing.is_over:
                 phasing.advance()
+
+    def _finish(self, *, broke: bool = False) -> bool:
+        """The stretch is over: everything comes home, and buffers are made alike. Whether the user's loop ends with it.
+
+        Where workers lease samples, one may break out while another is still at it. What the first was lent goes back,
+        for the other to take; what nobody has taken by then is left out of this epoch. The order goes on behind the
+        furthest sample that was lent.
+        """
+        worker, in_hand = self.worker, self._batch
+        self._batch = None
+        if broke and self.strategy.feed == "round" and worker.round.steps:
+            raise ConfigError(
+                f"rank {self.rank}: run.batches was left in mid-round. Under steps=speed workers do unequal "
+                "numbers of steps between two exchanges, so the loop must end by itself: give it fewer epochs"
+            )
+        furthest = max(worker.position, 0 if in_hand is None else in_hand.end, _end_of(worker.next_lease))
+        if broke and self.strategy.feed == "cursor":
+            self.strategy.settle(worker, self._state)
+            client.break_out(worker)
+        self.strategy.finish(worker, self._state)
+        if self.strategy.feed != "step" and self.size > 1:
+            rows = self.comm.gather_aside(torch.tensor([max(furthest, worker.position), broke], dtype=torch.int64))
+            worker.position, broke = int(rows[:, 0].max()), bool(rows[:, 1].any())
+        worker.next_lease, worker.round = None, Round()
+        self.sync_buffers()
+        self._check_parameters()
+        return broke
+
+    def _check_parameters(self) -> None:
+        """Raise where a gradient that was no number has spoilt the parameters, though no loss has shown it yet."""
+        for p, piece in zip(self.worker.flat.parameters, self.worker.flat.pieces, strict=True):
+            if not torch.isfinite(p.detach()).all():
+                raise TrainingError(
+                    f"rank {self.rank}: parameter {piece.name} is not finite after step {self.worker.steps_done}: a "
+                    "gradient was not; lower the rate, clip gradients (--set clip_norm=1), check the data"
+                )
+
+    def sync_buffers(self) -> None:
+        """Make buffers that training changes (BatchNorm's running statistics) the same on all workers, now. Collective.
+
+        `run.batches` does so whenever it ends; call it where you use the model before that, on all workers. Does
+        nothing under `buffers=local`.
+        """
+        apart = self.strategy.by_rounds or self.strategy.feed != "step"  # they cannot be broadcast before every step
+        if self._buffers == "mean" or (self._buffers == "broadcast" and apart):
+            with self._going_on():
+                self.worker.mean_buffers()
+
+    def _compare(self, data: Any, dataset: Dataset, told: Mapping[str, Any]) -> None:
+        """Refuse to go on where ranks have different data, or were told different things. Collective."""
+        held, worker = tuple(data) if isinstance(data, tuple) else (data,), self.worker
+        if self._digested is None or not _same_objects(held, self._digested[0]):
+            self._digested = held, Digest.of(dataset) if self.size > 1 else Digest(len(dataset), 0, ())
+        facts = {**told, "seed": self.seed, "clip_norm": worker.clip_norm, "schedule": type(worker.schedule).__name__}
+        facts |= {"weigh": worker.weigh is not None, **model_facts(worker.model, worker.optimizer)}
+        compare(self.comm, facts, {"training data": self._digested[1]})
 
     def _lead(self, course: Course) -> Phasing:
         """The phases of the run; from one call of `batches` to the next they go on where they were."""
@@ -176,6 +275,8 @@ class Run:
             batch = None if worker.stop_agreed or worker.switch_agreed else feed.fetch()
             if batch is None:
                 break
+            if worker.weigh is not None and self.strategy.feed == "step" and batch.weight == 0:
+                batch = batch._replace(samples=0)  # all of it is padding: the mean over nothing is no number
             self._batch, self._fed_s = batch, feed.took_s
             if batch.samples == 0:
                 self.step(None)
@@ -191,6 +292,7 @@ class Run:
 
         When a peer is lost meanwhile, the survivors regroup, this returns nan, and the step's samples come again.
         """
+        self.check()
         batch, self._batch = self._batch, None
         if batch is None:
             raise ConfigError("run.step: there is no batch in hand; call it once for each batch of run.batches")
@@ -200,6 +302,8 @@ class Run:
             worker.remember()
         self._step_failed = True
         try:
+            if self._buffers == "broadcast" and strategy.feed == "step" and not strategy.by_rounds:
+                worker.broadcast_buffers()
             loss = strategy.step(worker, self._state, batch._replace(closure=closure))
         except Lost:
             if not strategy.survives_loss:
@@ -218,6 +322,7 @@ class Run:
             with self._going_on():
                 pass_s = self._fed_s + worker.pass_ns / 1e9
                 self._balancing.saw_step(worker.pass_samples, pass_s, took_ns / 1e9, may_tell=together)
+        worker.check_loss(float(loss), batch, worker.steps_done)
         if self._phasing is not None:
             self._phasing.step_s = took_ns / 1e9
             self._phasing.saw_step(float(loss))
@@ -251,10 +356,17 @@ class Run:
 
     def save(self, path: str | Path) -> None:
         """Write the model as safetensors; does nothing except on the first worker."""
+        self.check()
         if self.is_first:
             save_tensors(Path(path), self.worker.model.state_dict())
 
+    def check(self) -> None:
+        """Raise what went wrong when the user broke out of the loop."""
+        if self.failure is not None:
+            raise self.failure
+
     def param_hash(self) -> str:
+        self.check()
         return self.worker.param_hash()
 
 
@@ -264,14 +376,20 @@ def join(
     *,
     schedule: LRScheduler | None = None,
     clip_norm: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
+    weigh: Callable[[Any], float] | None = None,
 ) -> Run:
     """Take part in a run with this model and optimizer; the other workers' parameters become the first one's.
 
     Whoever started this process named the strategy; started by itself, it trains alone. `schedule` is stepped once per
-    global step.
+    global step. `seed` fixes the order of samples, `clip_norm` is the largest norm of a gradient: where the script
+    leaves them open, they are what `podium run --set seed=… --set clip_norm=…` says. `weigh` as in `podium.Task`:
+    (targets) to how much a batch's mean loss counts, where that is not by its samples.
+
+    A process joins once.
     """
-    options = {"schedule": schedule, "clip_norm": clip_norm, "seed": seed}
+    check_parts("podium.join", model, optimizer, schedule)
+    options = {"schedule": schedule, "clip_norm": clip_norm, "seed": seed or 0, "weigh": weigh}
     if not _STARTED_AS:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
@@ -282,10 +400,51 @@ def join(
         # Alone in this process: torch's generator is the user's, and stays.
         comm.shares_process = False
         return Run(model, optimizer, comm, make_strategy("solo"), _Alone(), Recorder(0), **options)  # type: ignore[arg-type]  # each option has its own type
-    return _join_others(_STARTED_AS[0], model, optimizer, options)
+    started = _STARTED_AS[0]
+    if started.joined_at is not None:
+        raise ConfigError(
+            f"podium.join: this process has joined the run already, at {started.joined_at}: under podium run and "
+            "torchrun one script trains one model, in one run; go on with the first join's result, put what is trained "
+            "together into one nn.Module, or start a script for each model"
+        )
+    started.joined_at = _caller()
+    config = started.node.config
+    options["seed"] = _one_of("seed", seed, config.seed, given="seed" in started.given or config.seed != 0)
+    options["clip_norm"] = _one_of("clip_norm", clip_norm, config.clip_norm, given=config.clip_norm is not None)
+    _check_device(config, model)
+    return _join_others(started, model, optimizer, options)
 
 
-def _join_others(node: Node, model: nn.Module, optimizer: Optimizer, options: dict[str, Any]) -> Run:
+def _one_of(name: str, in_script: Any, in_run: Any, *, given: bool) -> Any:
+    """A setting that the script may have, or the run: not both, where they differ."""
+    if in_script is None:
+        return in_run
+    if given and in_script != in_run:
+        raise ConfigError(
+            f"podium.join({name}={in_script!r}): the run was started with {name}={in_run!r}; say it in one place"
+        )
+    return in_script
+
+
+def _check_device(config: RunConfig, model: nn.Module) -> None:
+    """The script moves its model by itself; where the run was given a device, it must be of that kind."""
+    kinds = {name.partition(":")[0] for name in devices_in(config.device)}
+    found = next((p.device.type for p in model.parameters()), "cpu")
+    if config.device != RunConfig.device and "auto" not in kinds and found not in kinds:
+        raise ConfigError(
+            f"podium.join: the run was started with device={config.device}, and the model lies on {found}: the script "
+            "moves it by itself, before podium.join"
+        )
+
+
+def _caller() -> str:
+    """The line that called `podium.join`."""
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _join_others(started: _Started, model: nn.Module, optimizer: Optimizer, options: dict[str, Any]) -> Run:
+    node = started.node
     config, spec = node.config, node.spec
     strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
     comms = node.connect()
@@ -294,9 +453,8 @@ def _join_others(node: Node, model: nn.Module, optimizer: Optimizer, options: di
     for endpoint in spec.endpoints:
         if endpoint >= spec.workers:
             _serve(node, comms[endpoint], model, optimizer, strategy, alone=spec.rank >= spec.workers)
-    if spec.rank:
-        torch.manual_seed(derived_seed(torch.initial_seed() % 2**63, spec.rank))
-    return Run(
+    _seed_by_rank(started, spec.rank, options["seed"])
+    run = Run(
         model,
         optimizer,
         comms[spec.rank],
@@ -306,6 +464,33 @@ def _join_others(node: Node, model: nn.Module, optimizer: Optimizer, options: di
         config=config,
         **options,
     )
+    node.on_end.insert(0, run.check)
+    return run
+
+
+def _seed_by_rank(started: _Started, rank: int, seed: int) -> None:
+    """A random stream of its own for each rank; rank 0 goes on with the script's, as plain PyTorch would.
+
+    A script that has not seeded numpy or Python's `random` gets rank 0's from the run's seed.
+    """
+    if rank:
+        own = derived_seed(torch.initial_seed() % 2**63, rank)
+        torch.manual_seed(own)
+        seed_others(derived_seed(own, seed))
+        return
+    if started.numpy_key == _numpy_key():
+        seed_numpy(seed)
+    if started.python_key == _python_key():
+        random.seed(seed)
+
+
+def _numpy_key() -> bytes:
+    """What seeding numpy changes, and a few draws do not."""
+    return bytes(np.random.get_state()[1].tobytes())  # type: ignore[index]  # the legacy tuple
+
+
+def _python_key() -> tuple[int, ...]:
+    return random.getstate()[1][:-1]  # type: ignore[no-any-return]  # its last word says how many were drawn
 
 
 def _serve(
@@ -334,11 +519,16 @@ def _serve(
     node.serve_beside(server)
 
 
-def run_user_script(spec: NodeSpec, task: Task | None, *, script: str, args: tuple[str, ...]) -> None:
-    """The body of a process that runs the user's script as one rank."""
+def run_user_script(
+    spec: NodeSpec, task: Task | None, *, script: str, args: tuple[str, ...], given: Collection[str] = ()
+) -> None:
+    """The body of a process that runs the user's script as one rank.
+
+    `given`: settings of the run that were named, if only by their default.
+    """
     settle_in(spec)
     node = Node.from_spec(spec)
-    _STARTED_AS.append(node)
+    _STARTED_AS.append(_Started(node, frozenset(given), _numpy_key(), _python_key()))
 
     def body() -> None:
         sys.argv = [script, *args]
@@ -350,6 +540,18 @@ def run_user_script(spec: NodeSpec, task: Task | None, *, script: str, args: tup
                 raise TrainingError(f"{script} ended with exit code {end.code}") from end
 
     node.run(body)
+
+
+def _end_of(lease: Meta | None) -> int:
+    """Where in the order a lease ends that a worker was given and has not begun."""
+    if lease is None or "piece" not in lease:
+        return 0
+    piece = Slice(*lease["piece"])
+    return piece.position + piece.count
+
+
+def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 class _Alone(Control):

@@ -12,6 +12,7 @@ Validation happens inside the run, on the first worker.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,11 +29,12 @@ from podium.buffers import load_buffers
 from podium.building import Job, build_worker, device_of, open_data
 from podium.checkpoint_parts import agree_on_checkpoint, gather_parts
 from podium.comm.base import Communicator
-from podium.data.base import Dataset
+from podium.data.base import Dataset, read_pair
 from podium.data.order import GlobalOrder
-from podium.errors import CheckpointError, Lost
+from podium.errors import CheckpointError, DataError, Lost
 from podium.feed import Feed, make_feed, to_device
-from podium.files import Checksum, make_folder, save_tensors
+from podium.files import Checksum, make_folder, save_tensors, write_atomically
+from podium.fingerprints import Digest, compare, difference_of, digests_of, model_facts
 from podium.leftovers import Unit, convert_leftovers
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
@@ -44,6 +46,9 @@ from podium.servers.server import Server
 from podium.strategies.base import Strategy
 from podium.triggers.base import Course
 from podium.worker import Batch
+
+_DIGESTS = "data.json"
+"""Where the first worker keeps the fingerprints of the data, for those who join the run later."""
 
 
 class Report(NamedTuple):
@@ -80,6 +85,7 @@ class Training:
         packing, course = self.worker.outgoing.packing, course._replace(end=self.end)
         self.phasing = Phasing(job.strategy, self.worker, course, recorder, job.config.codec, packing)
         self.balancing = Balancing(balancer_of(job.config), self.worker, recorder)
+        self.digests = self._take_digests()
         self.feed = self._make_feed()
         self.evaluated_at = -1  # the position of the last validation
         self.saved_at = -1
@@ -341,6 +347,7 @@ class Training:
         if self._is_through():
             save_tensors(run_dir / "model.safetensors", worker.model.state_dict())
         shared = {**worker.state(), **self._must_match(), "phasing": self.phasing.state()}
+        shared["data"] = {what: digest.to_plain() for what, digest in self.digests.items()}
         shared["strategy"], shared["unit"] = type(self.strategy).__name__, list(self.strategy.unit(worker))
         keep = self.job.config.keep_checkpoints
         path = checkpoint.save_shared(run_dir, step, shared, self.comm.workers, keep, parts)
@@ -373,6 +380,8 @@ class Training:
         for name, mine in self._must_match().items():
             if shared[name] != mine:
                 raise CheckpointError(f"{found.path}: was made with {name}={shared[name]}, this run has {name}={mine}")
+        if said := difference_of(self.digests, shared.get("data", {})):  # older checkpoints have none
+            raise CheckpointError(f"{found.path}: was made with {said}")
         try:
             self.worker.load_state(shared)
         except (KeyError, RuntimeError, ValueError) as error:
@@ -467,15 +476,43 @@ class Training:
 
     # Beginning and end.
 
+    def _take_digests(self) -> Mapping[str, Digest]:
+        """Fingerprints of the data, where there is somebody or a checkpoint to compare them with."""
+        if self.job.digests is not None:
+            return self.job.digests
+        if self.comm.size == 1 and self.job.run_dir is None:
+            return {}
+        with self.comm.computing():  # its generators are the process's
+            return digests_of(self.data)
+
+    def _compare(self) -> None:
+        """Refuse to begin where ranks were told, or made, different things. Collective."""
+        worker = self.worker
+        facts = {**self.job.facts, **model_facts(worker.model, worker.optimizer)}
+        compare(self.comm, facts, self.digests)
+        if self.comm.index == 0 and self.job.run_dir is not None and not self.comm.shares_process:
+            kept = {what: digest.to_plain() for what, digest in self.digests.items()}
+            write_atomically(self.job.run_dir / _DIGESTS, json.dumps(kept).encode())
+
+    def _compare_late(self) -> None:
+        """One that joins a run under way compares its data with what the others began with, and may still stay away."""
+        path = None if self.job.run_dir is None else self.job.run_dir / _DIGESTS
+        began_with = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+        if said := difference_of(self.digests, began_with):
+            raise DataError(f"rank {self.comm.rank} has {said}")
+
     def _begin_alike(self) -> None:
         """All from the checkpoint, or all as the first worker is; a late one as those who are at it."""
         if self._late:
+            self._compare_late()
             self._regroup("joins late")
             self._late = False
             return
         if self.job.config.resume is not None:
             self._resume(Path(self.job.config.resume))
+            self._compare()  # behind it: should a peer be lost here, the others go on from the checkpoint
         else:
+            self._compare()
             self.worker.share_from_first()
         self._began_at = self.worker.position
 
@@ -496,6 +533,7 @@ class Training:
             samples=self.order.samples,
             position=worker.position,
             watched=self.phasing.watched,
+            compared={what: digest.compared for what, digest in self.digests.items()},
         )
 
     def _end(self) -> Report:
@@ -552,7 +590,7 @@ def predict(model: nn.Module, dataset: Dataset, batch_size: int, device: torch.d
     outputs, targets = [], []
     with evaluating(model):
         for start in range(0, len(dataset), batch_size):
-            x, y = dataset.gather(np.arange(start, min(start + batch_size, len(dataset))))
+            x, y = read_pair(dataset, np.arange(start, min(start + batch_size, len(dataset))))
             outputs.append(map_tensors(_settled, model(to_device(x, device))))
             targets.append(y)
     return join_rows(outputs), join_rows(targets)

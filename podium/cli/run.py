@@ -52,7 +52,10 @@ def run(
     """
     from pathlib import Path
 
+    from podium.config import check_script, named_in
+
     config = resolve_run(None, overrides, given)
+    check_script(config)
     if not Path(script).is_file():
         raise ConfigError(f"{script}: no such file")
     asked = {"script": script, "args": list(args), "workers": config.workers, "strategy": config.strategy}
@@ -66,6 +69,6 @@ def run(
     from podium.ui import progress
 
     with stop_on_interrupt() as stop, progress(quiet=quiet or out.json) as shown:
-        code = run_script(config, script, args, on_event=shown, stop=stop)
+        code = run_script(config, script, args, on_event=shown, stop=stop, given=named_in(overrides, given))
     out.document({**asked, "exit_code": code})
     return 130 if stop.is_set() else code

@@ -19,7 +19,9 @@ from podium.cluster.description import Cluster, read_cluster, uniform
 from podium.comm.base import Communicator, Ground
 from podium.comm.memory import MemoryWorld
 from podium.comm.virtual import VirtualWorld, count_flops
+from podium.data.base import read_pair
 from podium.errors import Lost, PodiumError, RankFailed
+from podium.fingerprints import digests_of
 from podium.measure.records import Recorder
 from podium.recovery import Control
 from podium.training import Report, Training, run_server
@@ -80,7 +82,7 @@ def flops_per_sample(job: Job) -> float:
     """Counted on a copy of the model, over a few samples, without touching anybody's random stream."""
     data = open_data(job.task, 1, job.batch_size)
     count = min(4, len(data.train))
-    inputs, targets = data.train.gather(np.arange(count))
+    inputs, targets = read_pair(data.train, np.arange(count))
     with torch.random.fork_rng(devices=[]):
         return count_flops(deepcopy(job.task.model()), job.task.loss, inputs, targets) / count
 
@@ -93,7 +95,8 @@ def _run(
     stop: threading.Event | None,
 ) -> Launched:
     data = job.task.data()  # once for all ranks: nobody writes to it
-    job = dataclasses.replace(job, task=dataclasses.replace(job.task, data=lambda: data))
+    task = dataclasses.replace(job.task, data=lambda: data)
+    job = dataclasses.replace(job, task=task, digests=digests_of(data))
     reports: list[Report] = []
     recorders = [Recorder(c.rank, job.run_dir and job.run_dir / "records" / f"rank-{c.rank}.jsonl") for c in comms]
 

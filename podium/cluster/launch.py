@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from podium.cluster.ending import termination_saves
 from podium.codecs import CODECS
 from podium.codecs.auto import AutoCodec
 from podium.collectives import collective_of
-from podium.config import LIFTED, RunConfig, RunResult, build, lift, parse_spec, parse_strategy
+from podium.config import LIFTED, RunConfig, RunResult, build, check_script, lift, parse_spec, parse_strategy
 from podium.errors import ConfigError, RecordError
 from podium.files import write_atomically
 from podium.measure.manifest import read_manifest, write_manifest
@@ -168,23 +168,24 @@ def run_script(
     args: Sequence[str] = (),
     on_event: Callable[[Event], None] | None = None,
     stop: threading.Event | None = None,
+    given: Collection[str] = (),
 ) -> int:
     """Run the user's own script, which calls `podium.join`, on every rank; returns its exit code.
 
-    The first worker's output goes to the terminal, the others' to their logs.
+    The first worker's output goes to the terminal, the others' to their logs. `given`: fields of `config` that were
+    named, if only by their default.
     """
     from podium.cluster.local import Processes
     from podium.cluster.rendezvous import rendezvous_folder
     from podium.loop import run_user_script
 
-    if config.launcher != "local":
-        raise ConfigError(f"podium run starts local processes: launcher must be 'local', got {config.launcher!r}")
+    check_script(config)
     plan = plan_script(dataclasses.replace(config, task=script))
     run_dir, strategy = plan.run_dir, plan.strategy
     assert run_dir is not None
     with claimed(run_dir), rendezvous_folder() as folder:
         write_manifest(run_dir, plan.config.to_dict(), strategy=repr(strategy), script=script, args=list(args))
-        body = functools.partial(run_user_script, script=script, args=tuple(args))
+        body = functools.partial(run_user_script, script=script, args=tuple(args), given=tuple(given))
         processes = Processes(plan, folder, on_event, body=body)
         processes.show_output_of(0)
         with termination_saves(stop) as asked, merged_afterwards(run_dir):
@@ -217,6 +218,7 @@ def plan_script(config: RunConfig, *, chosen: Path | None = None) -> Plan:
     """
     if not Path(config.task).is_file():
         raise ConfigError(f"{config.task}: no such script")
+    check_script(dataclasses.replace(config, task=RunConfig.task))
     strategy = check(config)
     if isinstance(balancer_of(config), Steal):
         raise ConfigError("a loop of one's own takes its part of a step at once: balance=steal cannot go with it")

@@ -42,7 +42,7 @@ from podium.comm.frames import Refused
 from podium.comm.sockets import Address
 from podium.comm.tls import tls_of
 from podium.comm.torch_dist import client_store, look_up, named_part, publish
-from podium.config import RunConfig, resolve
+from podium.config import RunConfig, check_script, named_in, resolve
 from podium.errors import CommError, ConfigError, PodiumError, RecordError
 from podium.loop import run_user_script
 from podium.measure.manifest import write_manifest
@@ -101,8 +101,8 @@ def run_under_torchrun(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run begins there is nothing to save
     try:
         environment = Environment.read()
-        config, script = _config(argv, environment)
-        _Rank(environment, config, script).run()
+        config, script, given = _config(argv, environment)
+        _Rank(environment, config, script, given).run()
     except PodiumError as error:
         print(f"podium: {error}", file=sys.stderr)
         return error.exit_code
@@ -121,9 +121,14 @@ class _Meeting(NamedTuple):
 class _Rank:
     """One process of torchrun's."""
 
-    def __init__(self, environment: Environment, config: RunConfig, script: list[str]) -> None:
-        """`script` is the user's own and its arguments, or empty where a task is trained."""
-        self.environment, self._config, self._script = environment, config, script
+    def __init__(
+        self, environment: Environment, config: RunConfig, script: list[str], named: frozenset[str] = frozenset()
+    ) -> None:
+        """`script` is the user's own and its arguments, or empty where a task is trained.
+
+        `named`: settings that were given, if only their default.
+        """
+        self.environment, self._config, self._script, self._named = environment, config, script, named
         # Before anybody is waited for: what the user has to set is said at once, by every rank.
         self._given = None if environment.one_host else need_secret()
         store = client_store(
@@ -174,7 +179,7 @@ class _Rank:
     def _take_part(self, meeting: _Meeting) -> None:
         spec = self._spec(meeting)
         if self._script:
-            run_user_script(spec, None, script=self._script[0], args=tuple(self._script[1:]))
+            run_user_script(spec, None, script=self._script[0], args=tuple(self._script[1:]), given=self._named)
         else:
             run_node(spec)
 
@@ -329,8 +334,8 @@ def own_settings(config: RunConfig, environment: Environment) -> dict[str, Any]:
     return {"threads": threads, "device": str(device)}
 
 
-def _config(argv: list[str], environment: Environment) -> tuple[RunConfig, list[str]]:
-    """The configuration, and the user's script with its arguments, if one was named."""
+def _config(argv: list[str], environment: Environment) -> tuple[RunConfig, list[str], frozenset[str]]:
+    """The configuration, the user's script with its arguments, if one was named, and which settings were."""
     parser = argparse.ArgumentParser(prog="podium.node", description="One rank of a run, under torchrun.")
     parser.add_argument("--config", help="a run file (TOML)")
     parser.add_argument("--task")
@@ -340,11 +345,13 @@ def _config(argv: list[str], environment: Environment) -> tuple[RunConfig, list[
     parser.add_argument("--script", nargs=argparse.REMAINDER, default=[], help="the user's own loop; the rest is its")
     given = vars(parser.parse_args(argv))
     file, overrides, script = given.pop("config"), given.pop("overrides"), given.pop("script")
+    named = named_in(overrides, given)
     if script:
+        check_script(resolve(file, overrides, given))
         given["task"] = script[0]
     config = resolve(file, overrides, given)
     strategy = make_strategy(config.strategy, config.strategy_options, environment.world_size)
     servers = 0 if strategy.colocated else strategy.server_count
     if environment.world_size <= servers:
         raise ConfigError(f"{config.strategy} needs more than {servers} processes, got {environment.world_size}")
-    return dataclasses.replace(config, workers=environment.world_size - servers), script
+    return dataclasses.replace(config, workers=environment.world_size - servers), script, named

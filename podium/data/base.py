@@ -7,7 +7,7 @@ any rank can read any sample: who reads what is decided by the global order (`po
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -81,19 +81,60 @@ class MapDataset(Dataset):
     def gather(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Any, Any]:
         from torch.utils.data import default_collate
 
-        inputs, targets = default_collate([self.items[int(i)] for i in indices])
+        inputs, targets = default_collate([as_pair(self.items[int(i)], f"sample {i}") for i in indices])
         return inputs, targets
+
+
+def read_pair(dataset: Dataset, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Any, Any]:
+    """Inputs and targets of these samples; refuses a data set that gives anything but two of them."""
+    found = dataset.gather(indices, keys)
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise DataError(f"{type(dataset).__name__}.gather must return (inputs, targets), got {_described(found)}")
+    return found[0], found[1]
+
+
+def as_pair(sample: Any, who: str) -> tuple[Any, Any]:
+    """A sample as (inputs, target). Anything else is refused: taken apart, it would be trained on as something else."""
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        raise DataError(
+            f"{who} must be a pair (inputs, target), got {_described(sample)}; inputs and target may be dicts or "
+            "tuples of tensors themselves. Wrap the data set: return (sample, target), with any number as target where "
+            "there is none"
+        )
+    return sample[0], sample[1]
+
+
+def _described(value: Any) -> str:
+    """What came in place of a pair."""
+    kind = type(value).__name__
+    if isinstance(value, Mapping):
+        return f"a {kind} with keys {', '.join(map(repr, list(value)[:5]))}"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return f"a {kind} with fields {', '.join(value._fields)}"
+    if isinstance(value, Tensor | np.ndarray):
+        return f"a {kind} of shape {tuple(value.shape)}"
+    return f"a {kind} of {len(value)}" if isinstance(value, tuple | list) else f"a {kind}"
 
 
 def as_dataset(items: Any) -> Dataset:
     """A Dataset as it is; a pair of arrays or a map-style data set, wrapped."""
     if isinstance(items, Dataset):
         return items
-    if isinstance(items, tuple) and len(items) == 2:
+    if isinstance(items, tuple) and len(items) == 2 and all(isinstance(each, Tensor | np.ndarray) for each in items):
         return ArrayDataset(*items)
-    if hasattr(items, "__len__") and hasattr(items, "__getitem__"):
+    # A tuple holds arrays, a mapping columns: neither is a sequence of samples.
+    holds_samples = hasattr(items, "__len__") and hasattr(items, "__getitem__")
+    if holds_samples and not isinstance(items, tuple | Mapping | str | bytes):
         return MapDataset(items)
-    raise DataError(f"data must be a Dataset, a pair of arrays or a map-style data set, got {type(items).__name__}")
+    hint = "; hand over what the DataLoader loads from: Podium batches and shuffles" if _is_loader(items) else ""
+    raise DataError(
+        "data must be a Dataset, a pair of arrays (inputs, targets) or a map-style data set whose samples are pairs, "
+        f"got {_described(items)}{hint}"
+    )
+
+
+def _is_loader(items: Any) -> bool:
+    return any(kind.__name__ == "DataLoader" for kind in type(items).__mro__)
 
 
 def _rows(array: Tensor | np.ndarray, indices: np.ndarray) -> Tensor:

@@ -246,6 +246,13 @@ def _measured(worker: Worker, server: int) -> Way:
 # It ends.
 
 
+def break_out(worker: Worker) -> None:
+    """Give back what this worker was lent and will not train on; it takes no more, and is not waited for."""
+    comm = worker.comm
+    done, worker.lease_done = worker.lease_done, -1
+    comm.wait(*(comm.call(server, "skip", {"broke": True, "done": done}) for server in comm.servers))
+
+
 def leave(worker: Worker, served: Served) -> list[Message] | None:
     """Wait until all workers are through, then take the parameters home; None where the servers were never seeded.
 

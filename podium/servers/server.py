@@ -124,6 +124,7 @@ class Server:
         self._paces: dict[int, float] = {}  # nanoseconds per local step, as workers say
         self.gone: set[int] = set()
         self._skipped: set[int] = set()
+        self._broke: set[int] = set()
         self._acquainted: set[tuple[int, int]] = set()  # (worker, unit) that a restored server has answered
         self.agreed = [False] * WISHES
         self.early: deque[Message] = deque()
@@ -245,12 +246,17 @@ class Server:
     @property
     def _is_idle(self) -> bool:
         """Whether no stretch of training is under way here."""
-        return not self.seed_meta or self._through >= set(self.live)
+        return not self.seed_meta or self._through >= set(self.present)
+
+    @property
+    def present(self) -> list[int]:
+        """Workers of this stretch that are still there, and will take its result home."""
+        return [w for w in self.workers if w not in self.gone and w not in self._skipped]
 
     @property
     def live(self) -> list[int]:
-        """Workers of this stretch that are still there, and take part."""
-        return [w for w in self.workers if w not in self.gone and w not in self._skipped]
+        """Those of them who take part: not those that have broken out of it."""
+        return [w for w in self.present if w not in self._broke]
 
     @property
     def training(self) -> list[int]:
@@ -299,6 +305,7 @@ class Server:
         self._left.clear()
         self._through.clear()
         self._skipped.clear()
+        self._broke.clear()
         self._parked.clear()
         self._sits_until.clear()
         self.sitting = set(meta.get("sitting", ()))
@@ -316,7 +323,7 @@ class Server:
         known = self.comm.addresses
         told = {rank: where for rank, where in meta["addresses"] if rank not in self.servers or rank not in known}
         self.comm.introduce(told)
-        self.comm.watch(self.live)  # also those that may be gone before they have said a word to us
+        self.comm.watch(self.present)  # also those that may be gone before they have said a word to us
 
     @property
     def _lends_only(self) -> bool:
@@ -621,8 +628,12 @@ class Server:
         self.answer(message, {}, message.body if message.meta.get("back") else ())
 
     def _skip(self, message: Message) -> None:
-        self._skipped.add(message.source)
-        self._lose(message.source)
+        """A worker takes no part: not at all, or, where it broke out of its loop, no longer."""
+        broke = bool(message.meta.get("broke"))
+        (self._broke if broke else self._skipped).add(message.source)
+        if broke and self.cursor is not None:
+            self.cursor.applied(message.meta["done"])
+        self._lose(message.source, note=not broke)
         self.answer(message, {})
         self.let_go()
 
@@ -636,7 +647,7 @@ class Server:
 
     def let_go(self) -> None:
         """Once every worker is through, let them take everything home."""
-        if not self._left or not set(self._left) >= set(self.live):
+        if not self._left or not set(self._left) >= set(self.present):
             return
         self.intake.settle()
         if not self.intake.settled:
@@ -647,7 +658,7 @@ class Server:
             if not self.seed_meta or self._lends_only:
                 self.answer(waiting, {"empty": True})
             else:
-                self.answer(waiting, {**meta, "workers": self.live}, [*self.shard.params, *state])
+                self.answer(waiting, {**meta, "workers": self.present}, [*self.shard.params, *state])
         self._through |= set(self._left)
         self._left.clear()
 
@@ -670,10 +681,10 @@ class Server:
         self._left.pop(rank, None)
         self.let_go()
 
-    def _lose(self, worker: int) -> None:
-        now = self.comm.clock.now_ns()
+    def _lose(self, worker: int, *, note: bool = True) -> None:
         held = [] if self.cursor is None else self.cursor.held_by(worker)
-        self.recorder.write("worker_lost", now, worker=worker, leases=held)
+        if note:
+            self.recorder.write("worker_lost", self.comm.clock.now_ns(), worker=worker, leases=held)
         self._parked.pop(worker, None)
         self.mitigation.forget(worker)
         self.intake.lose(worker)

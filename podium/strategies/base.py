@@ -130,5 +130,8 @@ class Strategy(ABC, Generic[S]):
     def step(self, worker: Worker, state: S, batch: Batch) -> Tensor:
         """Train on one batch; returns its loss. Raising `Lost` leaves the parameters untouched."""
 
+    def settle(self, worker: Worker, state: S) -> None:
+        """Wait for the answers that this worker still awaits: it is about to leave the others in mid-epoch."""
+
     def finish(self, worker: Worker, state: S) -> None:
         """Bring home whatever lives elsewhere: afterwards the worker's own state is the whole truth."""

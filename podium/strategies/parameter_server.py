@@ -250,6 +250,9 @@ class ParameterServer(Strategy[PSState]):
         state.pending.finish(0.0)
         self._take(worker, state)
 
+    def settle(self, worker: Worker, state: PSState) -> None:
+        self._take(worker, state)
+
     def finish(self, worker: Worker, state: PSState) -> None:
         """Wait until all workers are through, then take parameters and optimizer state home."""
         worker.exposure, worker.step_check.served = None, False

@@ -46,10 +46,12 @@ def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[in
     return process.returncode, out, err
 
 
-def torchrun(count: int, *words: str) -> tuple[int, str, str]:
+def torchrun(count: int, *words: str, through: Path | None = None) -> tuple[int, str, str]:
+    """`through`: a shell script that starts each rank, in place of `-m podium.node`."""
     port = str(free_port())
     agent = ("-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-port", port)
-    return finish(start(*agent, "-m", "podium.node", *words))
+    ranks = ("-m", "podium.node") if through is None else ("--no-python", "sh", str(through))
+    return finish(start(*agent, *ranks, *words, PYTHON=sys.executable))
 
 
 def settings(fields: dict[str, Any]) -> list[str]:
