@@ -13,9 +13,11 @@ from click.testing import CliRunner
 from torch import nn
 
 import podium
+from podium.building import Job
 from podium.cli import main
-from podium.cluster.launch import foreseen
-from podium.config import RunConfig
+from podium.cluster.launch import check, foreseen
+from podium.config import RunConfig, parse_strategy
+from podium.notices import notices
 from tests.test_examples import run_python
 from tests.toys import CLASSES, FEATURES, halve_every_third, toy
 
@@ -92,8 +94,10 @@ class TestRulesThatCannotFire:
         assert not fired, "the rule fired all the same"
 
     @pytest.mark.parametrize(("strategy", "options"), FINE)
-    def test_a_rule_that_can_fire_is_passed_over(self, strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
-        assert train(strategy, out=str(tmp_path), **options).notices == ()
+    def test_a_rule_that_can_fire_is_passed_over(self, strategy: str, options: dict[str, Any]) -> None:
+        name, given = parse_strategy(strategy)
+        config = RunConfig(strategy=name, strategy_options=given, **{"workers": 2, "launcher": "threads", **options})
+        assert notices(Job(config, toy(), check(config))) == []
 
     def test_a_schedule_that_decays_in_time_is_looked_at(self, tmp_path: Path) -> None:
         decays = toy(schedule=halve_every_third)

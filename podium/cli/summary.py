@@ -22,7 +22,8 @@ def summary(result: RunResult, config: RunConfig) -> str:
     lines = [(name, format_number(value)) for name, value in result.metrics.items()]
     lines.append(("loss", format_number(result.loss)))
     only = " (this run)" if config.resume is not None else ""  # steps and epochs count from the beginning
-    lines.append(("time", f"{format_seconds(result.seconds)}, {result.samples_per_s:,.0f} samples/s{only}"))
+    clock = ", simulated" if result.launcher == "virtual" else ""
+    lines.append(("time", f"{format_seconds(result.seconds)}, {result.samples_per_s:,.0f} samples/s{clock}{only}"))
     done = f"{result.steps:,} steps, {round(result.epochs, 2):g} epochs"
     lines.append(("work", f"{done}, {result.samples:,} samples{only}"))
     lines.append(("sent", _sent(result) + only))
@@ -149,7 +150,11 @@ def _sent(result: RunResult) -> str:
         return "nothing"
     wait = f", {100 * result.wait_share:.0f} % of step time spent waiting" if result.wait_share else ""
     # Collectives are counted as a ring would send them, whoever carried them.
-    how = {"local": ", which stayed on this host", "threads": ", which stayed in this process"}
+    how = {
+        "local": ", which stayed on this host",
+        "threads": ", which stayed in this process",
+        "virtual": " over simulated links",
+    }
     return f"{format_bytes(result.sent_bytes)} by all ranks together{how.get(result.launcher, '')}{wait}"
 
 

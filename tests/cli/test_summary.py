@@ -11,7 +11,7 @@ from podium.strategies import make_strategy
 from tests.study.synthetic import phased
 
 
-def _result(**fields: Any) -> RunResult:
+def _result(launcher: str = "local", **fields: Any) -> RunResult:
     return RunResult(
         run_dir="runs/one",
         status="finished",
@@ -19,7 +19,7 @@ def _result(**fields: Any) -> RunResult:
         strategy="parameter-server(mode=async)",
         workers=2,
         seed=0,
-        launcher="local",
+        launcher=launcher,
         metrics={"accuracy": 0.9},
         loss=0.3,
         param_hash={"0": "00", "1": "00"},
@@ -113,3 +113,14 @@ def test_the_next_command_names_the_phases_so_that_they_are_understood_again() -
         name, given = parse_strategy(words[len(words) - words[::-1].index("--strategy")])
         found = make_strategy(name, given, 2)
         assert found.server_count == 2 and bool(text) == found.repeat
+
+
+def test_bytes_that_no_network_carried_and_seconds_that_nobody_measured_are_called_so() -> None:
+    here, nowhere, real = told(), told(launcher="virtual"), told(launcher="shaped")
+    assert "1.0 kB by all ranks together, which stayed on this host" in here and "simulated" not in here
+    assert "640 samples/s, simulated" in nowhere and "over simulated links" in nowhere
+    assert "stayed" not in real and "simulated" not in real
+
+
+def test_what_was_said_before_the_run_is_said_again() -> None:
+    assert "note       the rule cannot fire" in told(notices=("the rule cannot fire",))
