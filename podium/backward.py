@@ -56,6 +56,8 @@ class Backward:
             mean = self._pass(part)
             worker.comm.clock.reach(1.0)
             means.append((part, mean.detach().cpu()))  # waits for a GPU, which would draw more than it can compute
+        if not means:
+            worker.step_check.follow_storages()  # no forward pass has looked at them, and parameters may land
         worker.pass_samples = sum(part.samples for part, _ in means)
         loss = torch.zeros(())
         for part, mean in means:

@@ -86,8 +86,9 @@ class StepCheck:
                 "hold the parameters; change it elsewhere, or use a strategy without servers, such as all-reduce"
             )
 
-    def note_versions(self) -> None:
-        """Changes so far are known to be none: a validation changes parameters and changes them back."""
+    def after_validation(self) -> None:
+        """What a validation does to parameters (new storages, values that it changes back) is no change."""
+        self.follow_storages()
         self._versions = list(map(_version, self._flat.parameters))
 
     # Where servers hold the parameters.
@@ -104,7 +105,7 @@ class StepCheck:
         PyTorch counts changes of a parameter, but not those of `p.data`; for these the bits are added up, which reads
         all parameters, so this is done after steps 1, 2, 4, 8 and so on.
         """
-        self.note_versions()
+        self._versions = list(map(_version, self._flat.parameters))
         self._steps_served += 1
         rare = self._steps_served & (self._steps_served - 1) == 0
         self._sums = self._added_up() if rare else None

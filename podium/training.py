@@ -277,7 +277,7 @@ class Training:
         began = self.comm.clock.now_ns()
         with self._busy("validation"), self.worker.computing():
             outputs, targets = predict(self.worker.model, self.data.test, self.job.task.eval_batch_size, self.device)
-            self.worker.step_check.note_versions()
+            self.worker.step_check.after_validation()
             self.loss = float(self.job.task.loss(outputs, targets))
             self.metrics = {name: float(metric(outputs, targets)) for name, metric in self.job.task.metrics.items()}
         now = self.comm.clock.now_ns()

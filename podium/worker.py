@@ -287,8 +287,9 @@ class Worker:
         stop, self.step_loss, changed, pause, switch = self.flat.tail.tolist()
         used = self._agree_on_used(changed=changed > 0)
         if not self.outgoing.is_exact:
-            # What was left out of a parameter's gradient may come when nobody has used it.
-            used = [is_used or bool(view.any()) for is_used, view in zip(used, self.flat.views, strict=True)]
+            # What was left out of a parameter's gradient may come when nobody has used it; not while it is frozen.
+            each = zip(self.flat.parameters, used, self.flat.views, strict=True)
+            used = [is_used or (p.requires_grad and bool(view.any())) for p, is_used, view in each]
         self.heed((stop > 0, pause > 0, switch > 0))
         if self.noise is not None and batch.weight > 0:
             whole = sum(float(span.of(self.flat.grads).square().sum()) for span in self.outgoing.spans)
@@ -412,8 +413,8 @@ class Worker:
     def unused_among(self, pieces: Iterable[int]) -> list[int]:
         """Those of these pieces that this worker's backward has not reached."""
         used = self._backward.used
-        if not self.outgoing.push[1].codec.exact:  # what was left out of their gradients may come all the same
-            return []
+        if not self.outgoing.push[1].codec.exact:  # what was left out may come, unless it is frozen
+            return [i for i in pieces if not used[i] and not self.flat.parameters[i].requires_grad]
         return [i for i in pieces if not used[i]]
 
     # What the training loop uses.

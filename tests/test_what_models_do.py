@@ -210,6 +210,15 @@ class TouchedByValidation(Averaging):
         return out
 
 
+class MovedByValidation(Acting):
+    """Gives its parameters new storages where it is validated, as cuDNN's recurrent nets do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            cloned(self)
+        return super().forward(x)
+
+
 MASK = torch.full((4, 4), -torch.inf).triu(1)
 ODD = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 1e-45, 3e38])
 THIRDS = torch.tensor([1 / 3, -2 / 3, 1e300, -torch.inf, torch.nan, -0.0, 5e-324], dtype=torch.float64)
@@ -494,6 +503,7 @@ TABLE: dict[str, Row] = {
     ),
     # Storages.
     "new storages with the same values": Row(partial(Acting, cloned)),
+    "new storages in a validation": Row(MovedByValidation, **IDLE),
     "another order in memory": Row(partial(Acting, other_strides)),
     "new storages with other values": Row(partial(Acting, clamped_data), refused=EDITED),
     "values changed in .data": Row(partial(Acting, clamped_in_data), refused=EDITED),
@@ -627,3 +637,44 @@ def test_a_model_may_do_this_or_is_told_that_it_may_not(name: str, strategy: str
 @pytest.mark.parametrize("name", ["BatchNorm in evaluation mode", "buffers of odd numbers", "a buffer that grows"])
 def test_the_same_in_processes(name: str, strategy: str) -> None:
     check(Real(), name, strategy, 2)
+
+
+class FreezingForGood(Acting):
+    """Its first layer is frozen after the third pass, and remembers what it was then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.turn == 3:
+            self.first.requires_grad_(False)
+            self.then = self.first.weight.detach().clone()
+        return super().forward(x)
+
+
+def moved_when_frozen(comm: Communicator, job: Job) -> float | None:
+    recorder = Recorder(comm.rank)
+    if comm.rank in comm.servers:
+        run_server(make_server(job, comm, recorder))
+        return None
+    training = Training(job, comm, recorder, Uncontrolled())
+    training.run()
+    model: Any = training.worker.model
+    return float((model.first.weight - model.then).abs().max())
+
+
+@pytest.mark.parametrize("codec", ["dense", "top-k:ratio=0.1", "int8"])
+@pytest.mark.parametrize("strategy", ["all-reduce", "servers"])
+def test_a_frozen_parameter_stays_as_it_is_whatever_a_codec_has_left_out_of_its_gradients(
+    strategy: str, codec: str
+) -> None:
+    job = Job(
+        RunConfig(workers=2, eval_every=0, codec=codec),
+        task_of(Row(FreezingForGood)),
+        STRATEGIES[strategy],
+        task_is_named=False,
+    )
+    servers = STRATEGIES[strategy].server_count
+    moved = Memory().run(partial(moved_when_frozen, job=job), 2, servers)[:2]
+    assert moved == [0.0, 0.0]
