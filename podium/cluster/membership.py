@@ -25,6 +25,8 @@ from podium.recovery import Control, Regroup
 from podium.training import Report
 
 _BEATS_PER_LIMIT = 6
+_MEET_S = 10.0
+"""How long a process that was just started tries to reach the coordinator."""
 
 
 class Joined(NamedTuple):
@@ -67,6 +69,8 @@ class Membership(Control):
 
     def join(self, endpoints: list[int], addresses: Mapping[int, Address], deadline_s: float) -> Joined:
         """Say which endpoints live here; returns who and where the others are, once everybody has joined."""
+        # A cleaner may have removed the coordinator's socket: it is made anew within a second.
+        self._channel.connect_all({COORDINATOR: self._channel.address_book[COORDINATOR]}, min(_MEET_S, deadline_s))
         meta = {"endpoints": endpoints, "addresses": {str(k): v for k, v in addresses.items()}}
         answer = self._ask("join", meta, deadline_s)
         if "ended" in answer:

@@ -31,7 +31,7 @@ from podium.comm.base import Ground
 from podium.comm.channel import Channel
 from podium.comm.memory import SlowClock, WallClock
 from podium.comm.real import RealCommunicator
-from podium.comm.sockets import Address
+from podium.comm.sockets import Address, remake_folder
 from podium.comm.tls import tls_of
 from podium.comm.torch_dist import Group, backend_for, client_store, file_store, named_part
 from podium.config import RunConfig, build
@@ -134,6 +134,8 @@ class Node:
         self.spec, self.config = spec, config
         self.secret = check_secret(bytes.fromhex(spec.secret), f"rank {spec.rank}")
         self.clock = _clock_of(spec)
+        if spec.rendezvous is not None:  # a cleaner may have been there before this process was started
+            remake_folder(Path(spec.rendezvous))
         self.membership = Membership(
             spec.rank,
             spec.coordinator,

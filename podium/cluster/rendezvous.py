@@ -3,6 +3,12 @@
 Its owner holds a lock in it for as long as it lives. A folder without a holder was left by a launcher that was killed;
 whoever makes the next one removes it, with the namespaces and control groups that are noted in it.
 
+A run may last longer than temporary files do. systemd-tmpfiles leaves a folder alone that somebody holds a lock on, so
+one is held on the folder itself, too. What another cleaner removes is made again: each endpoint looks every second
+whether its socket still has its name (`podium/comm/channel.py`), and a generation begins with a store that is there
+(`podium/comm/torch_dist.py`). Sockets without a file would do as well, but those end at a network namespace, and any
+user of the machine could knock at them.
+
 Temporary folders are shared, and a user may well have a `/tmp/podium-notes` with a file named `lock`. So a folder is
 removed only if Podium made it, and its lock proves that: the lock holds the number (inode) of the folder that it was
 written for. A copy of such a folder has another number, and is the user's own.
@@ -45,11 +51,14 @@ def rendezvous_folder() -> Iterator[Path]:
     lock = os.open(hidden / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        hold = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(hold, fcntl.LOCK_SH)
         os.write(lock, json.dumps(_proof(hidden.stat())).encode())
         folder = hidden.rename(home / hidden.name.removeprefix("."))  # seen by others only once it is held
         try:
             yield folder
         finally:
+            os.close(hold)
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(lock)

@@ -30,7 +30,7 @@ from podium.comm.arena import Arena
 from podium.comm.base import DEPARTED, Message, Meta, Traffic
 from podium.comm.frames import Limits, Refused, Sink
 from podium.comm.link import CLOSE_S, ChannelHandle, Inbox, Link, Waiter
-from podium.comm.sockets import Address, Stream, address_of, listen_at, resolve, shut, tune
+from podium.comm.sockets import Address, Stream, address_of, listen_at, remake_folder, resolve, shut, tune
 from podium.comm.tls import Guard, Tls, TlsStream
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 _HANDSHAKE_S = 5.0
 _RETRY_S = 0.05
+_HEAL_S = 1.0
+"""How often an endpoint looks whether its Unix socket still has its name: temporary files are cleaned up."""
+_HEALED_S = 2.5
+"""How long the socket of an endpoint that was never met may be missing."""
 _MAX_STRANGERS = 64  # connections in their handshake; one more drops the oldest
 
 
@@ -84,10 +88,36 @@ class Channel:
         self._asked: dict[int, tuple[Link, int]] = {}
         self._tokens = itertools.count(1)
         self._closed = False
-        self._listener = listen_at(listen, secret)
+        self._met: set[int] = set()
+        self._listener, self._inode = self._listen(listen)
         self.address: Address = address_of(self._listener)
         self._acceptor = threading.Thread(target=self._accept, name=f"podium-accept-{rank}", daemon=True)
         self._acceptor.start()
+
+    def _listen(self, address: Address) -> tuple[socket.socket, int]:
+        """Listen there; the number (inode) of a Unix socket's name tells whether it is still ours."""
+        if not address.startswith("unix:"):
+            return listen_at(address, self._secret), 0
+        return listen_at(address, self._secret), Path(address.removeprefix("unix:")).stat().st_ino
+
+    def _heal(self) -> None:
+        """Listen anew where the name of our Unix socket was removed: those who have not met us yet look for it."""
+        if not self._inode:
+            return
+        path = Path(self.address.removeprefix("unix:"))
+        with suppress(OSError):
+            if path.stat().st_ino == self._inode:
+                return
+        with suppress(OSError, ConfigError):  # whoever needs us finds no socket, and says so
+            remake_folder(path.parent)
+            path.unlink(missing_ok=True)
+            listener, inode = self._listen(self.address)
+            with self._changed:
+                if self._closed:
+                    return listener.close()
+                listener.settimeout(_HEAL_S)
+                before, self._listener, self._inode = self._listener, listener, inode
+            before.close()
 
     # Meeting the others.
 
@@ -302,6 +332,7 @@ class Channel:
                 self._changed.notify_all()
 
     def _dial(self, to: int, until: float, patient: bool) -> Link:
+        missing_until = time.monotonic() + (0.0 if to in self._met else _HEALED_S)
         while True:
             trouble = "it is busy with another connection of ours"
             try:
@@ -310,7 +341,8 @@ class Channel:
                     return self._publish(to, sock)
             except OSError as error:
                 trouble = f"{self._addresses[to]}: {error.strerror or error}"
-                if isinstance(error, ConnectionRefusedError | FileNotFoundError) and not patient:
+                is_missing = isinstance(error, FileNotFoundError) and time.monotonic() < missing_until
+                if isinstance(error, ConnectionRefusedError | FileNotFoundError) and not (patient or is_missing):
                     raise Lost(f"rank {self.rank}: rank {to} does not listen any more: {trouble}") from None
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or to in self._links, _RETRY_S)
@@ -357,6 +389,7 @@ class Channel:
                 sock.close()
             self._check_open()
             self._links[peer] = link
+            self._met.add(peer)
             self._alive.add(link)
             link.receiver.start()
             self._changed.notify_all()
@@ -364,9 +397,14 @@ class Channel:
         return link
 
     def _accept(self) -> None:
+        if self._inode:
+            self._listener.settimeout(_HEAL_S)
         while not self._closed:
             try:
                 plain, _ = self._listener.accept()
+            except TimeoutError:
+                self._heal()
+                continue
             except OSError:
                 if not self._closed:
                     time.sleep(_RETRY_S)  # out of file descriptors, most likely, which may pass
@@ -444,7 +482,8 @@ class Channel:
             thread.join(CLOSE_S)
         self._listener.close()
         if self.address.startswith("unix:"):
-            Path(self.address.removeprefix("unix:")).unlink(missing_ok=True)
+            with suppress(OSError):  # a cleaner was here before, and something else may have the folder's name
+                Path(self.address.removeprefix("unix:")).unlink()
 
 
 def _fits(body: Sequence[Tensor], landing: Sequence[Tensor]) -> bool:

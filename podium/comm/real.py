@@ -153,6 +153,10 @@ class RealCommunicator(Communicator):
     def _draw(self, turn: int, count: int) -> int:
         if self._counter is None:
             self._counter = _counter_of(self._need_group(), self.deadline_s)
+        if self._counter.is_gone:  # others would draw from another one
+            self._counter.close()
+            self._counter = None
+            raise Lost(f"rank {self.rank}: the file with the counters was removed")
         return self._counter.draw(self.generation, turn, count)
 
     # Where some workers have a GPU and others do not, what lies on one goes to the board through host memory.
@@ -412,6 +416,11 @@ class _Counter(ABC):
     @abstractmethod
     def draw(self, generation: int, turn: int, count: int) -> int: ...
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether others can find it no more."""
+        return False
+
     def close(self) -> None:
         """Let go of it."""
 
@@ -440,6 +449,10 @@ class _FileCounter(_Counter):
             return before
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    @property
+    def is_gone(self) -> bool:
+        return os.fstat(self._file).st_nlink == 0
 
     def _lock(self) -> None:
         until = time.monotonic() + self._deadline_s

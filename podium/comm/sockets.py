@@ -5,9 +5,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import stat
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from podium.errors import ConfigError
@@ -69,6 +71,23 @@ def listen_at(address: Address, secret: bytes) -> socket.socket:
         sock.close()
         raise ConfigError(f"cannot listen at {address}: {error.strerror}") from None
     return sock
+
+
+def remake_folder(folder: Path) -> None:
+    """Make a private folder again that a cleaner of temporary files has removed; does nothing where it is there.
+
+    Others may have made one of that name in the meantime: then it is refused.
+    """
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}, where ranks meet, cannot be made again: {error.strerror}") from None
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"{folder}, where ranks meet, must be a folder of this user's that nobody else can enter; it was removed, "
+            "and somebody has made another in its place"
+        )
 
 
 def address_of(listener: socket.socket) -> Address:

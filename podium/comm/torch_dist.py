@@ -10,6 +10,7 @@ out the whole timeout.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, FileStore, PrefixStore, TCPStore
 
+from podium.comm.sockets import remake_folder
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
 FORMING_S = 5.0
@@ -66,6 +68,9 @@ class Group:
         if backend not in ("gloo", "nccl"):
             raise ConfigError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
         self.store, self._host, self.backend, self._deadline_s = store, host, backend, deadline_s
+        path = getattr(store, "path", None)
+        # Kept open, so that its number (inode) is not given to the file that may come after it.
+        self._file = None if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         # gloo tries five times to reach a member behind a cut link; be done before others take this rank for hung.
         self._forming_s = min(FORMING_S, deadline_s / 10)
         self._group: Any = None
@@ -80,6 +85,7 @@ class Group:
         self._alone = size == 1
         if self._alone:
             return
+        self._renew_store()
         store = self._part(generation)
         try:
             if self.backend == "nccl":  # it takes nothing that lies elsewhere
@@ -89,6 +95,24 @@ class Group:
             raise Lost(
                 f"generation {generation} did not form within {self._forming_s:g} s: {_first_line(error)}"
             ) from error
+
+    def _renew_store(self) -> None:
+        """Open the store anew where its file was removed: it is opened by name for every word.
+
+        What it held is not missed, since every generation begins with an empty part of it.
+        """
+        if self._file is None:
+            return
+        path = Path(self.store.path)
+        try:
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(self._file)):
+                return
+            remake_folder(path.parent)
+            self.store = file_store(path)
+            os.close(self._file)
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (ConfigError, OSError) as error:
+            raise CommError(f"{path}, where workers meet, was removed and cannot be made again: {error}") from error
 
     def drop(self) -> None:
         """Let go of every exchange and of the group; blocks until what is in flight has ended."""
