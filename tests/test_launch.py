@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import podium
+from podium.cli.summary import summary
 from podium.cluster.launch import label_of, plan_script, prepare
 from podium.config import RunConfig, RunResult, parse_strategy
+from podium.data.base import ArrayDataset, Data
 from podium.errors import ConfigError
 from podium.measure.records import read_records
 from podium.strategies import make_strategy
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.parameter_server import ParameterServer
 from podium.strategies.solo import Solo
-from tests.integration.processes import settings, torchrun
-from tests.toys import toy
+from podium.task import Task
+from tests.integration.processes import document, finish, settings, torchrun
+from tests.integration.processes import podium as cli
+from tests.toys import CLASSES, FEATURES, toy
 
 TASK = "tests.toys:toy"  # 44 samples, steps of 12: four an epoch
 ASYNC = "parameter-server:mode=async"
@@ -153,3 +161,44 @@ def test_a_strategy_of_ones_own_may_live_in_a_module_without_a_dot(
 def test_what_is_neither_a_name_nor_an_instance_is_refused(task: Any, strategy: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         podium.train(task, strategy=strategy)
+
+
+# Validations that give no number.
+
+
+def spoilt() -> Data:
+    """One test sample is no number."""
+    inputs = torch.randn(40, FEATURES, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(40) % CLASSES
+    tests = inputs[:8].clone()
+    tests[3, 0] = float("nan")
+    return Data(ArrayDataset(inputs, targets), ArrayDataset(tests, targets[:8]))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_last_validation_that_is_not_finite_leaves_a_result_with_a_word(value: str, tmp_path: Path) -> None:
+    metrics = {"odd": lambda outputs, targets: float(value), "fine": lambda outputs, targets: 0.5}
+    task = dataclasses.replace(toy(), data=spoilt, metrics=metrics)
+    result = podium.train(task, launcher="threads", run_dir=str(tmp_path / "run"))
+    assert result.status == "finished"
+    assert math.isnan(result.loss)
+    assert str(result.metrics["odd"]) == value
+    assert [type(row["loss"]) for row in result.history] == [float] * len(result.history)
+    written = json.loads((tmp_path / "run" / "result.json").read_text(), parse_constant=pytest.fail)
+    assert (written["loss"], written["metrics"]) == ("nan", {"odd": value, "fine": 0.5})
+    told = summary(result, RunConfig(task="toy"))
+    assert "warning    the last validation's loss, odd are not finite: check the test data" in told
+
+
+def test_the_command_line_reports_a_last_validation_that_is_not_finite(tmp_path: Path) -> None:
+    (tmp_path / "spoilt.py").write_text("from tests.test_launch import spoilt_task as make\n")
+    words = ("train", f"{tmp_path}/spoilt.py:make", "--launcher", "threads", "--set", f"out={tmp_path}/runs")
+    code, out, err = finish(cli(*words))
+    assert (code, "Traceback" in err) == (0, False), err
+    assert "the last validation's loss is not finite" in out
+    code, out, err = finish(cli(*words, "--json"))
+    assert (code, document(out)["loss"]) == (0, "nan"), err
+
+
+def spoilt_task() -> Task:
+    return dataclasses.replace(toy(), data=spoilt)

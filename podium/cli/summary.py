@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ def summary(result: RunResult, config: RunConfig) -> str:
     """A few aligned lines: metrics, time, bytes, whether the replicas agree, where it lies, what to do next."""
     lines = [(name, format_number(value)) for name, value in result.metrics.items()]
     lines.append(("loss", format_number(result.loss)))
+    lines += _not_finite(result)
     only = " (this run)" if config.resume is not None else ""  # steps and epochs count from the beginning
     clock = ", simulated" if result.launcher == "virtual" else ""
     lines.append(("time", f"{format_seconds(result.seconds)}, {result.samples_per_s:,.0f} samples/s{clock}{only}"))
@@ -49,6 +51,18 @@ def summary(result: RunResult, config: RunConfig) -> str:
     width = max(10, *(len(name) for name, _ in lines))
     head = f"{result.task} · {result.strategy} · {workers} · seed {result.seed} · {result.status}"
     return "\n".join([head, *(f"  {name:<{width}} {text}" for name, text in lines)])
+
+
+def _not_finite(result: RunResult) -> list[tuple[str, str]]:
+    """A word where the last validation gave no usable numbers; training itself stops at a loss that is not finite."""
+    if not result.history:  # there was none
+        return []
+    values = {"loss": result.loss, **result.metrics}
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
+    if not bad:
+        return []
+    what = f"the last validation's {', '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite"
+    return [("warning", f"{what}: check the test data, and the rate if training diverged in its last steps")]
 
 
 def _balance(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

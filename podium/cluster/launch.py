@@ -35,7 +35,7 @@ from podium.errors import ConfigError, RecordError
 from podium.files import write_atomically
 from podium.measure.manifest import read_manifest, write_manifest
 from podium.measure.records import merge_records, read_records, to_json
-from podium.measure.summary import summarise
+from podium.measure.summary import Summary
 from podium.notices import notices
 from podium.reducing import make_packing
 from podium.strategies import STRATEGIES, make_strategy
@@ -123,7 +123,7 @@ def _launch_in(
             launched = launcher(job, on_event, asked)
         if launched.facts:
             write_manifest(run_dir, config.to_dict(), strategy=repr(job.strategy), **launched.facts)
-        result = conclude(job, launched.reports, notices=said)
+        result = conclude(job, launched.reports, notices=(*job.warnings, *said))
         tell({"event": "end", "status": result.status})
     return result
 
@@ -146,6 +146,16 @@ def conclude(
     """
     config, run_dir = job.config, job.run_dir
     assert run_dir is not None
+    summary = Summary(scratch=run_dir)
+    for row in read_records(run_dir):
+        summary.add(row)
+    silent = sorted({report.rank for report in reports} - summary.ended)
+    if silent and launcher is None:  # ranks that others start may be on hosts whose records stay there
+        listed = ", ".join(map(str, silent))
+        raise RecordError(
+            f"{run_dir}: the records of rank {listed} do not tell of its end, though it has reported it: were files "
+            "removed while the run was under way?"
+        )
     result = RunResult(
         run_dir=str(run_dir),
         status="stopped" if any(report.stopped for report in reports) else "finished",
@@ -156,7 +166,7 @@ def conclude(
         launcher=launcher or config.launcher,
         model=str(run_dir / "model.safetensors"),
         notices=tuple(notices),
-        **summarise(read_records(run_dir)),
+        **summary.result(),
     )
     write_atomically(run_dir / "result.json", to_json(result.to_dict()).encode())
     return result

@@ -44,9 +44,12 @@ def write_manifest(run_dir: Path, config: dict[str, Any], **facts: Any) -> None:
 
 def read_manifest(run_dir: Path) -> dict[str, Any]:
     try:
-        return json.loads((run_dir / "manifest.json").read_text())  # type: ignore[no-any-return]  # as written
+        found = json.loads((run_dir / "manifest.json").read_text())
     except (OSError, ValueError) as error:
         raise RecordError(f"{run_dir}: no readable manifest.json: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("config", {}), dict):
+        raise RecordError(f"{run_dir}: no readable manifest.json: it must be an object with a config")
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -21,6 +21,68 @@ MOST_READINGS = 400
 """Of a rule that was evaluated more often, not all values are kept: as many as a figure can show."""
 
 
+class PhaseRows:
+    """Takes a run's records one after another and keeps of them what `switches` and `other_rules` need.
+
+    A rule in force may be evaluated after every step. Of its readings those that fired are kept, those before a firing
+    or a switch, and of the others evenly every so many, so that there are never more than a few times `MOST_READINGS`.
+    """
+
+    def __init__(self) -> None:
+        self._others: list[tuple[int, Record]] = []
+        self._readings: dict[tuple[str, bool], _Thinned] = {}
+        self._seen = 0
+
+    def add(self, row: Record) -> None:
+        kind = row["kind"]
+        if kind not in ("switch", "trigger", "eval"):
+            return
+        self._seen += 1
+        if kind == "trigger":
+            self._readings.setdefault((row["rule"], row["in_force"]), _Thinned()).add(self._seen, row)
+            return
+        if kind == "switch":
+            for thinned in self._readings.values():
+                thinned.keep_last()
+        self._others.append((self._seen, row))
+
+    @property
+    def rows(self) -> list[Record]:
+        """In the order in which they came."""
+        kept = [*self._others, *(item for thinned in self._readings.values() for item in thinned.items())]
+        return [row for _, row in sorted(kept, key=lambda item: item[0])]
+
+
+class _Thinned:
+    """The readings of one rule."""
+
+    def __init__(self) -> None:
+        self._for_good: dict[int, Record] = {}
+        self._some: dict[int, Record] = {}
+        self._count, self._every = 0, 1
+        self._last: tuple[int, Record] | None = None
+
+    def add(self, place: int, row: Record) -> None:
+        if row["fires"]:
+            self.keep_last()
+            self._for_good[place] = row
+        elif self._count % self._every == 0:
+            self._some[place] = row
+            if len(self._some) > MOST_READINGS:
+                self._every *= 2
+                self._some = dict(list(self._some.items())[::2])
+        self._count += not row["fires"]
+        self._last = (place, row)
+
+    def keep_last(self) -> None:
+        if self._last is not None:
+            self._for_good[self._last[0]] = self._last[1]
+
+    def items(self) -> list[tuple[int, Record]]:
+        self.keep_last()
+        return sorted({**self._some, **self._for_good}.items())
+
+
 def switches(rows: Sequence[Record], began: int) -> list[dict[str, Any]]:
     """One row per change of phase, costs in milliseconds: each part of the worker that it cost most.
 

@@ -14,15 +14,18 @@ A file cut short by a kill is readable up to its last whole line.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from podium.errors import RecordError
+from podium.measure.tables import Table
 
 Record = dict[str, Any]
 
@@ -124,44 +127,204 @@ def to_json(value: Any) -> str:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a file, or of a run's folder in order of time; a torn last line is left out."""
+    """The records of a file, or of a run's folder in order of time; a torn last line is left out.
+
+    Reads as it is asked, so a large file needs no memory to speak of.
+    """
     if path.is_dir():
         merged = path / "records.jsonl"
-        yield from read_records(merged) if merged.is_file() else merged_records((path / "records").glob("*.jsonl"))
+        if merged.is_file():
+            yield from (_checked(row, merged, place) for place, row in _rows(merged))
+        else:
+            yield from merged_records((path / "records").glob("*.jsonl"))
         return
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise RecordError(f"records cannot be read from {path}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            if number == len(lines):  # no newline behind it: the writer was killed in mid-line
-                return
-            raise RecordError(f"{path}:{number}: not a record: {error}") from error
+    for _, row in _rows(path):
+        yield row
 
 
-def merged_records(paths: Iterable[Path]) -> list[Record]:
-    """Records of several ranks in order of time, then rank, then as written."""
-    rows = [row for path in sorted(paths) for row in read_records(path)]
-    return sorted(rows, key=lambda row: (row["t_ns"], row["rank"]))  # stable: ties keep each file's order
+def merged_records(paths: Iterable[Path]) -> Iterator[Record]:
+    """Records of several ranks in order of time, then rank, then as written. The files are read side by side."""
+    streams = [_in_order(path) for path in sorted(paths)]
+    return (row for _, row in heapq.merge(*streams, key=lambda item: item[0]))  # ties: the first file's come first
 
 
 def merge_records(run_dir: Path) -> Path:
     """Write `records.jsonl` from the ranks' files, whole or not at all."""
     target = run_dir / "records.jsonl"
     partial = target.with_suffix(".partial")
-    rows = merged_records((run_dir / "records").glob("*.jsonl"))
     try:
-        partial.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as file:
+            for row in merged_records((run_dir / "records").glob("*.jsonl")):
+                file.write(to_json(row) + "\n")
         partial.replace(target)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise RecordError(f"records cannot be merged into {target}: {error}") from error
+    except RecordError:
+        partial.unlink(missing_ok=True)
+        raise
     return target
+
+
+class _Place(NamedTuple):
+    """Where a line stands in its file."""
+
+    line: int
+    offset: int
+    size: int
+
+
+def _lines(path: Path, offset: int = 0) -> Iterator[tuple[_Place, bytes, bool]]:
+    """The lines of a file that are not empty, and whether each has its end.
+
+    The file is open only while a block is read: a run may have more ranks than a process may have files.
+    """
+    number, rest = 1, b""
+    while True:
+        try:
+            with path.open("rb") as file:
+                file.seek(offset + len(rest))
+                block = file.read(_BLOCK_BYTES)
+        except OSError as error:
+            raise RecordError(f"records cannot be read from {path}: {error}") from error
+        *whole, last = (rest + block).split(b"\n")
+        for line in whole:
+            if line:
+                yield _Place(number, offset, len(line)), line, True
+            number, offset = number + 1, offset + len(line) + 1
+        rest = last
+        if not block:
+            break
+    if rest:
+        yield _Place(number, offset, len(rest)), rest, False
+
+
+def _rows(path: Path) -> Iterator[tuple[_Place, Any]]:
+    for place, line, is_whole in _lines(path):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if not is_whole:  # the writer was killed in mid-line
+                return
+            raise RecordError(f"{path}:{place.line}: not a record: {error}") from error
+        yield place, row
+
+
+def _in_order(path: Path) -> Iterator[tuple[tuple[int, int], Record]]:
+    """One rank's records with what they are sorted by. Nearly always they are in order as they were written."""
+    if _is_sorted(path):
+        for place, row in _rows(path):
+            checked = _checked(row, path, place)
+            yield (checked["t_ns"], checked["rank"]), checked
+        return
+    table = Table(5, keys=2, scratch=path.parent)
+    for place, row in _rows(path):
+        checked = _checked(row, path, place)
+        table.append((checked["t_ns"], checked["rank"], *place))
+    with path.open("rb") as file:
+        for t_ns, rank, _, offset, size in table.sorted():
+            yield (t_ns, rank), json.loads(os.pread(file.fileno(), size, offset))
+
+
+def _is_sorted(path: Path) -> bool:
+    """By a glance at each line, which is much cheaper than reading it; what looks odd counts as not sorted."""
+    last = (-(1 << 63), 0)
+    for _, line, is_whole in _lines(path):
+        found = _WRITTEN.match(line)
+        if found is None:
+            return not is_whole
+        key = int(found[2]), int(found[1])
+        if key < last:
+            return False
+        last = key
+    return True
+
+
+_WRITTEN = re.compile(rb'\{"kind":"\w+","rank":(-?\d{1,18}),"t_ns":(-?\d{1,18})[,}]')
+_BLOCK_BYTES = 1 << 16
+
+
+def _checked(row: Any, path: Path, place: _Place) -> Record:
+    """A run's record: an object that says what it is, whose and when; what else it has is of the right type."""
+    trouble = _trouble(row)
+    if trouble:
+        raise RecordError(f"{path}:{place.line}: a damaged record: {trouble}")
+    return row  # type: ignore[no-any-return]  # an object, as was just seen
+
+
+def _trouble(row: Any) -> str:
+    if not isinstance(row, dict):
+        return f"must be an object, got {type(row).__name__}"
+    for name in ("kind", "rank", "t_ns"):
+        if name not in row:
+            return f"has no {name}"
+    for name, value in row.items():
+        types = _TYPES.get(name)
+        if types is not None and type(value) not in types:
+            return f"{name} must be {_named(types)}, got {value!r:.80}"
+    return ""
+
+
+def require(row: Record, *names: str) -> None:
+    """Raise where a record lacks what its kind must have."""
+    for name in names:
+        if name not in row:
+            raise RecordError(
+                f"a damaged record: the {row['kind']} of rank {row['rank']} at t_ns={row['t_ns']} has no {name}"
+            )
+
+
+def check_fields(row: Record, needed: Fields) -> None:
+    """Raise where a record lacks what a reader needs of its kind, or has it of another type."""
+    for name, types in needed.get(row["kind"], {}).items():
+        if name.endswith("?"):
+            name = name[:-1]
+            if name not in row:
+                continue
+        require(row, name)
+        if type(row[name]) not in types:
+            raise RecordError(
+                f"a damaged record: {name} of the {row['kind']} of rank {row['rank']} at t_ns={row['t_ns']} must be "
+                f"{_named(types)}, got {row[name]!r:.80}"
+            )
+
+
+def number(value: Any) -> float:
+    """A number of a record: what is not finite is written as text."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise RecordError(f"a damaged record: a number must be there, got {value!r:.80}") from None
+
+
+def _named(types: tuple[type, ...]) -> str:
+    words = {int: "a whole number", float: "a number", str: "text", list: "a list", dict: "an object", bool: "a truth"}
+    return " or ".join(words[kind] for kind in types if kind is not type(None))
+
+
+WHOLE: tuple[type, ...] = (int,)
+NUMBER: tuple[type, ...] = (int, float, str)  # text: not finite
+MAYBE: tuple[type, ...] = (*NUMBER, type(None))
+TEXT: tuple[type, ...] = (str,)
+TRUTH: tuple[type, ...] = (bool,)
+LIST: tuple[type, ...] = (list,)
+OBJECT: tuple[type, ...] = (dict,)
+Fields = Mapping[str, Mapping[str, tuple[type, ...]]]
+"""By kind of record: the fields that a reader needs and what they hold; with a question mark, where they are there."""
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "kind": TEXT,
+    **dict.fromkeys(("rank", "t_ns", "position", "samples", "wait_ns", "pass_ns", "step_ns"), WHOLE),
+    **dict.fromkeys(("eval_ns", "took_ns", "drain_ns", "home_ns", "hand_over_ns", "begin_ns", "staleness"), WHOLE),
+    **dict.fromkeys(("updates", "sent", "received", "generation", "lost"), WHOLE),
+    "step": (int, type(None)),
+    **dict.fromkeys(("loss", "epoch"), MAYBE),
+    "metrics": OBJECT,
+    **dict.fromkeys(("members", "pieces", "ranks"), LIST),
+    **dict.fromkeys(("role", "path", "rule", "param_hash", "cause", "reason"), TEXT),
+}
+"""What fields hold, where all kinds of record agree on it."""
 
 
 def _finite(value: Any) -> Any:

@@ -9,12 +9,12 @@ Percentiles are by nearest rank, so each is a value that occurred, unless it lie
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from podium.measure.records import Record
+from podium.measure.records import Record, require
 
 SINGLE = 64
 """Up to here every value has a bin of its own; beyond, bins end at powers of two: 65 to 128, 129 to 256 …"""
@@ -92,20 +92,25 @@ class Staleness:
 
 def tables(records: Iterable[Record], bound: int | None = None) -> Staleness:
     """All tables of a run; `bound` is the lead that its strategy allowed."""
-    rows = [row for row in records if row["kind"] in ("update", "dropped")]
-    updates = [row for row in rows if row["kind"] == "update"]
-    counted = later(updates)
-    workers: dict[int, list[int]] = {}
-    ranges: dict[tuple[int, int], list[int]] = {}
-    for row in counted:
-        workers.setdefault(row["worker"], []).append(row["staleness"])
-        ranges.setdefault((row["rank"], row.get("range", 0)), []).append(row["staleness"])
+    workers: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    ranges: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+    too_stale = Dropped()
+    lead: int | None = None
+    for row in records:
+        if row["kind"] == "dropped":
+            too_stale.add(row)
+        elif row["kind"] == "update":
+            if "lead" in row:
+                lead = row["lead"] if lead is None else max(lead, row["lead"])
+            if not row["first"]:
+                workers[row["worker"]][row["staleness"]] += 1
+                ranges[row["rank"], row.get("range", 0)][row["staleness"]] += 1
     return Staleness(
-        overall=spread([row["staleness"] for row in counted]),
-        workers={worker: _spread(values) for worker, values in sorted(workers.items())},
-        ranges={place: _spread(values) for place, values in sorted(ranges.items())},
-        dropped=dropped(rows),
-        lead=max((row["lead"] for row in updates if "lead" in row), default=None),
+        overall=_counted(sum(workers.values(), Counter())) if workers else None,
+        workers={worker: _counted(values) for worker, values in sorted(workers.items())},
+        ranges={place: _counted(values) for place, values in sorted(ranges.items())},
+        dropped=too_stale.by_worker(),
+        lead=lead,
         bound=bound,
     )
 
@@ -137,8 +142,15 @@ def pooled(spreads: Iterable[Spread]) -> Spread | None:
 
 def histogram(values: Iterable[int]) -> tuple[Bin, ...]:
     """Values counted in bins; those of no value are left out."""
-    counts = Counter(map(bin_of, values))
-    return tuple(Bin(*ends, updates) for ends, updates in sorted(counts.items()))
+    return binned(Counter(values))
+
+
+def binned(counts: Mapping[int, int]) -> tuple[Bin, ...]:
+    """The same of values that were counted one by one."""
+    bins: Counter[tuple[int, int]] = Counter()
+    for value, updates in counts.items():
+        bins[bin_of(value)] += updates
+    return tuple(Bin(*ends, updates) for ends, updates in sorted(bins.items()))
 
 
 def bin_of(value: int) -> tuple[int, int]:
@@ -150,22 +162,36 @@ def bin_of(value: int) -> tuple[int, int]:
 
 
 def dropped(records: Iterable[Record]) -> dict[int, int]:
-    """Pushes that were too stale, by worker.
+    """Pushes that were too stale, by worker."""
+    found = Dropped()
+    for row in records:
+        found.add(row)
+    return found.by_worker()
+
+
+class Dropped:
+    """Counts pushes that were too stale.
 
     Every server writes each of them down, and one that was replaced may have missed some; a slice that is lent again
     may be dropped again.
     """
-    seen: Counter[tuple[int, int, int]] = Counter()
-    for row in records:
+
+    def __init__(self) -> None:
+        self._seen: Counter[tuple[int, int, int]] = Counter()
+
+    def add(self, row: Record) -> None:
         if row["kind"] == "dropped":
-            seen[row["worker"], row["lease"], row["rank"]] += 1
-    pushes: dict[tuple[int, int], int] = {}
-    for (worker, lease, _), count in seen.items():
-        pushes[worker, lease] = max(count, pushes.get((worker, lease), 0))
-    found: Counter[int] = Counter()
-    for (worker, _), count in pushes.items():
-        found[worker] += count
-    return dict(sorted(found.items()))
+            require(row, "worker", "lease")
+            self._seen[row["worker"], row["lease"], row["rank"]] += 1
+
+    def by_worker(self) -> dict[int, int]:
+        pushes: dict[tuple[int, int], int] = {}
+        for (worker, lease, _), count in self._seen.items():
+            pushes[worker, lease] = max(count, pushes.get((worker, lease), 0))
+        found: Counter[int] = Counter()
+        for (worker, _), count in pushes.items():
+            found[worker] += count
+        return dict(sorted(found.items()))
 
 
 def restored(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -198,10 +224,16 @@ def lost_updates(records: Iterable[Record]) -> dict[int, int]:
 
 
 def _spread(values: Sequence[int]) -> Spread:
-    single = [Bin(value, value, updates) for value, updates in sorted(Counter(values).items())]
-    mean = sum(values) / len(values)
+    return _counted(Counter(values))
+
+
+def _counted(counts: Mapping[int, int]) -> Spread:
+    """The distribution of values that were counted."""
+    single = [Bin(value, value, updates) for value, updates in sorted(counts.items())]
+    total = sum(counts.values())
+    mean = sum(value * updates for value, updates in counts.items()) / total
     p50, p90 = _percentile(single, 50), _percentile(single, 90)
-    return Spread(len(values), mean, p50, p90, single[-1].high, histogram(values))
+    return Spread(total, mean, p50, p90, single[-1].high, binned(counts))
 
 
 def _percentile(bins: Sequence[Bin], percent: int) -> int:

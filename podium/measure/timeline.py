@@ -100,7 +100,7 @@ def marks(records: Iterable[Record]) -> list[Mark]:
     found: dict[tuple[Any, ...], Mark] = {}
     for record in sorted(records, key=lambda record: (int(record["t_ns"]), int(record["rank"]))):
         told = _TOLD.get(record["kind"])
-        if told is not None and (record["kind"] != "balance" or "after" in record):
+        if told is not None and (record["kind"] != "balance" or {"before", "after"} <= record.keys()):
             text = told(record)
             # All workers tell of a switch and of a regroup; the first to tell will do.
             about = (record["kind"], record.get("step"), record.get("generation"), text)

@@ -12,13 +12,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from podium.errors import ConfigError, RecordError
 from podium.measure.manifest import read_manifest
-from podium.measure.records import Record, read_records, to_json
+from podium.measure.records import (
+    LIST,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    WHOLE,
+    Fields,
+    Record,
+    check_fields,
+    read_records,
+    to_json,
+)
 from podium.measure.timeline import KINDS, Span, marks, spans
 
 MOST_EVENTS = 250_000
@@ -52,7 +63,7 @@ def write_trace(run_dir: str | Path, out: str | Path | None = None, steps: Steps
     """Write a run's trace, whole or not at all, as `trace.json` in its folder unless `out` says where."""
     run_dir = Path(run_dir)
     target = Path(out) if out is not None else run_dir / "trace.json"
-    trace = make_trace(list(read_records(run_dir)), read_manifest(run_dir), steps)
+    trace = make_trace(RunRecords(run_dir), read_manifest(run_dir), steps)
     events = ",\n".join(to_json(event) for event in trace.pop("traceEvents"))
     partial = target.with_name(target.name + ".partial")
     try:
@@ -70,12 +81,14 @@ def read_trace(path: str | Path) -> dict[str, Any]:
     return json.loads(Path(path).read_text(encoding="utf-8"))  # type: ignore[no-any-return]  # as written
 
 
-def make_trace(records: Sequence[Record], manifest: Mapping[str, Any], steps: Steps | None = None) -> dict[str, Any]:
-    """The trace as one JSON object: `traceEvents`, and in `otherData` what the run was and which steps are here."""
-    asked = steps or _bounded(records)
-    kept = _within(records, asked)
+def make_trace(records: Iterable[Record], manifest: Mapping[str, Any], steps: Steps | None = None) -> dict[str, Any]:
+    """The trace as one JSON object: `traceEvents`, and in `otherData` what the run was and which steps are here.
+
+    `records` are gone through several times; only what the trace shows is kept in memory.
+    """
+    seen = _Overview.of(records)
+    kept = _within(records, steps or seen.bounded(), seen)
     config = manifest.get("config") or {}
-    whole = [row["step"] for row in records if row["kind"] == "step"]
     here = [row["step"] for row in kept if row["kind"] == "step"]
     said = {
         "clock": "virtual" if config.get("launcher") == "virtual" else "wall",
@@ -84,34 +97,82 @@ def make_trace(records: Sequence[Record], manifest: Mapping[str, Any], steps: St
         "workers": config.get("workers"),
         "seed": config.get("seed"),
         "steps": [min(here), max(here)] if here else [],
-        "steps_of_the_run": max(whole, default=0),
+        "steps_of_the_run": max(seen.by_step, default=0),
         "order_inside_a_step": "not recorded: computing, the rest, waiting are drawn one after another",
     }
-    events = [*_named(records), *_done(spans(kept)), *_counted(kept), *_happened(kept)]
+    events = [*_named(seen.roles), *_done(spans(kept)), *_counted(kept), *_happened(kept)]
     return {"displayTimeUnit": "ms", "otherData": said, "traceEvents": events}
 
 
-def _bounded(records: Sequence[Record]) -> Steps:
-    """As many steps from the first on as make a file of a bearable size."""
-    by_step = Counter(row["step"] for row in records if row["kind"] == "step")
-    updates = sum(row["kind"] == "update" for row in records)
-    each = PER_STEP + updates / max(1, by_step.total())
-    events = 0.0
-    for step in sorted(by_step):
-        events += each * by_step[step]
-        if events > MOST_EVENTS:
-            return Steps(1, max(2, step))
-    return Steps()
+_DRAWN: Fields = {
+    "step": dict.fromkeys(("step", "step_ns", "wait_ns"), WHOLE),
+    "update": dict.fromkeys(("worker", "staleness"), WHOLE),
+    "eval": {"step": WHOLE, "epoch": NUMBER, "loss": NUMBER, "metrics": OBJECT},
+    "checkpoint": {"path": TEXT, "step": WHOLE},
+    "switch": dict.fromkeys(("before", "after", "why"), TEXT),
+    "balance": {"before?": LIST, "after?": LIST},
+    "lost": {"lost": WHOLE, "cause": TEXT},
+    "regroup": {"members": LIST},
+    "replaced": {"server": WHOLE},
+    "scaled": dict.fromkeys(("workers", "servers"), (int, type(None))),
+    "stop": {"reason": TEXT},
+    "failed": {"error": TEXT},
+}
+"""What a trace cannot be drawn without."""
 
 
-def _within(records: Sequence[Record], steps: Steps) -> list[Record]:
+class RunRecords:
+    """A run's records, read anew whenever they are gone through."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def __iter__(self) -> Iterator[Record]:
+        return read_records(self._run_dir)
+
+
+class _Overview(NamedTuple):
+    """What has to be known of all records before some of them are chosen."""
+
+    by_step: Counter[int]
+    """How many workers recorded each step."""
+    updates: int
+    roles: dict[int, str]
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> _Overview:
+        by_step: Counter[int] = Counter()
+        roles: dict[int, str] = {}
+        updates = 0
+        for row in records:
+            check_fields(row, _DRAWN)
+            roles.setdefault(row["rank"], "worker")
+            if row["kind"] == "step":
+                by_step[row["step"]] += 1
+            elif row["kind"] == "begin" and "role" in row:
+                roles[row["rank"]] = row["role"]
+            updates += row["kind"] == "update"
+        return cls(by_step, updates, dict(sorted(roles.items())))
+
+    def bounded(self) -> Steps:
+        """As many steps from the first on as make a file of a bearable size."""
+        each = PER_STEP + self.updates / max(1, self.by_step.total())
+        events = 0.0
+        for step in sorted(self.by_step):
+            events += each * self.by_step[step]
+            if events > MOST_EVENTS:
+                return Steps(1, max(2, step))
+        return Steps()
+
+
+def _within(records: Iterable[Record], steps: Steps, seen: _Overview) -> list[Record]:
     """Steps by their number; what is no step by the time that these took."""
     if steps == Steps():
         return list(records)
     chosen = [row for row in records if row["kind"] == "step" and _is_in(row["step"], steps)]
     if not chosen:
-        last = max((row["step"] for row in records if row["kind"] == "step"), default=0)
         asked = f"{steps.first}:{'' if steps.end is None else steps.end}"
+        last = max(seen.by_step, default=0)
         raise ConfigError(f"trace: steps must be some of the run's, which are 1 to {last}, got {asked}")
     begin, end = min(row["t_ns"] - row["step_ns"] for row in chosen), max(row["t_ns"] for row in chosen)
     others = [row for row in records if row["kind"] != "step" and begin <= row["t_ns"] <= end]
@@ -132,9 +193,7 @@ def _us(ns: int) -> float:
     return round(ns / 1000, 3)
 
 
-def _named(records: Sequence[Record]) -> Iterator[Event]:
-    roles = dict.fromkeys(sorted({int(row["rank"]) for row in records}), "worker")
-    roles.update({row["rank"]: row["role"] for row in records if row["kind"] == "begin" and "role" in row})
+def _named(roles: Mapping[int, str]) -> Iterator[Event]:
     for rank, role in roles.items():
         place = _process(rank)
         name, thread = ("launcher", "launcher") if rank < 0 else (f"rank {rank}", role)

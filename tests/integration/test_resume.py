@@ -100,6 +100,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_user_is_told(tmp_pat
     )
     assert again.param_hash == rest.param_hash
     assert "resuming from step 10 instead" in told[0]
+    assert told[0] in again.notices
     with pytest.raises(CheckpointError, match=r"shared.safetensors: damaged"):  # it was named, so it must be whole
         train(tmp_path / "named", workers=2, resume=str(newest.parent))
 

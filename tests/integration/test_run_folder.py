@@ -69,7 +69,7 @@ def test_a_folder_that_goes_in_the_last_moment_is_an_error_too(tmp_path: Path) -
 
 def test_of_two_launchers_that_take_one_folder_the_second_ends_at_once(tmp_path: Path) -> None:
     """Both are started at the same moment; one of them trains as if the other were not there."""
-    words = ("train", TASK, "--workers", "1", "--json", "--epochs", "40", "--set", f"run_dir={tmp_path}/run")
+    words = ("train", TASK, "--launcher", "threads", "--json", "--epochs", "4", "--set", f"run_dir={tmp_path}/run")
     both = [cli(*words) for _ in range(2)]
     ended = [finish(process) for process in both]
     codes = [code for code, _, _ in ended]
