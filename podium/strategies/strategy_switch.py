@@ -21,8 +21,8 @@ class StrategySwitch(Phased):
 
     name: ClassVar[str] = "strategy-switch"
 
-    window: int | None = None
-    """The rule looks at this many epochs' losses (6, fewer in runs of less than 18 epochs, at least 3) …"""
+    window: int = 0
+    """The rule looks at this many epochs' losses (0: 6, fewer in runs of less than 18 epochs, at least 3) …"""
     threshold: float = 0.05
     """… and fires once their mean change is at most this, …"""
     against: Literal["first", "last"] = "first"
@@ -52,7 +52,7 @@ class StrategySwitch(Phased):
         return dataclasses.replace(self, servers=self.servers or workers)
 
     def written(self) -> str:
-        rule = ";".join(f"{k}={str(getattr(self, k)).lower()}" for k in _RULE)
+        rule = ";".join(f"{k}={getattr(self, k)}" for k in _RULE)
         first = "all-reduce"
         if self.bucket_bytes != Strategy.bucket_bytes:
             first += f":bucket_bytes={self.bucket_bytes}"

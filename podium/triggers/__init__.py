@@ -52,7 +52,7 @@ def format_trigger(trigger: Trigger) -> str:
     """The inverse of `make_trigger`: the name and what differs from the default."""
     fields = dataclasses.fields(trigger)  # type: ignore[arg-type]  # all triggers are dataclasses
     changed = {f.name: getattr(trigger, f.name) for f in fields if getattr(trigger, f.name) != f.default}
-    options = [f"{name}={'none' if value is None else value}" for name, value in changed.items()]
+    options = [f"{name}={value}" for name, value in changed.items()]
     cls = type(trigger)
     ours = TRIGGERS.get(cls.name) == f"{cls.__module__}:{cls.__qualname__}"
     name = cls.name if ours else f"{cls.__module__}:{cls.__qualname__}"

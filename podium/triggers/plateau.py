@@ -34,8 +34,8 @@ class Plateau(Trigger):
 
     name: ClassVar[str] = "plateau"
 
-    window: int | None = MOST
-    """How many losses are looked at; none: 6, or as many as the phase sees before `latest` ends it, at least 3."""
+    window: int = MOST
+    """How many losses are looked at; 0: 6, or as many as the phase sees before `latest` ends it, at least 3."""
     threshold: float = 0.05
     """Fires at this change per loss, or less."""
     against: Literal["first", "last"] = "first"
@@ -52,8 +52,10 @@ class Plateau(Trigger):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window is not None and self.window < 2:
-            raise ConfigError(f"trigger plateau: window must be at least 2, got {self.window}")
+        if self.window < 2 and self.window != 0:
+            raise ConfigError(
+                f"trigger plateau: window must be at least 2, or 0 for one by the budget, got {self.window}"
+            )
         if not self.threshold >= 0 or not self.floor >= 0:
             raise ConfigError(f"trigger plateau: threshold and floor must be 0 or more, got {self}")
         if not 0 < self.fallen <= 1:
@@ -62,7 +64,7 @@ class Plateau(Trigger):
             raise ConfigError(f"trigger plateau: smoothing must be at least 0 and below 1, got {self.smoothing}")
 
     def fitted(self, course: Course) -> Plateau:
-        return self if self.window is not None else dataclasses.replace(self, window=self.losses_wanted(course))
+        return self if self.window else dataclasses.replace(self, window=self.losses_wanted(course))
 
     def never(self, outlook: Outlook) -> str:
         course = outlook.course
@@ -78,7 +80,7 @@ class Plateau(Trigger):
 
     def losses_wanted(self, course: Course) -> int:
         """The window, by the run's budget where it is left to that."""
-        return max(LEAST, min(MOST, self._losses_seen(course))) if self.window is None else self.window
+        return self.window or max(LEAST, min(MOST, self._losses_seen(course)))
 
     def _losses_seen(self, course: Course) -> int:
         """How many losses there are before the phase ends at the latest."""
