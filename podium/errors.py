@@ -14,6 +14,9 @@ PodiumError
     ├── Lost             a peer is gone, or this generation of the group is over
     └── DeadlineExceeded nobody answered in time
 
+An error that comes of what was asked for, a folder that is not there, say, ends the program with 2 whatever its class:
+`as_request` marks it.
+
 `Lost` is the one error that a synchronous step may raise and be tried again after:
 it promises that the parameters have not moved.
 """
@@ -21,7 +24,12 @@ it promises that the parameters have not moved.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""What is wrong with the machine, and not with the request."""
 
 
 class PodiumError(Exception):
@@ -97,3 +105,25 @@ class Lost(CommError):
 
 class DeadlineExceeded(CommError):
     """Nobody answered in time."""
+
+
+@contextmanager
+def as_request() -> Iterator[None]:
+    """Inside, what the user has named is looked at: an error keeps its class, and ends the program with 2.
+
+    Not where the machine fails: a disk that is full is nobody's request.
+    """
+    try:
+        yield
+    except (DataError, CheckpointError, RecordError) as error:
+        if not _is_failure(error.__cause__):
+            error.exit_code = ConfigError.exit_code
+        raise
+    except OSError as error:
+        if _is_failure(error):
+            raise
+        raise ConfigError(str(error)) from error
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in _FAILURES

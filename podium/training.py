@@ -31,7 +31,7 @@ from podium.checkpoint_parts import agree_on_checkpoint, gather_parts
 from podium.comm.base import Communicator
 from podium.data.base import Dataset, read_pair
 from podium.data.order import GlobalOrder
-from podium.errors import CheckpointError, DataError, Lost
+from podium.errors import CheckpointError, DataError, Lost, as_request
 from podium.feed import Feed, make_feed, to_device
 from podium.files import Checksum, make_folder, save_tensors, write_atomically
 from podium.fingerprints import Digest, compare, difference_of, digests_of, model_facts
@@ -509,7 +509,8 @@ class Training:
             self._late = False
             return
         if self.job.config.resume is not None:
-            self._resume(Path(self.job.config.resume))
+            with as_request():
+                self._resume(Path(self.job.config.resume))
             self._compare()  # behind it: should a peer be lost here, the others go on from the checkpoint
         else:
             self._compare()

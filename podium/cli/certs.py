@@ -14,7 +14,7 @@ import click
 
 from podium.cli.options import options
 from podium.cli.output import Output
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError, PodiumError, as_request
 
 NAMES = {"tls_cert": "node.pem", "tls_key": "node.key", "tls_ca": "ca.pem"}
 """The settings of a run, and which of the files each wants."""
@@ -52,7 +52,8 @@ def certs(out: Output, folder: str, days: int) -> None:
     torchrun … -m podium.node --set tls_cert=keys/node.pem \\
         --set tls_key=keys/node.key --set tls_ca=keys/ca.pem …
     """
-    made = make_certificates(Path(folder), days)
+    with as_request():
+        made = make_certificates(Path(folder), days)
     out.document(made)
     out.say(*(f"{setting:<9} {path}" for setting, path in made.items()))
     out.say(

@@ -13,7 +13,7 @@ from podium.cli.interrupt import stop_on_interrupt
 from podium.cli.options import changed, check_names, options, resolve_run
 from podium.cli.output import Output, wrapped
 from podium.config import RunConfig
-from podium.errors import ConfigError
+from podium.errors import ConfigError, as_request
 
 if TYPE_CHECKING:
     from podium.study.design import Design
@@ -183,10 +183,12 @@ def run_shown(design: Design, out: str | None, *, quiet: bool, jobs: int = 1, lo
     from podium.ui import progress
 
     folder = out or str(new_folder(design.name))
+    with as_request():
+        writers = [open_log(text, folder) for text in logs]
     with (
         stop_on_interrupt() as stop,
         progress(quiet=quiet, many=True) as shown,
-        Together(shown, *(open_log(text, folder) for text in logs)) as heard,
+        Together(shown, *writers) as heard,
     ):
         return run_design(design, folder, on_event=heard, stop=stop, jobs=jobs)
 

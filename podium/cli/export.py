@@ -8,6 +8,7 @@ import click
 
 from podium.cli.options import options
 from podium.cli.output import Output
+from podium.errors import as_request
 
 if TYPE_CHECKING:
     from podium.study.export import Export
@@ -32,7 +33,8 @@ def export(out_: Output, /, folder: str, to: str, out: str | None) -> None:
     """
     from podium.study.export import export as write
 
-    done = write(folder, to=to, out=out)
+    with as_request():
+        done = write(folder, to=to, out=out)
     out_.document(done.to_dict())
     out_.say(*describe(done))
 

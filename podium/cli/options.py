@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from podium.config import LAUNCHERS, RunConfig, resolve
+from podium.errors import as_request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,11 +78,12 @@ def resolve_run(config_file: str | None, overrides: Sequence[str], given: Mappin
     A run that is resumed or replayed is asked for as it was, unless a run file or an option says otherwise.
     """
     asked = {name: value for name, value in given.items() if value is not None}
-    if config_file is None:
-        for name, changes in (("resume", {}), ("replay", {"launcher": "virtual"})):
-            if name in asked:
-                asked = {**_asked_before(Path(asked[name]), asked), **changes, **asked}
-    return resolve(config_file, overrides, asked)
+    with as_request():
+        if config_file is None:
+            for name, changes in (("resume", {}), ("replay", {"launcher": "virtual"})):
+                if name in asked:
+                    asked = {**_asked_before(Path(asked[name]), asked), **changes, **asked}
+        return resolve(config_file, overrides, asked)
 
 
 def _asked_before(place: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,16 +101,17 @@ def _asked_before(place: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_names(config: RunConfig) -> None:
-    """Refuse a task, strategy or cluster that does not exist, before anything is started. Imports torch."""
-    from podium.cluster.launch import check
+    """Refuse a task, its data, a strategy or cluster that does not exist, before anything is started. Imports torch."""
+    from podium.cluster.launch import check, check_data
     from podium.task import load_task
 
-    load_task(config.task, config.task_options, config.data_dir)
-    check(config)
-    if config.cluster is not None:
-        from podium.cluster.description import read_cluster
+    with as_request():
+        check_data(config, load_task(config.task, config.task_options, config.data_dir))
+        check(config)
+        if config.cluster is not None:
+            from podium.cluster.description import read_cluster
 
-        read_cluster(config.cluster)
+            read_cluster(config.cluster)
 
 
 def changed(config: RunConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import click
 
 from podium.cli.options import options
 from podium.cli.output import Output, wrapped
+from podium.errors import as_request
 
 if TYPE_CHECKING:
     from podium.study.versus import Versus
@@ -40,11 +41,13 @@ def report(
     if len(folders) == 2:
         if figures or markdown:
             raise click.UsageError("report: --figures and --markdown are for one folder, got two")
-        document, said = _two(folders[0], folders[1], out)
+        with as_request():
+            document, said = _two(folders[0], folders[1], out)
     else:
         if out is not None:
             raise click.UsageError("report: --out is for two folders; one has its page beside its results")
-        document, said = _one(folders[0], figures=figures, markdown=markdown)
+        with as_request():
+            document, said = _one(folders[0], figures=figures, markdown=markdown)
     if check:
         from podium.study.browser import check_report
 

@@ -6,6 +6,7 @@ import click
 
 from podium.cli.options import options
 from podium.cli.output import Output
+from podium.errors import as_request
 
 
 @click.command(short_help="Write a run as a trace that a browser shows.")
@@ -22,7 +23,8 @@ def trace(out: Output, /, run_dir: str, steps: str | None, **given: str | None) 
     """
     from podium.measure.trace import parse_steps, read_trace, write_trace
 
-    path = write_trace(run_dir, given["out"], parse_steps(steps) if steps is not None else None)
+    with as_request():
+        path = write_trace(run_dir, given["out"], parse_steps(steps) if steps is not None else None)
     written = read_trace(path)
     said, events = written["otherData"], len(written["traceEvents"])
     out.document({"trace": str(path), "events": events, **said})

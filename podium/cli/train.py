@@ -9,6 +9,7 @@ import click
 from podium.cli.interrupt import stop_on_interrupt
 from podium.cli.options import check_names, options, resolve_run
 from podium.cli.output import Output
+from podium.errors import as_request
 
 
 @click.command(short_help="Train one task with one strategy.")
@@ -72,7 +73,8 @@ def train(
     from podium.measure.writers import Together, open_log
     from podium.ui import progress
 
-    writers = [open_log(text, config.out) for text in logs]
+    with as_request():
+        writers = [open_log(text, config.out) for text in logs]
     with stop_on_interrupt() as stop, progress(quiet=quiet or out.json) as shown, Together(shown, *writers) as told:
         result = launch(config, on_event=told, stop=stop)
     out.document(result.to_dict())

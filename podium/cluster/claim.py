@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from podium.errors import ConfigError, RecordError
+from podium.errors import ConfigError, RecordError, as_request
 
 _LOCK = ".lock"
 
@@ -23,10 +23,11 @@ _LOCK = ".lock"
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
     """Make the folder this run's own; raises ConfigError where another run is in it, or was."""
-    try:
-        lock = _lock(run_dir)
-    except OSError as error:
-        raise RecordError(f"{run_dir} cannot be written: {error.strerror or error}") from error
+    with as_request():
+        try:
+            lock = _lock(run_dir)
+        except OSError as error:
+            raise RecordError(f"{run_dir} cannot be written: {error.strerror or error}") from error
     try:
         refuse_taken(run_dir)
         yield

@@ -299,6 +299,7 @@ class Coordinator:
         text, place = meta["message"], f"\n  at {meta['place']}" if meta.get("place") else ""
         who = f"rank {message.source}: "
         error = _as_error(meta["error"], f"{'' if text.startswith(who) else who}{text}{place}")
+        error.exit_code = meta.get("exit_code", error.exit_code)
         member = self._members.get(message.source)
         if self._is_spare(message.source):
             self._give_up(message.source, f"it failed: {text}")

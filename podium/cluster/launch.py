@@ -31,7 +31,7 @@ from podium.codecs import CODECS
 from podium.codecs.auto import AutoCodec
 from podium.collectives import collective_of
 from podium.config import LIFTED, RunConfig, RunResult, build, check_script, lift, parse_spec, parse_strategy
-from podium.errors import ConfigError, RecordError
+from podium.errors import ConfigError, RecordError, as_request
 from podium.files import write_atomically
 from podium.measure.manifest import read_manifest, write_manifest
 from podium.measure.records import merge_records, read_records, to_json
@@ -41,8 +41,11 @@ from podium.reducing import make_packing
 from podium.strategies import STRATEGIES, make_strategy
 from podium.strategies.base import Strategy
 from podium.task import Task, load_task
+from podium.tasks import takes_data_dir
 from podium.training import Report
 
+_OPENED: set[tuple[str, str, str]] = set()
+"""The data that were opened by `check_data`: a comparison asks for the same many times."""
 _LAUNCHERS = {
     "local": "podium.cluster.local:run_local",
     "threads": "podium.cluster.inprocess:run_threads",
@@ -239,8 +242,14 @@ def plan_script(config: RunConfig, *, chosen: Path | None = None) -> Plan:
 def prepare(config: RunConfig, task: Task | None = None, *, chosen: Path | None = None) -> Job:
     """Check all that can be checked before anything starts, and choose the run's folder.
 
-    `chosen` is the folder where another rank of the same run has chosen it already.
+    `chosen` is the folder where another rank of the same run has chosen it already. Nothing is started or written yet,
+    so all that is wrong is wrong with the request.
     """
+    with as_request():
+        return _prepare(config, task, chosen)
+
+
+def _prepare(config: RunConfig, task: Task | None, chosen: Path | None) -> Job:
     strategy = check(config)
     run_dir = chosen or choose_run_dir(config)
     if config.launcher == "shaped" and config.cluster is None:
@@ -251,6 +260,8 @@ def prepare(config: RunConfig, task: Task | None = None, *, chosen: Path | None 
     if saved is not None:  # all ranks are to take the same one, whatever becomes of the folder meanwhile
         config = dataclasses.replace(config, resume=str(saved.path))
     found = task or load_task(config.task, config.task_options, config.data_dir)
+    if task is None and chosen is None:
+        check_data(config, found)
     full = resolved(config, found, run_dir)
     if found.weigh is not None and isinstance(balancer_of(full), Steal):
         raise ConfigError(
@@ -262,6 +273,23 @@ def prepare(config: RunConfig, task: Task | None = None, *, chosen: Path | None 
         _check_replay(full, strategy, Path(full.replay))
     told = () if saved is None else saved.warnings
     return Job(full, found, strategy, run_dir, task_is_named=task is None, warnings=told)
+
+
+def check_data(config: RunConfig, task: Task) -> None:
+    """Open the data of a built-in task in `data_dir` once, which maps files and loads none: ranks would all fail alike.
+
+    A task of the user's own is opened by its ranks alone: what that does, and what it takes the folder for, is its own.
+    """
+    if config.data_dir is None or ":" in config.task or not takes_data_dir(config.task):
+        return
+    asked = (config.task, config.data_dir, to_json(dict(config.task_options)))
+    if asked in _OPENED:
+        return
+    if not Path(config.data_dir).is_dir():
+        what = "a file" if Path(config.data_dir).exists() else "no such folder"
+        raise ConfigError(f"data_dir must be a folder, got {config.data_dir}: {what}")
+    task.data()
+    _OPENED.add(asked)
 
 
 def foreseen(config: RunConfig) -> list[str]:

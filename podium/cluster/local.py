@@ -107,7 +107,9 @@ class Processes:
                 with open_to_change(self.job.run_dir, self.coordinator.address, self.secret):
                     reports = self.coordinator.run(stop)
             except PodiumError as error:
-                raise type(error)(self._with_advice(error)) from error
+                advised = type(error)(self._with_advice(error))
+                advised.exit_code = error.exit_code
+                raise advised from error
             self._join()
             return Launched(reports, [], {})
         finally:

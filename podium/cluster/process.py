@@ -331,6 +331,7 @@ def _describe(error: BaseException, spec: NodeSpec) -> dict[str, Any]:
     return {
         "error": type(error).__name__,
         "message": message,
+        "exit_code": error.exit_code if isinstance(error, PodiumError) else 1,
         "place": "" if known else _place(traceback.extract_tb(error.__traceback__)),
         "traceback": "".join(traceback.format_exception(error))[-16000:],
         "log": spec.log or "",

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 
-from podium.errors import ConfigError, RecordError
+from podium.errors import ConfigError, RecordError, as_request
 
 _HOLDING = Lock()
 _HELD_HERE: set[Path] = set()
@@ -31,11 +31,12 @@ def held(folder: Path) -> Iterator[None]:
             raise _taken(folder, "this process")
         _HELD_HERE.add(key)
     try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise RecordError(f"{path} cannot be written: {error.strerror or error}") from error
+        with as_request():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                raise RecordError(f"{path} cannot be written: {error.strerror or error}") from error
         try:
             _hold(lock, folder)
             yield

@@ -38,7 +38,7 @@ from podium.colocate.search.base import Source
 from podium.colocate.stopping.base import Stopping
 from podium.colocate.swept import Sweep, read_sweep
 from podium.colocate.trial import Outcome, Trial
-from podium.errors import ConfigError, PodiumError, RecordError, TrainingError
+from podium.errors import ConfigError, PodiumError, RecordError, TrainingError, as_request
 from podium.measure.manifest import read_manifest, write_manifest
 from podium.measure.nvml import Board, open_board
 from podium.measure.records import read_records, to_json
@@ -96,15 +96,17 @@ def sweep(
     Setting `stop` ends the sweep soon; what is finished is kept.
     """
     began_in = Path.cwd()  # the task's own code may go elsewhere
-    found = plan(
-        task, grid=grid, space=space, random=random, optuna=optuna, trials=trials, search=search, seeds=seeds,
-        folds=folds, seed=seed, executor=executor, stopping=stopping, metric=metric, maximize=maximize, epochs=epochs,
-        batch_size=batch_size, options=options, data_dir=data_dir, device=device, precision=precision,
-        eval_every=eval_every, steps=steps, keep=keep,
-    )  # fmt: skip
+    with as_request():
+        found = plan(
+            task, grid=grid, space=space, random=random, optuna=optuna, trials=trials, search=search, seeds=seeds,
+            folds=folds, seed=seed, executor=executor, stopping=stopping, metric=metric, maximize=maximize,
+            epochs=epochs, batch_size=batch_size, options=options, data_dir=data_dir, device=device,
+            precision=precision, eval_every=eval_every, steps=steps, keep=keep,
+        )  # fmt: skip
+    chosen_device = found.recipe.torch_device  # refused before a folder is made
     folder = began_in / out if out is not None else _new_folder(found.config["task"], began_in)
     with held(folder):
-        _open_folder(folder, found.config, found.recipe.torch_device)
+        _open_folder(folder, found.config, chosen_device)
         _Work(found, folder, began_in, on_event or _ignore, stop or Event()).run()
     return read_sweep(_told(folder, began_in))
 

@@ -308,6 +308,8 @@ def _open_study(store: Store, design: Design) -> Row:
     """The study in this folder, if it is this one; a new one otherwise."""
     wanted = design.to_dict()
     if not store.study.is_file():
+        if (store.folder / "manifest.json").is_file():  # of a run or a sweep
+            raise ConfigError(f"compare: {store.folder} must be a new folder or a study's, and holds other results")
         store.write_study({**wanted, **surroundings()})
         return store.read_study()
     found = modern(store.read_study())

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from podium.errors import ConfigError, RecordError
+from podium.errors import ConfigError, RecordError, as_request
 from podium.measure.records import read_records, to_json
 
 Row = dict[str, Any]
@@ -60,11 +60,12 @@ class Store:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keep others from running the same study meanwhile: two would run each cell twice."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = (self.folder / ".lock").open("a")
-        except OSError as error:
-            raise RecordError(f"{self.folder} cannot be written to: {error}") from error
+        with as_request():
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock = (self.folder / ".lock").open("a")
+            except OSError as error:
+                raise RecordError(f"{self.folder} cannot be written to: {error}") from error
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it, however we end

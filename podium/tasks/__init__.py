@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,11 @@ def find_task(name: str) -> Callable[..., Task]:
     place, _, function = TASKS[name].partition(":")
     make: Callable[..., Task] = getattr(importlib.import_module(place), function)
     return make
+
+
+def takes_data_dir(name: str) -> bool:
+    """Whether the task of this name may read files; others have their data with them, or make them."""
+    return "data_dir" in inspect.signature(find_task(name)).parameters
 
 
 def describe_tasks() -> dict[str, str]:

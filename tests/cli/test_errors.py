@@ -73,9 +73,9 @@ def test_with_json_an_error_is_the_one_document(words: list[str]) -> None:
     assert last_line(result) == f"error: {error['message'].splitlines()[-1]}"
 
 
-def test_a_folder_without_a_study_is_a_failure(tmp_path: Path) -> None:
+def test_a_folder_without_a_study_is_a_wrong_request(tmp_path: Path) -> None:
     result = invoke("report", str(tmp_path))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "holds no study" in last_line(result)
 
 
