@@ -86,6 +86,8 @@ class RunConfig:
     """A rank whose process is stopped or gone is lost after this long; one that runs gets `deadline_s`."""
     start_deadline_s: float = 60.0
     """How long all ranks together may take to start."""
+    checksums: bool = False
+    """Whether tensors that go to another host go with a CRC-32. TLS does without: it notices all damage by itself."""
     tls_cert: str | None = None
     """A certificate (PEM). With it, `tls_key` and `tls_ca`, the channel's TCP connections use mutual TLS."""
     tls_key: str | None = None

@@ -276,6 +276,8 @@ def _ceiling() -> Iterator[None]:
 class Wire:
     """A connection in memory whose other side has said all that it will ever say."""
 
+    family = socket.AF_UNIX
+
     def __init__(self, raw: bytes, short: int = 0) -> None:
         """The first few receipts bring `short` bytes at most, unless that is 0; later ones what is asked for."""
         self._raw, self._at, self._short, self._left = memoryview(raw), 0, short, 8 if short else 0

@@ -213,6 +213,7 @@ class Node:
                     listen=listen,
                     deadline_s=config.deadline_s,
                     tls=tls_of(config),
+                    sums=config.checksums,
                     arena=self._arena if spec.same_host else None,
                 )
         joined = self.membership.join(

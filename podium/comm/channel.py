@@ -30,7 +30,17 @@ from podium.comm.arena import Arena
 from podium.comm.base import DEPARTED, Message, Meta, Traffic
 from podium.comm.frames import Limits, Refused, Sink
 from podium.comm.link import CLOSE_S, ChannelHandle, Inbox, Link, Waiter
-from podium.comm.sockets import Address, Stream, address_of, listen_at, remake_folder, resolve, shut, tune
+from podium.comm.sockets import (
+    VANISHED_S,
+    Address,
+    Stream,
+    address_of,
+    listen_at,
+    remake_folder,
+    resolve,
+    shut,
+    tune,
+)
 from podium.comm.tls import Guard, Tls, TlsStream
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
@@ -61,21 +71,26 @@ class Channel:
         sink: Sink | None = None,
         arena: Arena | None = None,
         tls: Tls | None = None,
+        sums: bool = False,
     ) -> None:
         """Listens at once. `sink` runs on a receiving thread and must not block; replies never ask it.
 
         Bodies of calls that lie in `arena`, and what is written to there, are not copied on the way to peers that
         share this host's memory. With `tls`, all TCP connections are encrypted and both sides show a certificate.
+        `sums`: bodies that go to another host without TLS go with a checksum.
         """
         if not deadline_s > 0:
             raise ConfigError(f"channel of rank {rank}: deadline_s must be above 0, got {deadline_s}")
         self.rank, self.deadline_s, self.sink, self.arena = rank, deadline_s, sink, arena
+        self.sums = sums
+        self.vanished_s = min(VANISHED_S, deadline_s)
+        """A peer whose host acknowledges nothing for this long has departed."""
         self.limits = limits or Limits()
         self.inbox = Inbox(self.limits)
         self.traffic, self.wire = Traffic(), Traffic()  # bytes of tensors; bytes at the sockets, handshakes left out
         self.desk: Desk | None = None
         self._secret = secret
-        self._guard = None if tls is None else Guard(tls, deadline_s)
+        self._guard = None if tls is None else Guard(tls, deadline_s, self.vanished_s)
         self._tally = threading.Lock()
         self._settled = threading.Lock()
         self._changed = threading.Condition(threading.Lock())  # guards all that follows
@@ -161,7 +176,8 @@ class Channel:
 
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
         """One way; has taken the body when it returns."""
-        self._reach(to).transmit(frames.encode_frame(kind, self.rank, 0, meta, body, self.limits))
+        link = self._reach(to)
+        link.transmit(frames.encode_frame(kind, self.rank, 0, meta, body, self.limits, sums=link.sums))
 
     def part_from(self, ranks: Sequence[int], kind: str, meta: Meta, limit_s: float) -> None:
         """Send a last message to each of these, also to those never met, so that they see this endpoint depart.
@@ -177,8 +193,9 @@ class Channel:
     def post(self, to: int, kind: str, meta: Meta, part: Tensor | None, sent: Callable[[bool], None]) -> None:
         """One way, and returns at once. The part must not change until `sent` is told, from any thread, how it went."""
         body = () if part is None else (part,)
-        buffers = frames.encode_frame(kind, self.rank, 0, meta, body, self.limits)
-        self._reach(to).transmit(buffers, later=True, sent=sent)
+        link = self._reach(to)
+        buffers = frames.encode_frame(kind, self.rank, 0, meta, body, self.limits, sums=link.sums)
+        link.transmit(buffers, later=True, sent=sent)
 
     def call(
         self,
@@ -199,7 +216,7 @@ class Channel:
         link, handle = self._reach(to), ChannelHandle(to, kind, into)
         number = next(link.numbers)
         locate = self.arena.locate if self.arena is not None and link.shares else None
-        buffers = frames.encode_frame(kind, self.rank, number, meta, body, self.limits, locate, into)
+        buffers = frames.encode_frame(kind, self.rank, number, meta, body, self.limits, locate, into, sums=link.sums)
         link.expect(number, handle)
         link.transmit(buffers, later=True, more=more)
         return handle
@@ -210,7 +227,7 @@ class Channel:
         if asked is not None:
             link, number = asked
             if to.landing is None or not body or not _fits(body, to.landing):
-                buffers = frames.encode_frame(to.kind, self.rank, -number, meta, body, self.limits)
+                buffers = frames.encode_frame(to.kind, self.rank, -number, meta, body, self.limits, sums=link.sums)
             else:
                 _land(body, to.landing)
                 buffers = frames.encode_frame(to.kind, self.rank, -number, meta, (), self.limits, landing=())
@@ -382,7 +399,7 @@ class Channel:
             raise Refused(f"rank {self.rank}: no TLS with rank {to}: {why}; have both the same tls_ca?") from None
 
     def _publish(self, peer: int, sock: Stream) -> Link:
-        tune(sock, self.deadline_s)
+        tune(sock, self.deadline_s, self.vanished_s)
         link = Link(self, peer, sock)
         with self._changed:
             if self._closed:
@@ -444,7 +461,8 @@ class Channel:
         until = time.monotonic() + _HANDSHAKE_S
         if isinstance(sock, TlsStream):
             sock.shake_hands(until)
-        peer, transcript = frames.challenge(sock, self.rank, self._secret, until)
+        proven = frames.challenge(sock, self.rank, self._secret, until)
+        peer = proven.peer
         with self._changed:
             self._strangers[threading.current_thread()] = None
             ours_wins = peer in self._dialling and self.rank > peer
@@ -452,10 +470,10 @@ class Channel:
             if not busy:
                 self._accepting.add(peer)
         if busy:
-            frames.give_verdict(sock, self._secret, transcript, frames.BUSY)
+            frames.give_verdict(sock, proven, frames.BUSY)
             return sock.close()
         try:
-            frames.give_verdict(sock, self._secret, transcript, frames.ACCEPTED)
+            frames.give_verdict(sock, proven, frames.ACCEPTED)
             self._publish(peer, sock)
         finally:
             with self._changed:

@@ -21,7 +21,7 @@ from podium.comm.arena import neighbour_of
 from podium.comm.base import DEPARTED, Handle, Message
 from podium.comm.desk import GIVE_UP, MOVE
 from podium.comm.frames import Frame, FrameError, Header, Limits
-from podium.comm.sockets import Stream, shut
+from podium.comm.sockets import Pulse, Stream, leaves_host, shut
 from podium.errors import CommError, DeadlineExceeded, Lost
 
 if TYPE_CHECKING:
@@ -156,6 +156,9 @@ class Link:
         self.shares = False
         """Whether the peer has told us that it can reach our memory."""
         self._neighbour = neighbour_of(sock) if isinstance(sock, socket.socket) else None
+        self.sums = channel.sums and isinstance(sock, socket.socket) and leaves_host(sock)
+        """Whether bodies go with a checksum, as they may on a plain connection that leaves this host."""
+        self._pulse = Pulse(sock, channel.vanished_s) if isinstance(sock, socket.socket) else None
         self._turn = threading.Condition(threading.Lock())  # guards all that follows
         self._tickets, self._serving, self._sending, self._broken = 0, 0, False, False
         self._pending: dict[int, ChannelHandle] = {}
@@ -296,7 +299,8 @@ class Link:
         """Receive until the end; says what was wrong, if anything was."""
         try:
             attach = None if self._neighbour is None else self._neighbour.attach
-            while (frame := frames.read_frame(self.sock, self.channel.limits, self._place, attach)) is not None:
+            idle = None if self._pulse is None else self._pulse.check
+            while (frame := frames.read_frame(self.sock, self.channel.limits, self._place, attach, idle)) is not None:
                 self._deliver(frame)
         except (FrameError, OSError) as error:
             return str(error)

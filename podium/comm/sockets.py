@@ -7,10 +7,11 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from podium.errors import ConfigError
 
@@ -98,20 +99,102 @@ def address_of(listener: socket.socket) -> Address:
     return f"tcp:[{name[0]}]:{name[1]}" if listener.family == socket.AF_INET6 else f"tcp:{name[0]}:{name[1]}"
 
 
-def tune(sock: Stream, deadline_s: float) -> None:
-    """Blocking calls, sends that give up after the deadline, small messages at once, dead hosts noticed."""
+VANISHED_S = 25.0
+"""A host that acknowledges nothing for this long has vanished: its power failed, or the network between broke."""
+_CHECKS = 5  # how often whoever receives looks, in that time
+
+
+def tune(sock: Stream, deadline_s: float, vanished_s: float = VANISHED_S) -> None:
+    """Blocking calls, sends that give up after the deadline, small messages at once, dead hosts noticed.
+
+    On an idle connection keepalive notices a dead host in `vanished_s`. Where something was sent, the kernel does not
+    send keepalives, and would try for a quarter of an hour: there `Pulse` notices. TCP_USER_TIMEOUT comes last, since
+    it would also end a connection whose receiver lives and is only slow to read.
+    """
     sock.settimeout(None)
     # A timeout of Python's would make every call two, and cut large ones into pieces.
-    seconds, micros = divmod(max(int(deadline_s * 1e6), 1), 1_000_000)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, micros))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline_s))
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(vanished_s / _CHECKS))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # a host that vanished is noticed in 25 s, not in hours
+    part = max(1, int(vanished_s / 5))
+    options = {"TCP_KEEPIDLE": 2 * part, "TCP_KEEPINTVL": part, "TCP_KEEPCNT": 3}
+    options["TCP_USER_TIMEOUT"] = int((deadline_s + vanished_s) * 1000)
+    for name, value in options.items():
+        if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _timeval(seconds: float) -> bytes:
+    whole, micros = divmod(max(int(seconds * 1e6), 1), 1_000_000)
+    return struct.pack("@ll", whole, micros)
+
+
+class Pulse:
+    """Notices that the host at the other end of a TCP connection has vanished.
+
+    It looks at what the kernel knows: how many segments with data have left, whether probes are unanswered, and when an
+    acknowledgement came last. A peer that lives acknowledges what it gets, also while it reads nothing and its window
+    is shut; the kernel then asks ever more seldom, so silence alone means nothing. Does nothing for a Unix socket: its
+    host is ours.
+    """
+
+    def __init__(self, sock: socket.socket, limit_s: float = VANISHED_S) -> None:
+        self._sock, self._limit_s = sock, limit_s
+        self._looked = time.monotonic()
+        self._sent = self._facts().sent
+        self._since: float | None = None  # since when something waits for an acknowledgement
+        self.every_s = limit_s / _CHECKS
+        """How often it should be asked."""
+
+    def check(self) -> None:
+        """Raises TimeoutError once nothing was acknowledged for the limit, though something was sent."""
+        facts, now = self._facts(), time.monotonic()
+        if now - facts.silent_s > self._looked:
+            self._since = None
+        elif self._since is None and (facts.sent > self._sent or facts.probes):
+            self._since = now
+        self._looked, self._sent = now, facts.sent
+        # It may have begun just after the time before, and it is too late when asked next time.
+        if self._since is not None and now - self._since >= self._limit_s - 2 * self.every_s:
+            raise TimeoutError(f"its host acknowledged nothing for {facts.silent_s:.1f} s")
+
+    def _facts(self) -> _Facts:
+        if self._sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+            return _Facts()
+        try:
+            raw = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:  # it is closed already, which whoever receives will find
+            return _Facts()
+        if len(raw) < _TCP_INFO.size:  # a kernel before 4.6
+            return _Facts()
+        probes, silent_ms, sent = _TCP_INFO.unpack(raw)
+        return _Facts(probes, silent_ms / 1000, sent)
+
+
+class _Facts(NamedTuple):
+    """What the kernel knows of a connection."""
+
+    probes: int = 0  # probes that nobody has answered
+    silent_s: float = 0.0  # since the last acknowledgement
+    sent: int = 0  # segments with data, those that were sent again too
+
+
+_TCP_INFO = struct.Struct("@3xB52xI96xI")
+"""Of Linux's `struct tcp_info`: tcpi_probes, tcpi_last_ack_recv and tcpi_data_segs_out."""
+
+
+def leaves_host(sock: socket.socket) -> bool:
+    """Whether the other end of a connection is on another host, as far as addresses tell."""
+    if sock.family == socket.AF_UNIX:
+        return False
+    try:
+        return bool(sock.getpeername()[0] != sock.getsockname()[0])
+    except OSError:  # it has ended already
+        return False
 
 
 def shut(sock: Stream | None, how: int = socket.SHUT_RDWR) -> None:

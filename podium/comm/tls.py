@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, final
 
+from podium.comm.sockets import VANISHED_S, Pulse
 from podium.config import RunConfig
 from podium.errors import ConfigError
 
@@ -53,16 +54,17 @@ def tls_of(config: RunConfig) -> Tls | None:
 class Guard:
     """Puts TLS around the connections of one endpoint."""
 
-    def __init__(self, tls: Tls, deadline_s: float) -> None:
+    def __init__(self, tls: Tls, deadline_s: float, vanished_s: float = VANISHED_S) -> None:
         """Reads the files. A peer that takes nothing for `deadline_s` fails a send, as it does without TLS."""
-        self._deadline_s = deadline_s
+        self._deadline_s, self._vanished_s = deadline_s, vanished_s
         self._listening = _context(tls, ssl.PROTOCOL_TLS_SERVER)
         self._listening.num_tickets = 0  # sessions are not resumed
         self._dialling = _context(tls, ssl.PROTOCOL_TLS_CLIENT)
 
     def wrap(self, sock: socket.socket, *, listens: bool) -> TlsStream:
         """Takes the socket over; nothing is sent yet."""
-        return TlsStream(sock, self._listening if listens else self._dialling, self._deadline_s, listens=listens)
+        context = self._listening if listens else self._dialling
+        return TlsStream(sock, context, self._deadline_s, listens=listens, vanished_s=self._vanished_s)
 
 
 def _context(tls: Tls, protocol: int) -> ssl.SSLContext:
@@ -95,11 +97,20 @@ def _why(error: OSError) -> str:
 class TlsStream:
     """A socket's methods, as far as frames use them, over TLS. One thread may receive while another sends."""
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, deadline_s: float, *, listens: bool) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        deadline_s: float,
+        *,
+        listens: bool,
+        vanished_s: float = VANISHED_S,
+    ) -> None:
         sock.setblocking(False)
         sock.getpeername()  # raises if the peer has hung up: what comes next would then lose the socket
         self._tls = context.wrap_socket(sock, server_side=listens, do_handshake_on_connect=False)
         self._deadline_s = deadline_s
+        self._pulse = Pulse(self._tls, vanished_s)
         self._timeout_s: float | None = None
         self._turn = _Turn()
         self._ended = self._closed = False
@@ -109,7 +120,7 @@ class TlsStream:
         return self._tls.family
 
     def settimeout(self, seconds: float | None, /) -> None:
-        """How long each call may take. None: receiving takes as long as it takes, sending has the deadline."""
+        """How long each call may take. None: receiving waits while the peer's host lives, sending has the deadline."""
         self._timeout_s = seconds
 
     def setsockopt(self, level: int, option: int, value: int | bytes, /) -> None:
@@ -195,11 +206,16 @@ class TlsStream:
         return None if self._timeout_s is None else time.monotonic() + self._timeout_s
 
     def _await(self, wanted: int, until: float | None) -> bool:
-        """Whether the socket got ready for this before then."""
+        """Whether the socket got ready for this before then. Without a limit, until the peer's host has vanished."""
         ready, file = select.poll(), self._tls.fileno()
         self._check_open()
         ready.register(file, wanted)
-        return bool(ready.poll(None if until is None else max(until - time.monotonic(), 0.0) * 1000))
+        if until is not None:
+            return bool(ready.poll(max(until - time.monotonic(), 0.0) * 1000))
+        while not ready.poll(self._pulse.every_s * 1000):
+            self._check_open()
+            self._pulse.check()
+        return True
 
     def _check_open(self) -> None:
         if self._closed:
