@@ -1,14 +1,22 @@
-"""Things named by text: a name from a table, `package.module:name` or `file.py:name`."""
+"""Things named by text: a name from a table, `package.module:name` or `file.py:name`.
+
+Naming code is running it. Where the names come from a folder that somebody else may have made, and not from the user,
+`names_of_folder` tells what is imported, and refuses code that lies in the folder itself.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from podium.errors import ConfigError, UnknownName
 
@@ -16,10 +24,91 @@ from podium.errors import ConfigError, UnknownName
 def load_named(spec: str) -> Any:
     """What `spec` names; a file is loaded as `python file.py` would, its folder on the path."""
     place, _, name = spec.rpartition(":")
+    _check_source(place)
     module = _load_file(Path(place)) if place.endswith(".py") else _import(place, spec)
     if not hasattr(module, name):
         raise UnknownName(f"name in {place}:", name, [n for n in vars(module) if not n.startswith("_")])
     return getattr(module, name)
+
+
+class _Foreign(NamedTuple):
+    """A folder whose names are followed, and what of them the user has named too."""
+
+    folder: Path
+    named: frozenset[str]
+    tell: Callable[[str], None]
+    told: set[str]
+
+
+_FOREIGN: ContextVar[_Foreign | None] = ContextVar("foreign", default=None)
+_MOST_LINKS = 40
+_PLACE = re.compile(r"[^\s:|,=]+(?=:)")
+
+
+@contextmanager
+def names_of_folder(folder: Path | None, given: Collection[str], tell: Callable[[str], None]) -> Iterator[None]:
+    """Inside, names may come from the manifest of this folder; `given` are the texts of the user's own.
+
+    Each file that is imported because the folder names it is told, once. One that lies in the folder, or is reached
+    through it, is refused unless the user has named it. Without a folder nothing is told or refused.
+    """
+    named = frozenset(place for text in given for place in _PLACE.findall(text))
+    token = _FOREIGN.set(None if folder is None else _Foreign(folder, named, tell, set()))
+    try:
+        yield
+    finally:
+        _FOREIGN.reset(token)
+
+
+def _check_source(place: str) -> None:
+    """Tell what is about to be imported because a folder names it, or refuse it."""
+    foreign = _FOREIGN.get()
+    if foreign is None or place in foreign.named or place == "podium" or place.startswith("podium."):
+        return
+    files = [place] if place.endswith(".py") else _files_of(place)
+    manifest = foreign.folder / "manifest.json"
+    for file in files:
+        if passes_through(file, foreign.folder):
+            raise ConfigError(
+                f"{manifest} names {place}, and {file} lies in that folder or is reached through it. To import it is "
+                "to run it, so it is not imported unless you name it: give the task or strategy on the command line, "
+                "after you have read it"
+            )
+    if place not in foreign.told:
+        foreign.told.add(place)
+        foreign.tell(f"importing {', '.join(files) or place}, because {manifest} names it")
+
+
+def _files_of(module: str) -> list[str]:
+    """Where a module's outermost package lies; nothing is imported."""
+    try:
+        spec = importlib.util.find_spec(module.partition(".")[0])
+    except (ImportError, ValueError):
+        return []
+    if spec is None:
+        return []
+    found = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location and spec.origin else [])]
+    return [str(file) for file in found]
+
+
+def passes_through(path: str | Path, folder: Path) -> bool:
+    """Whether opening `path` leads into `folder`, by its name or by any link on the way."""
+    inside = Path(os.path.realpath(folder))
+    rest = list(reversed((Path.cwd() / path).parts[1:]))  # with every `..`: after a link it leads elsewhere
+    here, links = Path("/"), 0
+    while rest:
+        step = rest.pop()
+        here = here.parent if step == ".." else here / step
+        if here != inside and here.is_relative_to(inside):
+            return True
+        if step != ".." and here.is_symlink():
+            links += 1
+            if links > _MOST_LINKS:
+                return True
+            target = Path(os.readlink(here))
+            here = Path("/") if target.is_absolute() else here.parent
+            rest += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    return False
 
 
 def find_class(kind: str, name: str, table: Mapping[str, str]) -> type[Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,14 +88,38 @@ def resolve_run(config_file: str | None, overrides: Sequence[str], given: Mappin
         return resolve(config_file, overrides, asked)
 
 
+@contextmanager
+def code_of_earlier_run(config_file: str | None, overrides: Sequence[str], given: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, code that only the folder of a resumed or replayed run names is told of, and refused if it lies there."""
+    from podium.names import names_of_folder
+
+    places = [] if config_file is not None else [Path(given[name]) for name in ("replay", "resume") if given.get(name)]
+    folders = [folder for place in places if (folder := _run_folder(place)) is not None]
+    said = [*overrides, *(value for value in given.values() if isinstance(value, str))]
+    with ExitStack() as stack:
+        for folder in folders[:1]:
+            stack.enter_context(names_of_folder(folder, said, _tell))
+        yield
+
+
+def _tell(text: str) -> None:
+    print(f"podium: {text}", file=sys.stderr, flush=True)
+
+
+def _run_folder(place: Path) -> Path | None:
+    """The folder of a run, from itself or from one of its checkpoints; None where there is no manifest."""
+    folders = (place, *place.absolute().parents[:2])
+    return next((folder for folder in folders if (folder / "manifest.json").is_file()), None)
+
+
 def _asked_before(place: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What an earlier run was asked for, from the folder of the run or of one of its checkpoints."""
-    folders = [folder for folder in (place, *place.absolute().parents[:2]) if (folder / "manifest.json").is_file()]
-    if not folders:
+    folder = _run_folder(place)
+    if folder is None:
         return {}
     from podium.measure.manifest import read_manifest
 
-    before = dict(read_manifest(folders[0])["config"])
+    before = dict(read_manifest(folder)["config"])
     dropped = ["run_dir", "resume", "replay"]
     # Another task or strategy comes with its own options.
     dropped += [f"{name}_options" for name in ("task", "strategy") if name in asked]

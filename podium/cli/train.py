@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from podium.cli.interrupt import stop_on_interrupt
-from podium.cli.options import check_names, options, resolve_run
+from podium.cli.options import check_names, code_of_earlier_run, options, resolve_run
 from podium.cli.output import Output
+from podium.config import RunConfig
 from podium.errors import as_request
 
 
@@ -60,16 +61,25 @@ def train(
     podium train digits-mlp --strategy all-reduce --workers 4
     podium train my.py:make_task --strategy parameter-server:mode=async -n 2
     """
-    config = resolve_run(config_file, overrides, given)
-    check_names(config)
-    from podium.cli.summary import summary, to_toml
-    from podium.cluster.launch import foreseen, launch
+    with code_of_earlier_run(config_file, overrides, given):
+        config = resolve_run(config_file, overrides, given)
+        check_names(config)
+        return _dry_run(out, config) if dry_run else _run(out, config, logs, quiet)
 
-    if dry_run:
-        out.document(config.to_dict())
-        out.say(to_toml(config))
-        out.note(*foreseen(config))
-        return 0
+
+def _dry_run(out: Output, config: RunConfig) -> int:
+    from podium.cli.summary import to_toml
+    from podium.cluster.launch import foreseen
+
+    out.document(config.to_dict())
+    out.say(to_toml(config))
+    out.note(*foreseen(config))
+    return 0
+
+
+def _run(out: Output, config: RunConfig, logs: tuple[str, ...], quiet: bool) -> int:
+    from podium.cli.summary import summary
+    from podium.cluster.launch import launch
     from podium.measure.writers import Together, open_log
     from podium.ui import progress
 
