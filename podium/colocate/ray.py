@@ -15,6 +15,7 @@ import functools
 import importlib
 import logging
 import os
+import secrets
 import signal
 import threading
 import time
@@ -33,7 +34,7 @@ from podium.colocate.labourer import Labourer, Mode, Orders, Page, settle_in
 from podium.colocate.mps import GRACE_S, check_clients, daemon_for, need_gpu, take_off
 from podium.colocate.processes import check_options, check_recipe, crew_of
 from podium.colocate.recipe import Recipe
-from podium.errors import MissingExtra, TrainingError
+from podium.errors import ConfigError, MissingExtra, TrainingError
 
 _GRACE_S = 5.0
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours lies in it
@@ -44,7 +45,10 @@ _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent to anyone
     "RAY_worker_niceness": "0",  # or every other process of the machine would go before
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # there it listens on the loopback address only, and so here
+    "RAY_AUTH_MODE": "token",  # or any process of this machine could run code in it; not every version does by itself
 }
+_FIRST_WITH_TOKENS = (2, 52)
+"""The version of Ray that brought tokens: https://docs.ray.io/en/latest/ray-security/token-auth.html"""
 
 
 @final
@@ -185,9 +189,10 @@ class Actors(Labourers):
 
 @contextmanager
 def _own_ray(ray: Any, folder: Path, gpus: int) -> Iterator[None]:
-    """A Ray of this machine, for as long as the `with` lasts. Who wants to join it needs the user's own token."""
+    """A Ray of this machine, for as long as the `with` lasts. Who wants to join it needs its token."""
     with (
         _as_it_was(),
+        _own_token(),
         # Ray has read its environment if it was imported before, and prints what it has to say to standard output.
         _replaced("ray._private.ray_constants", "ENABLE_RAY_CLUSTER", False),
         _replaced("ray._private.worker", "print_to_stdstream", lambda *_args, **_options: None),
@@ -234,6 +239,32 @@ def _as_it_was() -> Iterator[None]:
 
 
 @contextmanager
+def _own_token() -> Iterator[None]:
+    """Have Ray ask for a token of this sweep's own, whatever the environment said when Ray was imported.
+
+    Ray would leave its token in the user's home, in a file that others may be able to read.
+    """
+    raylet = importlib.import_module("ray._raylet")
+    os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    try:
+        _read_again(raylet)
+        if raylet.get_authentication_mode() != raylet.AuthenticationMode.TOKEN:
+            raise TrainingError("executor ray: Ray must ask for a token before it runs anybody's code, it does not")
+        yield
+    finally:
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+            os.environ.pop(name, None)
+        _read_again(raylet)
+
+
+def _read_again(raylet: Any) -> None:
+    """Ray remembers its environment from when it was imported."""
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
 def _replaced(module: str, name: str, value: object) -> Iterator[None]:
     """What Ray offers no setting for; a Ray that has no such name keeps its own ways."""
     place = importlib.import_module(module)
@@ -250,9 +281,17 @@ def _replaced(module: str, name: str, value: object) -> Iterator[None]:
 
 def _import_ray() -> Any:
     try:
-        return importlib.import_module("ray")
+        ray = importlib.import_module("ray")
     except ImportError as error:
         raise MissingExtra("ray", "ray", "executor ray") from error
+    version = str(ray.__version__)
+    if tuple(int(part) for part in version.split(".")[:2]) < _FIRST_WITH_TOKENS:
+        least = ".".join(map(str, _FIRST_WITH_TOKENS))
+        raise ConfigError(
+            f"executor ray: Ray must be at least {least}, which asks for a token before it runs anybody's code, "
+            f"got {version}: pip install 'podium[ray]'"
+        )
+    return ray
 
 
 def _python_path() -> str:
