@@ -43,6 +43,8 @@ MAX_NODES = 1000
 """A Linux bridge takes 1,024 ports."""
 
 _NAMESPACES = Path("/var/run/netns")
+_CONNECT_S = 5.0
+_THREAD_S = 20.0
 _CLONE_NEWNET = 0x40000000
 
 T = TypeVar("T")
@@ -109,7 +111,8 @@ class ShapedNetwork:
         self.interfaces = tuple(f"pd{run}-{i}" for i in count)
         self.addresses = tuple(str(NETWORK[i + 1]) for i in count)
         nodes = [self._add_node(i, hub) for i in count]
-        seen = in_thread(lambda: _congestion_controls(self.namespaces, self.addresses))
+        limit_s = _THREAD_S + _CONNECT_S * len(self.namespaces)
+        seen = in_thread(lambda: _congestion_controls(self.namespaces, self.addresses), limit_s)
         if set(seen) - {CONGESTION_CONTROL}:
             raise ConfigError(f"shaped launcher: sockets must use {CONGESTION_CONTROL}, got {sorted(set(seen))}")
         self.facts = {
@@ -216,8 +219,11 @@ def _setns(handle: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def in_thread(work: Callable[[], T]) -> T:
-    """Do the work in a thread that ends with it, so that namespaces it enters are not the caller's."""
+def in_thread(work: Callable[[], T], limit_s: float = 20.0) -> T:
+    """Do the work in a thread that ends with it, so that namespaces it enters are not the caller's.
+
+    Raises ConfigError when it has not ended after `limit_s`; the thread then stays until the process ends.
+    """
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -227,9 +233,14 @@ def in_thread(work: Callable[[], T]) -> T:
         except BaseException as error:  # carried over to the caller, whatever it is
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="podium-netns")
+    thread = threading.Thread(target=run, name="podium-netns", daemon=True)
     thread.start()
-    thread.join()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise ConfigError(
+            f"shaped launcher: connections between the nodes could not be tried within {limit_s:g} s: the kernel does "
+            "not let a namespace be entered or a socket be made"
+        )
     if errors:
         raise errors[0]
     return results[0]
@@ -247,7 +258,7 @@ def _congestion_controls(namespaces: Sequence[str], addresses: Sequence[str]) ->
             port = server.getsockname()[1]
             enter_namespace(name)
             try:
-                with socket.create_connection((addresses[following], port), timeout=5.0) as client:
+                with socket.create_connection((addresses[following], port), timeout=_CONNECT_S) as client:
                     raw = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
             except OSError as error:
                 raise ConfigError(f"shaped launcher: node {i} cannot reach node {following}: {error}") from error

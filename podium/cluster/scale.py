@@ -81,7 +81,10 @@ def open_to_change(run_dir: Path, coordinator: Address, secret: bytes) -> Iterat
 def _read_control(run_dir: Path) -> tuple[Address, bytes]:
     path = run_dir / _CONTROL
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as text:
+            if os.fstat(text.fileno()).st_uid != os.geteuid():
+                raise ConfigError(f"scale: {path} must be of a run of yours, and is another user's")
+            found = json.loads(text.read())
         return str(found["coordinator"]), bytes.fromhex(found["secret"])
     except FileNotFoundError:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import podium
 import podium.cluster.scale
 from podium.cli import main
 from podium.cluster.scale import Scaled
+from podium.errors import ConfigError
 
 
 def invoke(*words: str) -> Result:
@@ -79,3 +81,12 @@ def test_the_answer_says_who_comes_and_who_goes(answer: Scaled, said: str, monke
 
 def test_it_is_there_for_python_too() -> None:
     assert podium.scale is podium.cluster.scale.scale
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
+def test_the_control_file_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    path = tmp_path / "control.json"
+    path.write_text(json.dumps({"coordinator": f"unix:{tmp_path}/k", "secret": "00" * 32}))
+    os.chown(path, 65534, 65534)
+    with pytest.raises(ConfigError, match="another user's"):
+        podium.scale(tmp_path, workers=2)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.cluster.description import Cluster, Link, Node, uniform
-from podium.cluster.netns import CpuQuota, ShapedNetwork, burst_bytes, find_tool, run_command, warnings_of
+from podium.cluster.netns import CpuQuota, ShapedNetwork, burst_bytes, find_tool, in_thread, run_command, warnings_of
 from podium.errors import ConfigError
 
 ROOT_FOLDER = Path(__file__).parents[2]
@@ -260,3 +261,12 @@ def test_a_quota_that_cannot_be_set_is_refused_and_says_what_to_do() -> None:
     with _python(script) as child:
         said, _ = child.communicate(timeout=40)
     assert "no CPU quota can be set here" in said and "leave cpus out" in said
+
+
+def test_work_in_a_thread_that_never_ends_is_given_up() -> None:
+    over = threading.Event()
+    try:
+        with pytest.raises(ConfigError, match=r"within 0\.2 s"):
+            in_thread(lambda: over.wait(30), 0.2)
+    finally:
+        over.set()
