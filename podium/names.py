@@ -1,7 +1,7 @@
 """Things named by text: a name from a table, `package.module:name` or `file.py:name`.
 
 Naming code is running it. Where the names come from a folder that somebody else may have made, and not from the user,
-`names_of_folder` tells what is imported, and refuses code that lies in the folder itself.
+`names_of_folders` tells what is imported, and refuses code that lies in the folder itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -32,9 +32,9 @@ def load_named(spec: str) -> Any:
 
 
 class _Foreign(NamedTuple):
-    """A folder whose names are followed, and what of them the user has named too."""
+    """Folders whose names are followed, and what of them the user has named too."""
 
-    folder: Path
+    folders: tuple[Path, ...]
     named: frozenset[str]
     tell: Callable[[str], None]
     told: set[str]
@@ -46,14 +46,14 @@ _PLACE = re.compile(r"[^\s:|,=]+(?=:)")
 
 
 @contextmanager
-def names_of_folder(folder: Path | None, given: Collection[str], tell: Callable[[str], None]) -> Iterator[None]:
-    """Inside, names may come from the manifest of this folder; `given` are the texts of the user's own.
+def names_of_folders(folders: Sequence[Path], given: Collection[str], tell: Callable[[str], None]) -> Iterator[None]:
+    """Inside, names may come from the manifests of these folders; `given` are the texts of the user's own.
 
-    Each file that is imported because the folder names it is told, once. One that lies in the folder, or is reached
-    through it, is refused unless the user has named it. Without a folder nothing is told or refused.
+    Each file that is imported because a folder names it is told, once. One that lies in a folder, or is reached through
+    it, is refused unless the user has named it. Without a folder nothing is told or refused.
     """
     named = frozenset(place for text in given for place in _PLACE.findall(text))
-    token = _FOREIGN.set(None if folder is None else _Foreign(folder, named, tell, set()))
+    token = _FOREIGN.set(_Foreign(tuple(folders), named, tell, set()) if folders else None)
     try:
         yield
     finally:
@@ -66,17 +66,17 @@ def _check_source(place: str) -> None:
     if foreign is None or place in foreign.named or place == "podium" or place.startswith("podium."):
         return
     files = [place] if place.endswith(".py") else _files_of(place)
-    manifest = foreign.folder / "manifest.json"
+    manifests = " or ".join(str(folder / "manifest.json") for folder in foreign.folders)
     for file in files:
-        if passes_through(file, foreign.folder):
+        if any(passes_through(file, folder) for folder in foreign.folders):
             raise ConfigError(
-                f"{manifest} names {place}, and {file} lies in that folder or is reached through it. To import it is "
+                f"{manifests} names {place}, and {file} lies in that folder or is reached through it. To import it is "
                 "to run it, so it is not imported unless you name it: give the task or strategy on the command line, "
                 "after you have read it"
             )
     if place not in foreign.told:
         foreign.told.add(place)
-        foreign.tell(f"importing {', '.join(files) or place}, because {manifest} names it")
+        foreign.tell(f"importing {', '.join(files) or place}, because {manifests} names it")
 
 
 def _files_of(module: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,14 +91,12 @@ def resolve_run(config_file: str | None, overrides: Sequence[str], given: Mappin
 @contextmanager
 def code_of_earlier_run(config_file: str | None, overrides: Sequence[str], given: Mapping[str, Any]) -> Iterator[None]:
     """Inside, code that only the folder of a resumed or replayed run names is told of, and refused if it lies there."""
-    from podium.names import names_of_folder
+    from podium.names import names_of_folders
 
     places = [] if config_file is not None else [Path(given[name]) for name in ("replay", "resume") if given.get(name)]
     folders = [folder for place in places if (folder := _run_folder(place)) is not None]
     said = [*overrides, *(value for value in given.values() if isinstance(value, str))]
-    with ExitStack() as stack:
-        for folder in folders[:1]:
-            stack.enter_context(names_of_folder(folder, said, _tell))
+    with names_of_folders(folders, said, _tell):
         yield
 
 

@@ -107,9 +107,10 @@ _CHECKS = 5  # how often whoever receives looks, in that time
 def tune(sock: Stream, deadline_s: float, vanished_s: float = VANISHED_S) -> None:
     """Blocking calls, sends that give up after the deadline, small messages at once, dead hosts noticed.
 
-    On an idle connection keepalive notices a dead host in `vanished_s`. Where something was sent, the kernel does not
-    send keepalives, and would try for a quarter of an hour: there `Pulse` notices. TCP_USER_TIMEOUT comes last, since
-    it would also end a connection whose receiver lives and is only slow to read.
+    On an idle connection keepalive asks the other host every fifth of `vanished_s` whether it is there. Where something
+    was sent, the kernel does not, and would try to send it for a quarter of an hour. In both cases `Pulse` notices that
+    no answer comes. TCP_USER_TIMEOUT comes last, since it would also end a connection whose receiver lives and is only
+    slow to read.
     """
     sock.settimeout(None)
     # A timeout of Python's would make every call two, and cut large ones into pieces.
@@ -121,8 +122,8 @@ def tune(sock: Stream, deadline_s: float, vanished_s: float = VANISHED_S) -> Non
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(vanished_s / _CHECKS))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     part = max(1, int(vanished_s / 5))
-    options = {"TCP_KEEPIDLE": 2 * part, "TCP_KEEPINTVL": part, "TCP_KEEPCNT": 3}
-    options["TCP_USER_TIMEOUT"] = int((deadline_s + vanished_s) * 1000)
+    options = {"TCP_KEEPIDLE": part, "TCP_KEEPINTVL": part, "TCP_KEEPCNT": 4}
+    options["TCP_USER_TIMEOUT"] = int((deadline_s + VANISHED_S) * 1000)
     for name, value in options.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -59,6 +59,17 @@ def test_code_in_the_folder_is_not_imported_because_the_folder_names_it(
     assert code == 2 and "lies in that folder" in err and "evil.py" in err and "name" in err
 
 
+def test_of_two_folders_neither_may_bring_code(folder: Path, mark: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    name_code(other, task="digits-mlp")
+    name_code(folder, task=f"{folder}/evil.py:task")
+    for first, second in ((folder, other), (other, folder)):
+        code, _ = say("--resume", str(first), "--replay", str(second), "--dry-run")
+        assert not mark.exists()
+        assert (code == 2) is (first == folder)  # the task is that of the resumed run
+
+
 def test_a_trigger_in_the_folder_is_not_imported_either(folder: Path, mark: Path) -> None:
     name_code(folder, strategy=f"all-reduce until {folder}/evil.py:task | all-reduce", workers=2)
     code, err = say("--resume", str(folder), "--dry-run")
