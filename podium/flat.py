@@ -191,12 +191,14 @@ class Flat:
         """Which parameters share a bucket: it is closed once it holds enough; each dtype fills its own."""
         closed: list[list[int]] = []
         filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         for i, p in enumerate(self.parameters):
-            members = filling.setdefault((p.dtype, p.device), [])
-            members.append(i)
-            size = sum(self.parameters[k].nbytes for k in members)
-            if size >= (bucket_bytes if closed else first_bucket_bytes):
-                closed.append(filling.pop((p.dtype, p.device)))
+            kind = p.dtype, p.device
+            filling.setdefault(kind, []).append(i)
+            sizes[kind] = sizes.get(kind, 0) + p.nbytes
+            if sizes[kind] >= (bucket_bytes if closed else first_bucket_bytes):
+                closed.append(filling.pop(kind))
+                del sizes[kind]
         return closed + list(filling.values())
 
     def _lay_out(self, buckets: list[list[int]], named: dict[int, str], groups: dict[int, int]) -> None:

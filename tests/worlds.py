@@ -20,6 +20,7 @@ from podium.cluster.local import fork_server, nullified_main, rendezvous_folder
 from podium.comm.arena import Arena
 from podium.comm.base import Communicator
 from podium.comm.channel import Channel
+from podium.comm.frames import Limits
 from podium.comm.memory import MemoryWorld, WallClock
 from podium.comm.real import RealCommunicator
 from podium.comm.torch_dist import Group, file_store, look_up, publish
@@ -77,8 +78,9 @@ class Real(World):
 
     name = "real"
 
-    def __init__(self, *, shared: bool = False) -> None:
-        self.shared = shared
+    def __init__(self, *, shared: bool = False, limits: Limits | None = None) -> None:
+        """`limits`: of the frames between ranks."""
+        self.shared, self.limits = shared, limits
 
     def attempt(self, main: Main, workers: int, servers: int = 0, deadline_s: float = 20.0) -> list[Any]:
         context = fork_server()
@@ -86,7 +88,7 @@ class Real(World):
             started = []
             for rank in range(workers + servers):
                 mine, theirs = context.Pipe()
-                args = (main, rank, workers, servers, folder, deadline_s, self.shared, theirs)
+                args = (main, rank, workers, servers, folder, deadline_s, self.shared, self.limits, theirs)
                 process = context.Process(target=_child, args=args, daemon=True)
                 with nullified_main():
                     process.start()
@@ -119,10 +121,18 @@ def _in_process(world: MemoryWorld | VirtualWorld, main: Main) -> list[Any]:
 
 
 def _child(
-    main: Main, rank: int, workers: int, servers: int, folder: Path, deadline_s: float, shared: bool, pipe: Connection
+    main: Main,
+    rank: int,
+    workers: int,
+    servers: int,
+    folder: Path,
+    deadline_s: float,
+    shared: bool,
+    limits: Limits | None,
+    pipe: Connection,
 ) -> None:
     torch.set_num_threads(1)
-    comm = _connect(rank, workers, servers, folder, deadline_s, shared)
+    comm = _connect(rank, workers, servers, folder, deadline_s, shared, limits)
     try:
         outcome = main(comm)
     except Exception as error:
@@ -132,9 +142,12 @@ def _child(
     comm.close()
 
 
-def _connect(rank: int, workers: int, servers: int, folder: Path, deadline_s: float, shared: bool) -> RealCommunicator:
+def _connect(
+    rank: int, workers: int, servers: int, folder: Path, deadline_s: float, shared: bool, limits: Limits | None
+) -> RealCommunicator:
     ranks: Sequence[int] = range(workers + servers)
-    channel = Channel(rank, secret=b"of this test", listen=f"unix:{folder}/c{rank}", deadline_s=deadline_s)
+    listen = f"unix:{folder}/c{rank}"
+    channel = Channel(rank, secret=b"of this test", listen=listen, deadline_s=deadline_s, limits=limits)
     channel.introduce({r: f"unix:{folder}/c{r}" for r in ranks})
     store = file_store(folder / "store")
     publish(store, f"listens-{rank}", "yes")

@@ -154,6 +154,9 @@ class Communicator(ABC):
     ground: Ground | None = None
     """The machines and links beneath, where the launcher has a description of them."""
 
+    message_bytes: int | None = None
+    """How much one message may hold at most; None: as much as one likes."""
+
     shares_memory = False
     """Whether messages to ranks of this host move no bytes."""
     talks = True

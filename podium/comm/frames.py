@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,7 +55,16 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """All that may travel, by its name on the wire."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_JSON = json.JSONEncoder(separators=(",", ":"))
+
+
+def _as_json(value: Any) -> Any:
+    """A scalar of numpy's is a number like any other."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is none")
+
+
+_JSON = json.JSONEncoder(separators=(",", ":"), default=_as_json)
 _FIELDS = {"kind", "source", "call", "meta", "tensors"}
 _ALL_FIELDS = _FIELDS | {"landing", "sum"}
 _MAX_DIMS = 32

@@ -87,6 +87,7 @@ class RealCommunicator(Communicator):
         """
         super().__init__(rank, tuple(workers), tuple(servers), clock, deadline_s=deadline_s)
         self._group, self._channel, self._relocate = group, channel, relocate
+        self.message_bytes = None if channel is None else channel.limits.body_bytes
         self._calls: dict[ChannelHandle, _Call] = {}
         self._counting = threading.Lock()
         self.shares_memory = channel is not None and channel.arena is not None

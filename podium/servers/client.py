@@ -17,10 +17,12 @@ from torch import Tensor
 
 from podium.balance.ranges import Parcel, Way, exposed_s, ways_from
 from podium.codecs.base import Codec, Span, Turn
-from podium.errors import Lost
+from podium.errors import ConfigError, Lost
 from podium.reducing import span_of
-from podium.servers.moments import pack, parts_of
-from podium.servers.ranges import Layout, Range, lay_out
+from podium.servers.folding import fold
+from podium.servers.moments import pack, parts_of, unpack
+from podium.servers.parcels import MOST_TENSORS, START, Assembly, Kept, Place, cut, parcel_bytes, place_of
+from podium.servers.ranges import Layout, Range, groups_of, lay_out
 from podium.servers.server import PATIENCE
 from podium.servers.units import per_step, per_update
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 UNIT_BYTES, SHARED_UNIT_BYTES = 8 << 20, 32 << 20
 """How much travels in one message: over a network, and in shared memory."""
 
+_ROOM = 4
+"""How many times larger than its elements a unit may be on its way: as rows and their numbers, or packed badly."""
 _BACKWARD = 2 / 3
 """Of a pass, as in virtual time: backward takes about twice as long as forward."""
 _PASSES = 8
@@ -58,12 +62,32 @@ class Served:
 
 
 def unit_bytes_for(worker: Worker) -> int:
-    return SHARED_UNIT_BYTES if worker.comm.shares_memory else UNIT_BYTES
+    most = SHARED_UNIT_BYTES if worker.comm.shares_memory else UNIT_BYTES
+    return most if worker.comm.message_bytes is None else min(most, max(1, worker.comm.message_bytes // _ROOM))
+
+
+def _check_units(worker: Worker, layouts: Sequence[Layout]) -> None:
+    """Refuse before training what would not go into a message in its course."""
+    limit = worker.comm.message_bytes
+    if limit is None:
+        return
+    for layout in layouts:
+        for unit in layout.units:
+            ranges = unit.of(layout.ranges)
+            size = sum(r.of(worker.params).nbytes for r in ranges)
+            if size * _ROOM > limit:
+                name = worker.flat.pieces[ranges[0].parts[0].piece].name
+                raise ConfigError(
+                    f"parameter servers: what travels at once must be at most {limit // _ROOM} bytes (a quarter of the "
+                    f"largest message, so that it also fits as a codec packs it), got {size} (from {name} on); set a "
+                    "smaller unit_bytes"
+                )
 
 
 def meet(worker: Worker, unit_bytes: int, weights: Sequence[float] | None = None) -> Served:
     """How the parameters lie on the servers, which hold equally much, or as the weights say; nothing is sent yet."""
     layouts = lay_out(worker.flat, len(worker.comm.servers), unit_bytes, weights)
+    _check_units(worker, layouts)
     versions = [[0] * len(layout.units) for layout in layouts]
     worker.outgoing.memory.forget()
     worker.next_lease, worker.lease_done = None, -1
@@ -115,20 +139,64 @@ def seeded_here(worker: Worker, colocated: bool, hosts: int = 0) -> list[int]:
 
 def seed_together(worker: Worker, served: Served, places: Collection[int], work: Meta, states: States) -> None:
     """Seed the servers at these places, and wait until everybody has seeded theirs. Collective."""
-    comm, dtypes = worker.comm, [p.dtype for p in worker.params]
+    comm = worker.comm
     try:
-        seeds = []
-        for m in places:
-            ranges = served.layouts[m].ranges
-            names, body = pack(ranges, states(ranges), dtypes)
-            params = [r.of(worker.params) for r in ranges]
-            seeds.append(comm.call(comm.servers[m], "seed", {**names, **work}, [*params, *body]))
-        comm.wait(*seeds)
+        seeds = [_Seed(worker, comm.servers[m], served.layouts[m], work, states) for m in places]
+        while under_way := [seed for seed in seeds if not seed.over]:
+            answers = comm.wait(*[seed.call() for seed in under_way])
+            for seed, answer in zip(under_way, answers, strict=True):
+                assert answer is not None
+                seed.heard(answer)
         comm.barrier()
     except Lost:
         # The others may be at it already: they shall not wait for us.
         comm.wait(*(comm.call(server, "skip", {}) for server in comm.servers))
         raise
+
+
+class _Seed:
+    """One server's parameters and optimizer state on their way to it: in one message, or in several."""
+
+    def __init__(self, worker: Worker, server: int, layout: Layout, work: Meta, states: States) -> None:
+        self._worker, self._server, self._layout, self._work, self._states = worker, server, layout, work, states
+        self._dtypes = [p.dtype for p in worker.params]
+        self._most = parcel_bytes(worker.comm)
+        self._place: Place | None = START
+        self._in_parts = False
+
+    @property
+    def over(self) -> bool:
+        return self._place is None
+
+    def call(self) -> Handle:
+        """Send the next message."""
+        whole = None if self._in_parts else self._whole()
+        if whole is not None:
+            return self._worker.comm.call(self._server, "seed", {**whole[0], **self._work}, whole[1])
+        assert self._place is not None
+        self._in_parts = True
+        parcel = cut(self._unit, len(self._layout.units), self._place, self._most)
+        return self._worker.comm.call(self._server, "seed", {**parcel.meta, **self._work}, parcel.body)
+
+    def heard(self, answer: Message) -> None:
+        """A server that was replaced meanwhile has nothing of it, and says so."""
+        self._place = place_of(answer.meta.get("expects"))
+
+    def _whole(self) -> tuple[Meta, list[Tensor]] | None:
+        """All of it, where it goes into one message."""
+        ranges = self._layout.ranges
+        params = [r.of(self._worker.params) for r in ranges]
+        if sum(p.nbytes for p in params) > self._most:
+            return None
+        names, state = pack(ranges, self._states(ranges), self._dtypes)
+        body = [*params, *state]
+        fits = sum(t.nbytes for t in body) <= self._most and len(body) <= MOST_TENSORS
+        return (names, body) if fits else None
+
+    def _unit(self, unit: int) -> Kept:
+        ranges = self._layout.units[unit].of(self._layout.ranges)
+        kinds, state = pack(ranges, self._states(ranges), self._dtypes)
+        return Kept([r.of(self._worker.params) for r in ranges], kinds, state)
 
 
 def own_states(worker: Worker, share: float) -> States:
@@ -253,25 +321,64 @@ def break_out(worker: Worker) -> None:
     comm.wait(*(comm.call(server, "skip", {"broke": True, "done": done}) for server in comm.servers))
 
 
-def leave(worker: Worker, served: Served) -> list[Message] | None:
+Keep = Callable[[Sequence[Range], list[dict[str, Any]]], None]
+"""Takes some ranges' optimizer state, one mapping per part, to keep."""
+
+
+def leave(worker: Worker, served: Served, keep: Keep) -> set[int] | None:
     """Wait until all workers are through, then take the parameters home; None where the servers were never seeded.
 
-    The answers hold the optimizer's state too. Where somebody is gone, all hear of it here, and will regroup.
+    The optimizer's state is given to `keep`, some ranges at a time. Returns who was there to the end: where somebody is
+    gone, all hear of it here, and will regroup.
     """
     comm = worker.comm
     calls = [comm.call(server, "leave", {}) for server in comm.servers]
     answers = [a for a in comm.wait(*calls, deadline_s=PATIENCE * comm.deadline_s) if a is not None]
     if any("empty" in answer.meta for answer in answers):
         return None
-    for layout, answer in zip(served.layouts, answers, strict=True):
-        for r, tensor in zip(layout.ranges, answer.body, strict=False):
-            r.of(worker.params).copy_(tensor)
-    if set(answers[0].meta["workers"]) != set(comm.workers):
+    live = set(answers[0].meta["workers"])
+    homes = [_Home(worker, server, layout, keep) for server, layout in zip(comm.servers, served.layouts, strict=True)]
+    for home, answer in zip(homes, answers, strict=True):
+        home.heard(answer)
+    while under_way := [home for home in homes if home.next is not None]:
+        more = comm.wait(*[home.call() for home in under_way])
+        for home, part in zip(under_way, more, strict=True):
+            assert part is not None
+            home.heard(part)
+    if live != set(comm.workers):
         worker.pause_agreed = True
-    return answers
+    return live
 
 
-def collect(worker: Worker, ranges: list[Range], states: list[dict[str, Tensor]], moments: dict[str, Any]) -> None:
+class _Home:
+    """One server's parameters and optimizer state on their way home: in one message, or in several."""
+
+    def __init__(self, worker: Worker, server: int, layout: Layout, keep: Keep) -> None:
+        self._worker, self._server, self._layout, self._keep = worker, server, layout, keep
+        self._assembly = Assembly()
+        self.next: Place | None = None
+        """What is still to come begins here."""
+
+    def call(self) -> Handle:
+        assert self.next is not None
+        return self._worker.comm.call(self._server, "take", {"at": list(self.next)})
+
+    def heard(self, answer: Message) -> None:
+        ranges, units = self._layout.ranges, self._layout.units
+        if "at" not in answer.meta:  # all at once
+            count = len(ranges)
+            return self._take(ranges, Kept(answer.body[:count], answer.meta, answer.body[count:]))
+        for unit, kept in self._assembly.take(answer.meta, answer.body):
+            self._take(units[unit].of(ranges), kept)
+        self.next = self._assembly.expects
+
+    def _take(self, ranges: Sequence[Range], kept: Kept) -> None:
+        for r, tensor in zip(ranges, kept.params, strict=True):
+            r.of(self._worker.params).copy_(tensor)
+        self._keep(ranges, unpack(ranges, kept.kinds, kept.state))
+
+
+def collect(worker: Worker, ranges: Sequence[Range], states: list[dict[str, Tensor]], moments: dict[str, Any]) -> None:
     """Put one server's parts of the optimizer state back into whole parameters."""
     parts = [part for r in ranges for part in r.parts]
     for part, state in zip(parts, states, strict=True):
@@ -373,7 +480,7 @@ class Pushes:
             "lease": self.lease,
             "size": self._size,
             "version": self._versions[m][u],
-            "options": self._options,
+            "options": self._options_of(ranges),
             "unused": unused,
             **facts,
         }
@@ -394,7 +501,12 @@ class Pushes:
         lands = not rows and self._pull.exact and not self._bare
         self.units.append((m, u))
         server = worker.comm.servers[m]
-        self.calls.append(worker.comm.call(server, "push", meta, body, into if lands else None, more))
+        meta, sent = fold(meta, body)
+        self.calls.append(worker.comm.call(server, "push", meta, sent, into if lands else None, more))
+
+    def _options_of(self, ranges: Sequence[Range]) -> Sequence[Meta]:
+        """The settings of the groups that these ranges belong to."""
+        return self._options if len(self._options) == 1 else [self._options[g] for g in groups_of(ranges)]
 
     def _rows(self, r: Range) -> list[Tensor]:
         """The touched rows of a range, numbered from its own first."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,12 +24,17 @@ from podium.comm.base import Message, Meta
 from podium.errors import CheckpointError, CommError, Lost
 from podium.files import bytes_to_tree, save_tree, tree_to_bytes
 from podium.servers.applied import Applied, Span, joined
+from podium.servers.folding import fold, unfold
+from podium.servers.parcels import START, Assembly, Place, cut, parcel_bytes, place_of
 from podium.servers.shard import Shard
 
 if TYPE_CHECKING:
     from podium.servers.server import Server
 
 
+_FORMAT = 2
+"""Of a snapshot. All ranks of a run are of one version: one of another was left by a run that was resumed since, and
+will be seeded."""
 _WRITE_S = 300.0
 """How long a snapshot may take to be written."""
 
@@ -38,6 +44,8 @@ class _Twin:
 
     def __init__(self, shard: Shard, seed: Meta, facts: Meta) -> None:
         self.shard, self.seed, self.facts = shard, seed, facts
+        self.assembly: Assembly | None = None
+        """Where it comes in parcels: what has come so far. Until all is here, it is no copy."""
 
 
 class Copies:
@@ -50,15 +58,19 @@ class Copies:
         self.replicas, self._path, self._every = replicas, snapshot, every
         self.restored = False
         """Whether this server took another's place."""
-        self.sent = self.acknowledged = 0
+        self.sent = self.acknowledged = self._whole_at = 0
         self._acks: dict[int, int] = {}
         self._twins: dict[int, _Twin] = {}
+        self._place: Place | None = None  # where the next parcel to the copies begins; None: they have all
+        self._later: list[tuple[Meta, list[Tensor], int]] = []  # what moved since in units that they have, numbered
+        self._parcel_acks: set[int] = set()  # holders from which the last parcel's acknowledgement is missing
         self._writer: threading.Thread | None = None
         self._trouble: Exception | None = None
         self._saved_at = 0
         self.does: dict[str, Callable[[Message], None]] = {
             "mirror": self._mirror,
             "mirror_seed": self._mirror_seed,
+            "mirror_parcel": self._mirror_parcel,
             "mirrored": self._mirrored,
             "replica": self._replica,
         }
@@ -77,7 +89,7 @@ class Copies:
     def begin(self) -> None:
         """A stretch begins: copies start from here."""
         if self.holders:
-            self._tell("mirror_seed", {}, [_as_tensor(self._state())])
+            self._seed_copies()
         self._save()
         self._join()  # before anybody is told that the stretch has begun
 
@@ -87,22 +99,72 @@ class Copies:
         """A unit was moved by gradients over these samples: let the copies follow."""
         if self.holders:
             meta = {"unit": unit, "options": list(options), "unused": list(unused), "spans": joined(spans)}
-            self._tell("mirror", {**meta, **self._facts()}, grads)
+            self._follow(unit, *fold({**meta, "version": self.server.versions[unit], **self._facts()}, grads))
         whole = unit == len(self.server.shard.units) - 1  # before it, the units of one update are of two versions
         if self._every and whole and self.server.updates - self._saved_at >= self._every:
             self._save()
 
     def _tell(self, kind: str, meta: Meta, body: Sequence[Tensor]) -> None:
         self.sent += 1
+        self._send(kind, {**meta, "number": self.sent}, body)
+
+    def _send(self, kind: str, meta: Meta, body: Sequence[Tensor]) -> None:
         for holder in self.holders:
             try:
-                self.server.comm.send(holder, kind, {**meta, "number": self.sent}, body)
+                self.server.comm.send(holder, kind, meta, body)
             except Lost:  # it is being replaced, and will have to begin anew
                 self._acks[holder] = self.sent
+                self._parcel_acks.discard(holder)
         self._count()
 
+    def _seed_copies(self) -> None:
+        """Bring the copies to where this server is: in one message, or in parcels, one at a time.
+
+        Were all parcels sent at once, two servers that copy each other could fill each other's inbox and stand still.
+        """
+        self._place, self._later, self._parcel_acks = None, [], set()
+        if self.server.shard.fits(parcel_bytes(self.server.comm)):
+            return self._tell("mirror_seed", {}, [_as_tensor(self._state())])
+        self.sent += 1  # the number of the last parcel: whoever waits for it has to wait for all of them
+        self._whole_at, self._place = self.sent, START
+        facts = {"seed": self.server.seed_meta, "facts": self._all_facts()}
+        self._send("mirror_seed", {"parcels": True}, [_as_tensor(facts)])
+        self._send_parcel()
+
+    def _send_parcel(self) -> None:
+        server = self.server
+        assert self._place is not None
+        server.lanes.settle()
+        parcel = cut(server.shard.dump_unit, len(server.shard.units), self._place, parcel_bytes(server.comm))
+        facts = [[unit, server.versions[unit], server.intake.once[unit].plain()] for unit, *_ in parcel.meta["units"]]
+        self._place, self._parcel_acks = parcel.next, set(self.holders)
+        number = self._whole_at if parcel.next is None else 0
+        self._send("mirror_parcel", {**parcel.meta, **self._facts(), "moved": facts, "number": number}, parcel.body)
+        if self._place is None:
+            later, self._later = self._later, []
+            for meta, grads, number in later:
+                self._send("mirror", {**meta, "number": number}, grads)
+
+    def _follow(self, unit: int, meta: Meta, grads: Sequence[Tensor]) -> None:
+        """Let the copies move a unit as this server has."""
+        if self._place is None:
+            return self._tell("mirror", meta, grads)
+        at, tensor = self._place
+        if unit < at:  # they have it: once they have all
+            self.sent += 1
+            self._later.append((meta, [g.clone() for g in grads], self.sent))
+        elif unit == at and tensor > 0:  # they have the half of it, from before: it has to come once more
+            self._place = unit, 0
+
     def _mirrored(self, message: Message) -> None:
+        self._parcel_acks.discard(message.source)
         self._acks[message.source] = max(self._acks.get(message.source, 0), message.meta["number"])
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """An acknowledgement has come, or will not come any more."""
+        while self._place is not None and not self._parcel_acks:
+            self._send_parcel()
         self._count()
         self.server.intake.acknowledged()
 
@@ -113,13 +175,13 @@ class Copies:
         """A neighbour is gone: nobody waits for its copy."""
         if server in self.holders:
             self._acks[server] = self.sent
-            self._count()
-            self.server.intake.acknowledged()
+            self._parcel_acks.discard(server)
+            self._go_on()
 
     def renew(self, server: int) -> None:
         """A neighbour was restored: if it keeps a copy of us, it has to begin anew."""
         if server in self.holders and self.server.seed_meta:
-            self._tell("mirror_seed", {}, [_as_tensor(self._state())])
+            self._seed_copies()
 
     # Keeping others' copies.
 
@@ -128,30 +190,52 @@ class Copies:
         seed = state["seed"]
         asked = (tuple(seed["servers"]), seed["unit_bytes"], seed.get("outer"), seed.get("weights"))
         shard = self.server.make_shard(message.source, *asked)
-        _load(shard, state)
         facts = {**state["facts"], "once": [Applied.of(plain) for plain in state["facts"]["once"]]}
-        self._twins[message.source] = _Twin(shard, state["seed"], facts)
+        twin = self._twins[message.source] = _Twin(shard, state["seed"], facts)
+        if message.meta.get("parcels"):
+            twin.assembly = Assembly()
+            return
+        _load(shard, state)
         self.server.tell(message.source, "mirrored", {"number": message.meta["number"]})
 
+    def _mirror_parcel(self, message: Message) -> None:
+        twin, meta = self._twins.get(message.source), message.meta
+        if twin is not None and twin.assembly is not None:
+            for unit, kept in twin.assembly.take(meta, message.body):
+                twin.shard.load_unit(unit, kept)
+            for unit, version, once in meta["moved"]:
+                twin.facts["versions"][unit], twin.facts["once"][unit] = version, Applied.of(once)
+            twin.facts.update({key: meta[key] for key in ("updates", "cursor")})
+            if twin.assembly.expects is None:
+                twin.assembly = None
+        self.server.tell(message.source, "mirrored", {"number": meta["number"]})
+
     def _mirror(self, message: Message) -> None:
+        message = unfold(message)
         twin, meta = self._twins.get(message.source), message.meta
         if twin is not None:
-            version = meta["versions"][meta["unit"]]
-            twin.shard.step(meta["unit"], message.body, meta["options"], meta["unused"], version)
-            once = twin.facts["once"]
-            twin.facts = {k: meta[k] for k in ("versions", "updates", "cursor")} | {"once": once}
+            unit, version = meta["unit"], meta["version"]
+            twin.shard.step(unit, message.body, meta["options"], meta["unused"], version)
+            twin.facts["versions"][unit] = version
+            twin.facts.update({key: meta[key] for key in ("updates", "cursor")})
             for start, stop in meta["spans"]:
-                once[meta["unit"]].add((start, stop))
+                twin.facts["once"][unit].add((start, stop))
         self.server.tell(message.source, "mirrored", {"number": meta["number"]})
 
     def _replica(self, message: Message) -> None:
         """A neighbour was replaced and asks for what we kept of it."""
-        twin = self._twins.get(message.source)
-        if twin is None:
-            return self.server.answer(message, {})
+        twin, server = self._twins.get(message.source), self.server
+        if twin is None or twin.assembly is not None:
+            return server.answer(message, {})
+        most, at = parcel_bytes(server.comm), place_of(message.meta.get("at"))
+        if at is not None:
+            parcel = cut(twin.shard.dump_unit, len(twin.shard.units), at, most)
+            return server.answer(message, parcel.meta, parcel.body)
         facts = {**twin.facts, "once": [once.plain() for once in twin.facts["once"]]}
-        state = {"seed": twin.seed, "facts": facts, **_dump(twin.shard)}
-        self.server.answer(message, {}, [_as_tensor(state)])
+        state = {"seed": twin.seed, "facts": facts}
+        if twin.shard.fits(most):
+            return server.answer(message, {}, [_as_tensor({**state, **_dump(twin.shard)})])
+        server.answer(message, {"parcels": True}, [_as_tensor(state)])
 
     # Snapshots.
 
@@ -194,12 +278,15 @@ class Copies:
     def restore(self) -> str:
         """Become what was lost, from the nearest copy; says which. Raises `Lost` where there is none."""
         server = self.server
-        state, where = self._find()
+        state, where, holder = self._find()
         if state is None:
             server.comm.watch(server.workers)  # they know the address of the lost one only, and may end without a word
             return where
         server.begin(state["seed"])
-        _load(server.shard, state)
+        if holder is None:
+            _load(server.shard, state)
+        else:
+            self._fetch(holder)
         facts = state["facts"]
         server.versions, server.updates = list(facts["versions"]), facts["updates"]
         self._saved_at = server.updates
@@ -215,8 +302,21 @@ class Copies:
         self.begin()
         return where
 
-    def _find(self) -> tuple[Any | None, str]:
-        """A copy, and where it was; None where nobody had brought anything here yet."""
+    def _fetch(self, holder: int) -> None:
+        """A neighbour's copy of this server, parcel by parcel."""
+        comm, assembly = self.server.comm, Assembly()
+        while assembly.expects is not None:
+            answer = self._ask(holder, assembly.expects)
+            if answer is None or "at" not in answer.meta:
+                raise Lost(f"server {comm.rank}: its copy at server {holder} was lost before all of it was here")
+            for unit, kept in assembly.take(answer.meta, answer.body):
+                self.server.shard.load_unit(unit, kept)
+
+    def _find(self) -> tuple[Any | None, str, int | None]:
+        """A copy, where it was, and who has the tensors where they are still to come.
+
+        None where nobody had brought anything here yet.
+        """
         comm = self.server.comm
         for holder in self.holders:
             try:
@@ -224,22 +324,27 @@ class Copies:
             except CommError:  # it was lost too, and whatever takes its place has no copy
                 continue
             if answer is not None and answer.body:
-                return bytes_to_tree(answer.body[0].numpy().tobytes(), f"replica at {holder}"), f"replica at {holder}"
+                where = f"replica at {holder}"
+                state = bytes_to_tree(answer.body[0].numpy().data, where)
+                return state, where, holder if answer.meta.get("parcels") else None
         if self._path is not None and self._path.exists():
-            return bytes_to_tree(self._path.read_bytes(), str(self._path)), "snapshot"
+            state = _read(self._path)
+            if state.get("format") == _FORMAT:
+                return state, "snapshot", None
         if self._path is not None and self._every:  # a stretch begins with a snapshot
-            return None, "nothing: it was not in use yet"
+            return None, "nothing: it was not in use yet", None
         who = ", ".join(map(str, self.holders))
         why = f"server {who}, which kept a replica, was lost too" if who else "replicas is 1"
         raise Lost(f"server {comm.rank} was lost and there is no copy of it: {why}, and snapshot_every is 0")
 
-    def _ask(self, holder: int) -> Message | None:
-        """Ask for our replica. Meanwhile others may ask for theirs: two that were lost together must not wait in turn.
+    def _ask(self, holder: int, place: Place | None = None) -> Message | None:
+        """Ask for our replica, or for the parcel of it that begins at this place.
 
+        Meanwhile others may ask for theirs: two that were lost together must not wait in turn.
         All other messages wait until this server is what it was.
         """
         server, comm = self.server, self.server.comm
-        call = comm.call(holder, "replica", {})
+        call = comm.call(holder, "replica", {} if place is None else {"at": list(place)})
         until = time.monotonic() + comm.deadline_s
         while not call.done:
             message = comm.poll(call, deadline_s=max(0.0, until - time.monotonic()))
@@ -252,15 +357,18 @@ class Copies:
 
     def _state(self) -> dict[str, Any]:
         self.server.lanes.settle()
-        return {"seed": self.server.seed_meta, "facts": self._all_facts(), **_dump(self.server.shard)}
+        state = {"format": _FORMAT, "seed": self.server.seed_meta, "facts": self._all_facts()}
+        return {**state, **_dump(self.server.shard)}
 
     def _facts(self) -> Meta:
         server = self.server
         cursor = None if server.cursor is None else server.cursor.state()
-        return {"versions": list(server.versions), "updates": server.updates, "cursor": cursor}
+        return {"updates": server.updates, "cursor": cursor}
 
     def _all_facts(self) -> Meta:
-        return {**self._facts(), "once": [once.plain() for once in self.server.intake.once]}
+        server = self.server
+        once = [once.plain() for once in server.intake.once]
+        return {**self._facts(), "versions": list(server.versions), "once": once}
 
 
 def _dump(shard: Shard) -> dict[str, Any]:
@@ -270,6 +378,12 @@ def _dump(shard: Shard) -> dict[str, Any]:
 
 def _load(shard: Shard, state: Mapping[str, Any]) -> None:
     shard.load(state["params"], state["keys"], state["state"])
+
+
+def _read(path: Path) -> Any:
+    """A snapshot, whose tensors are copied from the file and not from memory that holds all of it."""
+    data = np.memmap(path, dtype=np.uint8, mode="r").data if path.stat().st_size else b""
+    return bytes_to_tree(data, str(path))
 
 
 def _as_tensor(state: Mapping[str, Any]) -> Tensor:

@@ -40,7 +40,7 @@ class _Sum(NamedTuple):
 
     grads: list[list[Tensor]]
     weight: float
-    options: Sequence[Meta]
+    options: list[Sequence[Meta]]  # by unit
     unused: set[int]
 
 
@@ -294,7 +294,8 @@ class Gathers(Intake):
             unused = {piece for message in parts.values() for piece in message.meta["unused"]}
             if self._sum is None:
                 alone = len(keys) == 1 and server.rules.wait and server.seed_meta["clip_norm"] is None
-                self._sum = _Sum(self._begin_sum(grads, alone), meta["weight"], meta["options"], unused)
+                options = [message.meta["options"] for _, message in sorted(parts.items())]
+                self._sum = _Sum(self._begin_sum(grads, alone), meta["weight"], options, unused)
             else:
                 for number, theirs in enumerate(grads):
                     self._join(number, self._sum.grads, theirs)
@@ -383,7 +384,7 @@ class Gathers(Intake):
         for number, unit in enumerate(grads):
             for span in spans:  # before: a snapshot that is taken now must know of them
                 self.once[number].add(span)
-            server.apply(number, unit, total.options, sorted(total.unused), spans)
+            server.apply(number, unit, total.options[number], sorted(total.unused), spans)
         last = [self._last_of(key).meta for key in added if key in self._parts]
         self._facts = {
             "agreed": [any(wished) for wished in zip(*(m["wishes"] for m in last), strict=True)] or [False] * WISHES,

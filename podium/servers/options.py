@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,9 +21,9 @@ def options_of(optimizer: Optimizer, share: float = 1.0, lr_scale: float | None 
     """
     options = []
     for group in optimizer.param_groups:
-        plain = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in group.items()}
+        plain = {k: _plain(v) for k, v in group.items() if k != "params"}
         numbers = {k: v for k, v in plain.items() if _is_number(v)}
-        several = {k: v for k, v in group.items() if isinstance(v, tuple) and all(map(_is_number, v))}
+        several = {k: v for k, v in plain.items() if isinstance(v, tuple) and all(map(_is_number, v))}
         rate = share if lr_scale is None else lr_scale
         if share != 1.0:
             if (m := numbers.get("momentum", 0)) > 0:
@@ -39,6 +40,13 @@ def options_of(optimizer: Optimizer, share: float = 1.0, lr_scale: float | None 
 def scaled(options: Sequence[Meta], factor: float) -> list[Meta]:
     """These hyper-parameters with the learning rate multiplied."""
     return [{**group, "lr": group["lr"] * factor} for group in options] if factor != 1.0 else list(options)
+
+
+def _plain(value: Any) -> Any:
+    """A setting as the number, or numbers, that it is: also what numpy or torch made of it."""
+    if isinstance(value, np.generic) or (isinstance(value, Tensor | np.ndarray) and value.ndim == 0):
+        return value.item()
+    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
 
 
 def _is_number(value: Any) -> bool:

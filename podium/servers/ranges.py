@@ -24,6 +24,12 @@ from podium.flat import Flat, Piece
 
 T = TypeVar("T")
 
+_ROW_UNIT_BYTES = 256 << 20
+"""What travels by rows is cut into units of this size, which is far from what a message may hold: few rows travel as a
+rule, and all of them when a server was restored."""
+_MOST_RANGES = 256
+"""Of one unit, each a tensor in its messages: a header of 64 KiB has to describe them."""
+
 
 class Part(NamedTuple):
     """The elements of one piece (parameter) that lie on a server, and where they lie in its range."""
@@ -61,6 +67,11 @@ class Unit(NamedTuple):
         return each[self.first : self.stop]
 
 
+def groups_of(ranges: Sequence[Range]) -> list[int]:
+    """The parameter groups of which these ranges hold a part."""
+    return sorted({r.group for r in ranges})
+
+
 class Layout(NamedTuple):
     """What one server holds."""
 
@@ -77,7 +88,9 @@ def lay_out(flat: Flat, servers: int, unit_bytes: int, weights: Sequence[float] 
     for ranges in divide_ranges(flat.pieces, sizes, servers, weights):
         cut: list[tuple[int, Range]] = []
         for r in ranges:
-            longest = r.stop - r.start if r.row else max(1, unit_bytes // sizes[r.buffer])
+            longest = max(1, unit_bytes // sizes[r.buffer])
+            if r.row:
+                longest = max(1, max(_ROW_UNIT_BYTES, unit_bytes) // (r.row * sizes[r.buffer])) * r.row
             for start, stop in buckets[r.buffer]:
                 for a in range(max(start, r.start), min(stop, r.stop), longest):
                     b = min(a + longest, stop, r.stop)
@@ -104,7 +117,7 @@ def _group(cut: Sequence[tuple[int, Range]], sizes: Sequence[int], unit_bytes: i
     room = 0
     for n, (bucket, r) in enumerate(cut):
         size = (r.stop - r.start) * sizes[r.buffer]
-        if units and size <= room and not r.row:
+        if units and size <= room and not r.row and n - units[-1].first < _MOST_RANGES:
             units[-1] = units[-1]._replace(bucket=bucket, stop=n + 1)
         else:
             units.append(Unit(bucket, n, n + 1))

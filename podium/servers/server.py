@@ -6,7 +6,8 @@ One loop, one message at a time, so updates cannot race. What workers ask of it:
     draw    a worker wants a lease (first server only); otherwise its next one comes with the answer to its push
     push    one unit of a worker's gradients; the answer is that unit's parameters, now or when the gate opens
     pull    a worker wants one unit's parameters as they are
-    leave   a worker is through; once all are, each gets parameters and optimizer state to take home
+    leave   a worker is through; once all are, each gets parameters and optimizer state to take home, …
+    take    … and asks for the rest of it, where there is more than goes into one message
     skip    a worker takes no part in this stretch
     bye     a worker ends, or was retired; its departure follows
     retire  this server is no longer needed
@@ -49,6 +50,7 @@ from podium.measure.records import Recorder
 from podium.servers.applied import Span
 from podium.servers.copies import Copies
 from podium.servers.cursor import Cursor
+from podium.servers.folding import unfold
 from podium.servers.gate import Rules
 from podium.servers.gathers import Gathers
 from podium.servers.inquiry import Inquiry
@@ -56,6 +58,7 @@ from podium.servers.intake import WISHES, Intake
 from podium.servers.lanes import Lanes
 from podium.servers.mitigation import make_mitigation
 from podium.servers.outer import make_outer
+from podium.servers.parcels import START, Assembly, Parcel, Place, cut, parcel_bytes, place_of
 from podium.servers.ranges import Layout, Unit, lay_out
 from podium.servers.replay import Arrivals, AsTheyCome
 from podium.servers.shard import Shard, unit_of
@@ -137,6 +140,10 @@ class Server:
         self._look_s = None if tell_awaits is None else min(_LOOK_S, comm.deadline_s / 8)
         self._look_at = 0.0
         self._late: dict[int, float] = {}  # since when this server waits for a worker, in vain so far
+        self._taking: set[int] = set()
+        """Workers that are taking this server's state home, part by part."""
+        self._seeds: list[Message] = []  # those that wait for them
+        self._assembly: Assembly | None = None  # of a seed that is coming in parts
         self._retired = False
         self._inquiry: Inquiry | None = None  # after a restart: what must be known before leases are lent
         self._questions: list[Message] = []  # of a restored first server: they wait until this one knows of its losses
@@ -150,6 +157,7 @@ class Server:
             "push": self._push,
             "pull": self._pull,
             "leave": self._leave,
+            "take": self._take,
             "skip": self._skip,
             "bye": self._bye,
             "retire": self._retire,
@@ -281,17 +289,43 @@ class Server:
     # A stretch begins.
 
     def _seed(self, message: Message) -> None:
+        self._taking.discard(message.source)
+        if self._taking:  # others still take the last stretch's state home
+            self._seeds.append(message)
+            return
+        if "at" in message.meta:
+            return self._seed_by_parcels(message)
         self.begin(message.meta)
         if not self._lends_only:
             ranges = len(self.shard.ranges)
             self.shard.load(message.body[:ranges], message.meta, message.body[ranges:])
+        self._has_begun(message, {})
+
+    def _has_begun(self, message: Message, facts: Meta) -> None:
         self.copies.begin()
-        self.answer(message, {})
+        self.answer(message, facts)
         self._departures_before()
+
+    def _seed_by_parcels(self, message: Message) -> None:
+        """A part of a seed. Where it does not go on with what is here, the worker is told from where to go on."""
+        meta, at = message.meta, place_of(message.meta["at"])
+        if at == START:
+            self.begin({k: v for k, v in meta.items() if k not in ("at", "units", "next")})
+            self._assembly = Assembly()
+        if self._assembly is None or self._assembly.expects != at:  # this server is new in its lost predecessor's place
+            return self.answer(message, {"expects": list(START)})
+        for unit, kept in self._assembly.take(meta, message.body):
+            self.shard.load_unit(unit, kept)
+        expects = self._assembly.expects
+        if expects is not None:
+            return self.answer(message, {"expects": list(expects)})
+        self._assembly = None
+        self._has_begun(message, {"expects": None})
 
     def begin(self, meta: Meta) -> None:
         """Make ready for what a seed says; parameters and optimizer state come separately."""
         self.lanes.settle()
+        self._assembly = None
         self.seed_meta = {k: v for k, v in meta.items() if k != "state"}
         asked = (tuple(meta["servers"]), meta["unit_bytes"], meta.get("outer"), meta.get("weights"))
         if asked != (self.servers, self._unit_bytes, self._outer, self._weights):
@@ -460,6 +494,7 @@ class Server:
 
     def _push(self, message: Message) -> None:
         self._need_seed()
+        message = unfold(message)
         unit = unit_of(self.shard.units, message.meta["unit"])
         if not self.shard.by_rows(unit):
             message = self.wires.unpack(message, self.shard.units[unit].of(self.shard.ranges))
@@ -633,6 +668,7 @@ class Server:
         (self._broke if broke else self._skipped).add(message.source)
         if broke and self.cursor is not None:
             self.cursor.applied(message.meta["done"])
+        self._has_taken(message.source)
         self._lose(message.source, note=not broke)
         self.answer(message, {})
         self.let_go()
@@ -653,14 +689,44 @@ class Server:
         if not self.intake.settled:
             return
         self.lanes.settle()
-        meta, state = self.shard.dump()
+        empty: Meta = {"empty": True}
+        if not self.seed_meta or self._lends_only:
+            facts, body = empty, []
+        elif self.shard.fits(self._parcel_bytes):
+            state, moments = self.shard.dump()
+            facts, body = {**state, "workers": self.present}, [*self.shard.params, *moments]
+        else:
+            facts, body = self._parcel(START)
+            facts["workers"] = self.present
+            self._taking |= set(self._left) if facts["next"] is not None else set()
         for waiting in self._in_turn():
-            if not self.seed_meta or self._lends_only:
-                self.answer(waiting, {"empty": True})
-            else:
-                self.answer(waiting, {**meta, "workers": self.present}, [*self.shard.params, *state])
+            self.answer(waiting, facts, body)
         self._through |= set(self._left)
         self._left.clear()
+
+    @property
+    def _parcel_bytes(self) -> int:
+        return parcel_bytes(self.comm)
+
+    def _parcel(self, place: Place) -> Parcel:
+        return cut(self.shard.dump_unit, len(self.shard.units), place, self._parcel_bytes)
+
+    def _take(self, message: Message) -> None:
+        """A worker takes another part of the state home."""
+        place = place_of(message.meta["at"])
+        assert place is not None
+        parcel = self._parcel(place)
+        self.answer(message, parcel.meta, parcel.body)
+        if parcel.next is None:
+            self._has_taken(message.source)
+
+    def _has_taken(self, worker: int) -> None:
+        """It has everything, or will never ask for it: the next stretch need not wait for it."""
+        self._taking.discard(worker)
+        if not self._taking:
+            waiting, self._seeds = self._seeds, []
+            for seed in waiting:
+                self._seed(seed)
 
     def _in_turn(self) -> list[Message]:
         """Who wants to go home, each server beginning with another: were all to serve one first, its link would jam."""
@@ -675,6 +741,7 @@ class Server:
         if rank in self.gone:
             return
         self.gone.add(rank)
+        self._has_taken(rank)
         self._answer_questions()
         if rank in self.workers and rank not in self._left and rank not in self._through:
             self._lose(rank)

@@ -23,10 +23,11 @@ from podium.flat import Flat, Piece
 from podium.optim import FlatOptimizer, is_elementwise, refuse_step_hooks
 from podium.servers.moments import pack, unpack
 from podium.servers.outer import DelayedNesterov
-from podium.servers.ranges import Layout, Range, Unit
+from podium.servers.parcels import MOST_TENSORS, Kept
+from podium.servers.ranges import Layout, Range, Unit, groups_of
 
 Options = Sequence[Meta]
-"""Each parameter group's hyper-parameters."""
+"""The hyper-parameters of each parameter group that a unit has a part of, or of all there are."""
 
 
 class _Engine:
@@ -45,16 +46,27 @@ class _Engine:
         self.optimizer = copy.copy(optimizer)
         self.optimizer.state = defaultdict(dict)
         self.optimizer.param_groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        for g, group in enumerate(self.optimizer.param_groups):
-            group["params"] = [p for p, piece in zip(self.parts, self.pieces, strict=True) if piece.group == g]
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        for p, piece in zip(self.parts, self.pieces, strict=True):
+            self.optimizer.param_groups[piece.group]["params"].append(p)
+        for group in self.optimizer.param_groups:
             group["foreach"] = False  # with it, torch's Nesterov momentum writes to the gradients, which are not ours
+        self.groups = groups_of(ranges)
         nowhere = [torch.zeros_like(p) for p in params]
         self.fast = FlatOptimizer(self.optimizer, self.parts, self.pieces, params, nowhere)
+
+    def _options(self, options: Options) -> Iterable[tuple[dict[str, Any], Meta]]:
+        """The groups that have parameters here, with what is given for each; it may be given for all there are."""
+        mine = [self.optimizer.param_groups[g] for g in self.groups]
+        if len(options) == len(mine):
+            return zip(mine, options, strict=True)
+        return zip(self.optimizer.param_groups, options, strict=True)
 
     def step(
         self, grads: Sequence[Tensor], options: Options, unused: Collection[int], out: Sequence[Tensor] | None = None
     ) -> None:
-        for group, given in zip(self.optimizer.param_groups, options, strict=True):
+        for group, given in self._options(options):
             group.update(given)
         left_out = {n for n, piece in enumerate(self.owners) if piece in unused} if unused else ()
         if out is None:
@@ -84,7 +96,7 @@ class _RowEngine(_Engine):
         # Checked here, where the rows come in; torch would warn of every sparse tensor that it makes unchecked.
         table.grad = torch.sparse_coo_tensor(index[None], values, table.shape, is_coalesced=True, check_invariants=True)
         (part,) = self.parts
-        for group, given in zip(self.optimizer.param_groups, options, strict=True):
+        for group, given in self._options(options):
             group.update(given)
             if any(p is part for p in group["params"]):
                 group["params"] = [table]
@@ -163,23 +175,47 @@ class Shard:
                 engine.changed.fill_(version)
 
     def load(self, params: Sequence[Tensor], meta: Meta, state: Sequence[Tensor]) -> None:
+        """Take up everything at once, as `dump` has it."""
         for mine, theirs in zip(self.params, params, strict=True):
             mine.copy_(theirs)
         kept = iter(unpack(self.ranges, meta, state))
         for engine in self._engines:
-            engine.optimizer.state.clear()
-            if isinstance(engine, _RowEngine):
-                engine.changed.zero_()
-            for part in engine.parts:
-                mine_kept = next(kept)
-                if mine_kept:
-                    engine.optimizer.state[part] = {k: v.clone() for k, v in mine_kept.items()}
-            engine.fast.reload()
+            self._take_up(engine, [next(kept) for _ in engine.parts])
+
+    def load_unit(self, unit: int, kept: Kept) -> None:
+        """Take up one unit's parameters and optimizer state."""
+        for mine, theirs in zip(self.of(unit), kept.params, strict=True):
+            mine.copy_(theirs)
+        self._take_up(self._engines[unit], unpack(self.units[unit].of(self.ranges), kept.kinds, kept.state))
+
+    @staticmethod
+    def _take_up(engine: _Engine, states: Sequence[Mapping[str, Any]]) -> None:
+        engine.optimizer.state.clear()
+        if isinstance(engine, _RowEngine):
+            engine.changed.zero_()
+        for part, state in zip(engine.parts, states, strict=True):
+            if state:
+                engine.optimizer.state[part] = {k: v.clone() for k, v in state.items()}
+        engine.fast.reload()
+
+    def fits(self, most_bytes: int) -> bool:
+        """Whether parameters and optimizer state go into one message."""
+        states = [e.optimizer.state.get(p, {}) for e in self._engines for p in e.parts]
+        kept = sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
+        keys = len({key for state in states for key in state})
+        return self.nbytes + kept <= most_bytes and len(self.ranges) * (1 + keys) <= MOST_TENSORS
 
     def dump(self) -> tuple[Meta, list[Tensor]]:
         """Optimizer state to take home."""
         states: list[Mapping[str, Any]] = [e.optimizer.state.get(p, {}) for e in self._engines for p in e.parts]
         return pack(self.ranges, states, self._dtypes)
+
+    def dump_unit(self, unit: int) -> Kept:
+        """One unit's parameters, where they lie, and its optimizer state, copied."""
+        engine = self._engines[unit]
+        states: list[Mapping[str, Any]] = [engine.optimizer.state.get(p, {}) for p in engine.parts]
+        kinds, state = pack(self.units[unit].of(self.ranges), states, self._dtypes)
+        return Kept(self.of(unit), kinds, state)
 
     def norm(self, grads: Sequence[Tensor], unused: Collection[int]) -> Tensor:
         """Of these gradients, one tensor per range, added up parameter by parameter as PyTorch's clipping does."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, final
 
@@ -31,12 +31,11 @@ from podium.leftovers import Sends
 from podium.rounds import Round
 from podium.servers import client
 from podium.servers.gate import Rules
-from podium.servers.moments import unpack
 from podium.servers.ranges import Range
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from podium.comm.base import Message, Meta
+    from podium.comm.base import Meta
     from podium.worker import Batch, Worker
 
 _KEPT = "outer "
@@ -141,11 +140,8 @@ class Leasing(Strategy[State]):
 
     def finish(self, worker: Worker, state: State) -> None:
         """All take the servers' parameters home, and their moments become the same."""
-        answers = client.leave(worker, state.served)
-        if answers is None:
-            return
-        self.bring_home(worker, state, answers)
-        if set(answers[0].meta["workers"]) == set(worker.comm.workers):  # else all will take one worker's
+        live = client.leave(worker, state.served, lambda ranges, states: self.bring_home(worker, ranges, states))
+        if live is not None and live == set(worker.comm.workers):  # else all will take one worker's
             _mean_moments(worker, state.samples)
 
     # What differs.
@@ -162,8 +158,8 @@ class Leasing(Strategy[State]):
         """The outer optimizer's state of these ranges, one mapping per part."""
         return [{} for r in ranges for _ in r.parts]
 
-    def bring_home(self, worker: Worker, state: State, answers: Sequence[Message]) -> None:
-        """Keep what the servers had of the outer optimizer."""
+    def bring_home(self, worker: Worker, ranges: Sequence[Range], states: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what the servers had of the outer optimizer, for some ranges: one mapping per part."""
 
     # Shared.
 
@@ -232,15 +228,14 @@ class AsyncLocalSGD(Leasing):
                 states.append({k: v[0].item() if k == "count" else v for k, v in state.items()})
         return states
 
-    def bring_home(self, worker: Worker, state: State, answers: Sequence[Message]) -> None:
-        for layout, answer in zip(state.served.layouts, answers, strict=True):
-            found = iter(unpack(layout.ranges, answer.meta, answer.body[len(layout.ranges) :]))
-            for r in layout.ranges:
-                for part in r.parts:
-                    place = slice(part.offset, part.offset + part.stop - part.start)
-                    for key, value in next(found).items():  # a count is kept as often as there are elements
-                        flats = worker.kept.setdefault(_KEPT + key, [torch.zeros_like(p) for p in worker.params])
-                        r.of(flats)[place] = value
+    def bring_home(self, worker: Worker, ranges: Sequence[Range], states: Sequence[Mapping[str, Any]]) -> None:
+        found = iter(states)
+        for r in ranges:
+            for part in r.parts:
+                place = slice(part.offset, part.offset + part.stop - part.start)
+                for key, value in next(found).items():  # a count is kept as often as there are elements
+                    flats = worker.kept.setdefault(_KEPT + key, [torch.zeros_like(p) for p in worker.params])
+                    r.of(flats)[place] = value
 
 
 def _mean_moments(worker: Worker, samples: int) -> None:

@@ -29,7 +29,6 @@ from podium.errors import ConfigError
 from podium.leftovers import Unit
 from podium.servers import client
 from podium.servers.gate import Rules
-from podium.servers.moments import unpack
 from podium.servers.options import options_of, scaled
 from podium.strategies.base import Strategy
 
@@ -257,13 +256,12 @@ class ParameterServer(Strategy[PSState]):
         """Wait until all workers are through, then take parameters and optimizer state home."""
         worker.exposure, worker.step_check.served = None, False
         self._take(worker, state)
-        answers = client.leave(worker, state.served)
-        if answers is None:
-            return  # the servers were never seeded: what we have is the truth
         moments: dict[str, dict[str, Any]] = {}
-        for layout, answer in zip(state.served.layouts, answers, strict=True):
-            found = unpack(layout.ranges, answer.meta, answer.body[len(layout.ranges) :])
-            client.collect(worker, layout.ranges, found, moments)
+        live = client.leave(
+            worker, state.served, lambda ranges, states: client.collect(worker, ranges, states, moments)
+        )
+        if live is None:
+            return  # the servers were never seeded: what we have is the truth
         client.take_states_home(worker, moments, state.share)
 
     @property

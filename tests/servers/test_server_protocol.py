@@ -26,6 +26,7 @@ from podium.measure.records import Record, Recorder
 from podium.servers.copies import Copies
 from podium.servers.gate import Rules
 from podium.servers.options import options_of
+from podium.servers.parcels import Assembly
 from podium.servers.ranges import lay_out
 from podium.servers.server import Server
 from tests.worlds import Memory
@@ -190,9 +191,19 @@ class Fake:
     def home(self) -> list[float]:
         """Leave; the parameters taken home, all servers' together."""
         flats = [torch.full_like(p, float("nan")) for p in self.flat.params]
-        for layout, answer in zip(self.layouts, self.leave(), strict=True):
-            for r, tensor in zip(layout.ranges, answer.body, strict=False):
-                r.of(flats).copy_(tensor)
+        for server, layout, answer in zip(self.comm.servers, self.layouts, self.leave(), strict=True):
+            if "at" not in answer.meta:
+                for r, tensor in zip(layout.ranges, answer.body, strict=False):
+                    r.of(flats).copy_(tensor)
+                continue
+            assembly = Assembly()
+            while True:
+                for unit, kept in assembly.take(answer.meta, answer.body):
+                    for r, tensor in zip(layout.units[unit].of(layout.ranges), kept.params, strict=True):
+                        r.of(flats).copy_(tensor)
+                if assembly.expects is None:
+                    break
+                (answer,) = self.wait(self.comm.call(server, "take", {"at": list(assembly.expects)}))
         return _used(self.flat, flats)
 
 
@@ -210,11 +221,16 @@ def serve(comm: Communicator, replicas: int) -> Served:
 
 
 def play(
-    *scripts: Callable[[Fake], Any], servers: int = 1, wait_s: float = WAIT_S, replicas: int = 1
+    *scripts: Callable[[Fake], Any],
+    servers: int = 1,
+    wait_s: float = WAIT_S,
+    replicas: int = 1,
+    message_bytes: int | None = None,
 ) -> tuple[list[Any], list[Served]]:
     """One worker per script; what they returned, and the servers. One that raises `Died` has died."""
 
     def main(comm: Communicator) -> Any:
+        comm.message_bytes = message_bytes
         if comm.rank in comm.servers:
             return serve(comm, replicas)
         return scripts[comm.rank](Fake(comm, wait_s))
@@ -407,8 +423,9 @@ def test_whoever_dies_and_when_every_slice_moves_every_parameter_once(mode: str,
         assert all(set(server.params) == all_of(16) for server in served)
 
 
+@pytest.mark.parametrize("message_bytes", [None, 100, 16], ids=["one message", "parcels", "a tensor each"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_copy_is_what_it_is_a_copy_of(mode: str) -> None:
+def test_a_copy_is_what_it_is_a_copy_of(mode: str, message_bytes: int | None) -> None:
     """Also of what a worker did that dies on the way; and nobody is answered before the copy is there."""
 
     def worker(fake: Fake) -> list[float]:
@@ -419,14 +436,74 @@ def test_a_copy_is_what_it_is_a_copy_of(mode: str) -> None:
         fake.work()
         return fake.home()
 
-    (params, _, other), served = play(*[worker] * 3, servers=3, replicas=2)
+    (params, _, other), served = play(*[worker] * 3, servers=3, replicas=2, message_bytes=message_bytes)
     assert set(params) == set(other) == all_of(10)
     for n, copied in enumerate(served):
         holder, mine = served[(n + 1) % 3].server.copies, copied.server
         twin = holder._twins[mine.comm.rank]
+        assert twin.assembly is None
         assert all(torch.equal(p, q) for p, q in zip(twin.shard.params, mine.shard.params, strict=True))
         assert twin.facts["versions"] == mine.versions
         assert twin.facts["once"] == mine.intake.once
+
+
+@pytest.mark.parametrize("message_bytes", [None, 100], ids=["one message", "parcels"])
+@pytest.mark.parametrize("mode", ["async", "in step"])
+def test_a_server_in_a_lost_ones_place_becomes_what_its_neighbour_kept(mode: str, message_bytes: int | None) -> None:
+    ended = threading.Event()
+    before: list[Server] = []
+    after: list[Server] = []
+
+    def main(comm: Communicator) -> Any:
+        comm.message_bytes = message_bytes
+        if comm.rank == comm.servers[1]:
+            return serve(comm, replicas=2)
+        if comm.rank == comm.servers[0]:
+            before.append(serve(comm, replicas=2).server)
+            flat, optimizer = make_flat()
+            after.append(Server(comm, flat, optimizer, recorder=Recorder(comm.rank), copies=Copies(replicas=2)))
+            assert after[0].copies.restore() == f"replica at {comm.servers[1]}"
+            return ended.set()
+        fake = Fake(comm)
+        fake.seed(MODES[mode], slices=10)
+        fake.work()
+        fake.wait(comm.call(comm.servers[0], "retire", {}))
+        assert ended.wait(WAIT_S)
+
+    Memory().run(main, 1, 2)
+    assert {x for p in before[0].shard.params for x in p.tolist()} == all_of(10)
+    assert all(torch.equal(p, q) for p, q in zip(before[0].shard.params, after[0].shard.params, strict=True))
+    assert before[0].versions == after[0].versions and before[0].updates == after[0].updates
+    assert before[0].intake.once == after[0].intake.once
+
+
+def test_a_seed_waits_until_all_have_taken_the_last_stretchs_state_home() -> None:
+    """Where that takes several messages: otherwise the slower one would take home what the faster one has brought."""
+    seeded = threading.Event()
+
+    def fast(fake: Fake) -> list[float]:
+        fake.seed(STREAM, slices=2)
+        fake.comm.barrier()
+        fake.work()
+        first = fake.home()
+        for p in fake.flat.params:
+            p.fill_(77.0)
+        seeding = threading.Timer(0.2, seeded.set)  # the seed is on its way by then; it is not answered yet
+        seeding.start()
+        fake.seed(STREAM, slices=2)
+        seeding.join()
+        return first
+
+    def slow(fake: Fake) -> list[float]:
+        fake.comm.barrier()
+        fake.work()
+        answers = fake.leave()
+        assert seeded.wait(WAIT_S)
+        fake.leave = lambda: answers  # type: ignore[method-assign]  # go on from there
+        return fake.home()
+
+    (first, second), _ = play(fast, slow, message_bytes=40)
+    assert set(first) == set(second) == all_of(2)
 
 
 # What is remembered.

@@ -1,0 +1,47 @@
+"""Settings that are too long for a header travel in the body, as text.
+
+A push names its parameter groups' settings and the parameters that were not used. For a few groups that is some hundred
+bytes of the header; 300 groups are more than a header may hold. So each unit is sent the settings of its own groups
+only, and many of them go in the body.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from podium.comm.base import Message, Meta
+from podium.errors import CommError
+
+_FOLDED = ("options", "unused")
+_MOST_NUMBERS = 256
+"""How many numbers of settings go in a header."""
+
+
+def fold(meta: Meta, body: Sequence[Tensor]) -> tuple[Meta, Sequence[Tensor]]:
+    """A message whose settings are in the body where they are many; otherwise it is as it was."""
+    if len(meta["unused"]) + sum(map(_numbers, meta["options"])) <= _MOST_NUMBERS:
+        return meta, body
+    text = json.dumps({name: meta[name] for name in _FOLDED}, separators=(",", ":")).encode()
+    rest = {name: value for name, value in meta.items() if name not in _FOLDED}
+    return {**rest, "folded": True}, [*body, torch.frombuffer(bytearray(text), dtype=torch.uint8)]
+
+
+def unfold(message: Message) -> Message:
+    """The inverse of `fold`."""
+    if "folded" not in message.meta:
+        return message
+    try:
+        *body, text = message.body
+        settings: dict[str, Any] = json.loads(bytes(text.numpy().data))
+        return message._replace(meta={**message.meta, **{n: settings[n] for n in _FOLDED}}, body=tuple(body))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommError(f"a {message.kind} of rank {message.source} must end with its settings, got {error}") from None
+
+
+def _numbers(options: Meta) -> int:
+    return sum(len(value) if isinstance(value, tuple | list) else 1 for value in options.values())

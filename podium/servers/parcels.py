@@ -1,0 +1,110 @@
+"""A server's state on its way: parameters and optimizer state, unit by unit, in messages of bounded size.
+
+All of a server's state in one message was bounded by the largest frame, 4 GiB: 358 million parameters with Adam. So it
+goes in parcels: out with a seed, home at the end, to the server that keeps a copy and back from there. A parcel holds
+neighbouring tensors of neighbouring units; where it ends is named by a place, (unit, tensor), from which the next one
+goes on. Nobody has more than one parcel and one unit in memory beside what he has anyway. A state that fits into one
+parcel goes in one message, as any small model's does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from podium.comm.base import Communicator, Meta
+from podium.errors import CommError
+
+PARCEL_BYTES = 64 << 20
+"""How much of the state travels in one message; a single tensor may be larger."""
+MOST_TENSORS, _MOST_UNITS = 512, 128
+"""Of one parcel: a header of 64 KiB has to describe them."""
+
+Place = tuple[int, int]
+START: Place = (0, 0)
+
+
+class Kept(NamedTuple):
+    """One unit's parameters and optimizer state, as `moments.pack` has them."""
+
+    params: Sequence[Tensor]
+    kinds: Meta
+    state: Sequence[Tensor]
+
+
+class Parcel(NamedTuple):
+    """So much of a state: facts for the header, and tensors."""
+
+    meta: Meta  # at: the place of the first tensor; units: [unit, tensors, parameters, kinds] of each; next: a place
+    body: list[Tensor]
+
+    @property
+    def next(self) -> Place | None:
+        return place_of(self.meta["next"])
+
+
+def place_of(plain: Any) -> Place | None:
+    """A place as it came with a message."""
+    return None if plain is None else (int(plain[0]), int(plain[1]))
+
+
+def parcel_bytes(comm: Communicator) -> int:
+    """How much goes into one parcel: less where the world's messages must be smaller."""
+    return PARCEL_BYTES if comm.message_bytes is None else min(PARCEL_BYTES, comm.message_bytes)
+
+
+def cut(unit_of: Callable[[int], Kept], units: int, place: Place, most_bytes: int) -> Parcel:
+    """The parcel that begins at this place; `unit_of` gives one unit of the state, and is asked for few of them."""
+    (unit, at), total = place, 0
+    described: list[list[Any]] = []
+    body: list[Tensor] = []
+    after: Place | None = None
+    while unit < units and after is None:
+        kept = unit_of(unit)
+        tensors = [*kept.params, *kept.state]
+        first = at
+        while at < len(tensors) and after is None:
+            if body and (total + tensors[at].nbytes > most_bytes or len(body) == MOST_TENSORS):
+                after = unit, at
+            else:
+                body.append(tensors[at])
+                total += tensors[at].nbytes
+                at += 1
+        if at > first or not tensors:
+            described.append([unit, len(tensors), len(kept.params), kept.kinds])
+        if after is None:
+            unit, at = unit + 1, 0
+            if len(described) == _MOST_UNITS and unit < units:
+                after = unit, at
+    return Parcel({"at": list(place), "units": described, "next": None if after is None else list(after)}, body)
+
+
+class Assembly:
+    """Parcels put together again, in their order: whole units come out."""
+
+    def __init__(self) -> None:
+        self.expects: Place | None = START
+        """Where the next parcel has to begin; None: all is here."""
+        self._part: list[Tensor] = []
+
+    def take(self, meta: Meta, body: Sequence[Tensor]) -> list[tuple[int, Kept]]:
+        """The units that this parcel completes."""
+        at = place_of(meta["at"])
+        if self.expects is not None and at == (self.expects[0], 0):
+            self._part = []  # this unit was moved while it was on its way, and comes once more
+        elif at is None or at != self.expects:
+            raise CommError(f"a parcel of a server's state must begin at {self.expects}, got {meta['at']}")
+        rest, whole = list(body), []
+        for unit, count, params, kinds in meta["units"]:
+            missing = count - len(self._part)
+            self._part += rest[:missing]
+            rest = rest[missing:]
+            if len(self._part) == count:
+                whole.append((int(unit), Kept(self._part[:params], kinds, self._part[params:])))
+                self._part = []
+        if rest:
+            raise CommError(f"a parcel of a server's state must hold what it says, got {len(rest)} tensors more")
+        self.expects = place_of(meta["next"])
+        return whole
