@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from podium.data.order import GlobalOrder
 from podium.errors import ConfigError, DataError
 from podium.fingerprints import Digest
 from podium.flat import Flat
-from podium.generators import generator_state, set_generator_state
+from podium.generators import Others, generator_state, seed_generators, undrawn
 from podium.measure.records import Recorder, read_records
 from podium.reducing import Packing, make_packing
 from podium.servers.copies import Copies
@@ -156,9 +157,8 @@ def open_data(task: Task, workers: int, batch_size: int) -> Data:
 def build_worker(job: Job, comm: Communicator, total_steps: int, device: torch.device) -> Worker:
     """The replica, made from the seed; rank 0 goes on with the same random stream, as plain PyTorch would."""
     task, config = job.task, job.config
-    with comm.computing():
-        outer = generator_state(device)
-        torch.manual_seed(config.seed)
+    with comm.computing(), undrawn() if comm.shares_process else nullcontext():
+        seed_generators(config.seed)
         model = task.model().to(device)
         optimizer = task.optimizer(model)
         schedule = None if task.schedule is None else task.schedule(optimizer, total_steps)
@@ -180,10 +180,9 @@ def build_worker(job: Job, comm: Communicator, total_steps: int, device: torch.d
             seed=config.seed,
         )
         if comm.rank != 0:
-            torch.manual_seed(derived_seed(config.seed, comm.rank))
+            seed_generators(derived_seed(config.seed, comm.rank))
         if comm.shares_process:
-            worker.rng = generator_state(device)
-            set_generator_state(outer, device)
+            worker.rng, worker.others = generator_state(device), Others()
     return worker
 
 
@@ -211,14 +210,12 @@ def make_server(
 
     `tell_awaits`: as `Server` has it.
     """
-    with comm.computing():
-        outer = torch.get_rng_state()
-        torch.manual_seed(job.config.seed)
+    with comm.computing(), undrawn():
+        seed_generators(job.config.seed)
         model = job.task.model()
         optimizer = job.task.optimizer(model)
         check_parts(job.task.name, model, optimizer, None)
         flat = Flat(model, optimizer, job.strategy.bucket_bytes, rows=job.sends_rows)  # laid out as the workers' is
-        torch.set_rng_state(outer)
     served = [phase for phase in job.strategy.phases if phase.strategy.server_count]
     replay = job.config.replay
     arrivals = None if replay is None else AsRecorded(read_records(Path(replay)), comm.rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, NamedTuple, final
 
@@ -47,7 +48,9 @@ class Feed(ABC):
         """These samples, on the device; `end`: where the step ends that they are part of."""
         if mine.count == 0:
             return Batch(None, None, 0, 0.0, mine, end, lease)
-        inputs, targets = read_pair(self.dataset, self.order.indices(mine), self.order.keys(mine))
+        drawing = self.worker.computing() if self.worker.rng is not None else nullcontext()
+        with drawing:  # augmentation may draw from the global generators
+            inputs, targets = read_pair(self.dataset, self.order.indices(mine), self.order.keys(mine))
         return Batch(
             to_device(inputs, self.device), to_device(targets, self.device), mine.count, weight, mine, end, lease
         )

@@ -328,6 +328,7 @@ class Training:
             step = self._global_step()
             own = {
                 "rng": worker.generators(),
+                "other_rng": worker.other_generators(),
                 "buffers": {k: v.detach().clone() for k, v in worker.model.named_buffers()},
                 "leftovers": worker.outgoing.leftovers(),
             }
@@ -394,6 +395,8 @@ class Training:
         own = found.own(self.comm.rank)
         if own is not None:
             self.worker.set_generators(own["rng"])
+            if "other_rng" in own:  # older checkpoints have none
+                self.worker.set_other_generators(own["other_rng"])
             load_buffers(self.worker.model, own["buffers"])
         self._take_leftovers(found)
         if "unit" in shared:

@@ -33,7 +33,14 @@ from podium.data.order import Slice
 from podium.errors import CheckpointError, ConfigError, TrainingError
 from podium.files import check_tree
 from podium.flat import Flat
-from podium.generators import State, generator_state, set_generator_state
+from podium.generators import (
+    Others,
+    State,
+    generator_state,
+    others_state,
+    set_generator_state,
+    set_others_state,
+)
 from podium.measure.noise import NoiseMeter
 from podium.nests import map_tensors
 from podium.optim import FlatOptimizer
@@ -187,6 +194,8 @@ class Worker:
             _refuse_max_norm(model)
         self.rng: State | None = None
         """Where ranks share a process: this worker's state of torch's generators."""
+        self.others: Others | None = None
+        """Where ranks share a process: this worker's numpy and Python generators."""
         self._autocast = autocast
         self._fast = FlatOptimizer(optimizer, self.flat.parameters, self.flat.pieces, self.flat.params, self.flat.grads)
         self._used_anywhere: list[bool] | None = None
@@ -448,6 +457,15 @@ class Worker:
         else:
             self.rng = state
 
+    def other_generators(self) -> dict[str, Any]:
+        """The state of numpy's and Python's generators, as a checkpoint can hold it."""
+        with self.computing():
+            return others_state()
+
+    def set_other_generators(self, state: Mapping[str, Any]) -> None:
+        with self.computing():
+            set_others_state(state)
+
     def share_from_first(self) -> None:
         """All that a replica is made of, as the first worker has it: parameters, frozen ones too, and buffers.
 
@@ -652,6 +670,8 @@ class _Computing:
         self._lock.__enter__()
         self._outer = generator_state(self.worker.device)
         set_generator_state(self.worker.rng, self.worker.device)
+        if self.worker.others is not None:
+            self.worker.others.put_in_place()
 
     def __exit__(self, *error: Any) -> None:
         self.worker.rng = generator_state(self.worker.device)

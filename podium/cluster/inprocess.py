@@ -22,6 +22,7 @@ from podium.comm.virtual import VirtualWorld, count_flops
 from podium.data.base import read_pair
 from podium.errors import Lost, PodiumError, RankFailed
 from podium.fingerprints import digests_of
+from podium.generators import undrawn
 from podium.measure.records import Recorder
 from podium.recovery import Control
 from podium.training import Report, Training, run_server
@@ -83,7 +84,7 @@ def flops_per_sample(job: Job) -> float:
     data = open_data(job.task, 1, job.batch_size)
     count = min(4, len(data.train))
     inputs, targets = read_pair(data.train, np.arange(count))
-    with torch.random.fork_rng(devices=[]):
+    with undrawn():
         return count_flops(deepcopy(job.task.model()), job.task.loss, inputs, targets) / count
 
 

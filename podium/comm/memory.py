@@ -20,6 +20,7 @@ from podium.comm.base import DEPARTED, Clock, Communicator, Counters, Handle, Me
 from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, land, sum_in_order, taken
 from podium.comm.schedule import Chain, Key, Running
 from podium.errors import ConfigError, DeadlineExceeded, Lost
+from podium.generators import several_in_one_process
 
 Parcel = tuple[Number, int, Key, Tensor]
 """Part of an exchange: which, from which member, its name, its elements."""
@@ -99,10 +100,11 @@ class MemoryWorld:
                 self.depart(rank, failed=errors[rank] is not None)
 
         threads = [threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(len(mains))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with several_in_one_process():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         return errors
 
     def depart(self, rank: int, failed: bool) -> None:

@@ -34,6 +34,7 @@ from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, l
 from podium.comm.network import Network, Terrain, make_network
 from podium.comm.schedule import Chain, Key, Running
 from podium.errors import CommError, DeadlineExceeded, Lost
+from podium.generators import several_in_one_process
 
 HEADER_BYTES = 256
 """What a message weighs besides its tensors."""
@@ -118,13 +119,14 @@ class VirtualWorld:
             for r, main in enumerate(mains)
         ]
         try:
-            for rank, thread in enumerate(threads):
-                thread.start()
-                self.at(0, rank, None, order=1)
-            self._next()
-            self._over.wait()
-            for thread in threads:
-                thread.join()
+            with several_in_one_process():
+                for rank, thread in enumerate(threads):
+                    thread.start()
+                    self.at(0, rank, None, order=1)
+                self._next()
+                self._over.wait()
+                for thread in threads:
+                    thread.join()
         finally:
             os.sched_setaffinity(0, before)
         return errors
