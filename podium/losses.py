@@ -1,8 +1,9 @@
 """Whether a loss is a mean over samples, as `Task.loss` has to be: tried once, on the first batch.
 
-A step's samples are divided among the workers, and each worker's loss counts by its samples. That adds up to the loss of
-the whole step if the loss is a mean over samples. It does not where the loss is a sum, where classes have weights, where
-some targets are ignored, or where samples are compared with each other: then results change with the number of workers.
+A step's samples are divided among the workers, and each worker's loss counts by its samples. That adds up to the loss
+of the whole step if the loss is a mean over samples. It does not where the loss is a sum, where classes have weights,
+where some targets are ignored, or where samples are compared with each other: then results change with the number of
+workers.
 
 The outputs of the first batch are kept, cut in two, and the loss of the parts is held against that of the whole. The
 model is not run again, so dropout and batch normalisation have no part in it.
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +22,29 @@ from torch import Tensor, nn
 from podium.generators import undrawn
 from podium.nests import map_tensors
 
+if TYPE_CHECKING:
+    from podium.worker import Worker
+
 Loss = Callable[[Any, Any], Tensor]
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """By the dtype of the loss: what rounding may do to a mean of means."""
 
 
-def trying(loss: Loss, weigh: Callable[[Any], float] | None, say: Callable[[str], None], done: Callable[[], None]) -> Loss:
-    """The loss, which tries itself the first time that it is called, and is `done` with that."""
+def try_once(worker: Worker, say: Callable[[str], None]) -> None:
+    """Let this worker's loss be tried when it is first called, and `say` what comes of it."""
+    loss = worker.loss
 
     def tried(outputs: Any, targets: Any) -> Tensor:
-        done()
+        worker.loss = loss
         found = loss(outputs, targets)
-        if isinstance(found, Tensor) and found.dim() == 0 and (text := changes_with_cut(loss, weigh, outputs, targets, found)):
-            say(text)
+        if isinstance(found, Tensor) and found.dim() == 0:
+            text = changes_with_cut(loss, worker.weigh, outputs, targets, found.detach())
+            if text is not None:
+                say(text)
         return found
 
-    return tried
+    worker.loss = tried
 
 
 @torch.no_grad()
@@ -45,9 +53,10 @@ def changes_with_cut(
 ) -> str | None:
     """What to tell a user whose loss depends on how a batch is divided; None where it does not, or cannot be tried."""
     count = _rows(targets)
-    if count < 2 or not math.isfinite(float(whole)) or _rows(outputs) != count or isinstance(loss, nn.Module):
-        if not isinstance(loss, nn.Module) or any(True for _ in loss.buffers()):
-            return None  # a loss that keeps a state of its own would change it
+    if count < 2 or _rows(outputs) != count or not math.isfinite(float(whole)):
+        return None
+    if isinstance(loss, nn.Module) and any(True for _ in loss.buffers()):
+        loss = deepcopy(loss)  # it may keep what it has seen
     outputs = map_tensors(Tensor.detach, outputs)
     for cut in sorted({count // 2, max(1, count // 4), 1 if count < 4 else 2}):
         parts = [(slice(0, cut), cut), (slice(cut, count), count - cut)]
@@ -73,14 +82,14 @@ def _judged(whole: float, means: list[float], weights: list[float], tolerance: f
     told = f"the loss of the first batch is {whole:.6g} as a whole and {together:.6g} from two parts of it"
     if abs(sum(means) - whole) <= tolerance * scale:
         return (
-            f"{told}: it is a sum over samples, so it grows with a worker's part of a step, and results change with the "
-            "number of workers; use a mean (reduction='mean')"
+            f"{told}: it is a sum over samples, so it grows with a worker's part of a step, and results change with "
+            "the number of workers; use a mean (reduction='mean')"
         )
     if weighed:
         return f"{told}, although each part counts as much as weigh says: weigh must say what the loss divides by"
     return (
-        f"{told}: it is no mean over samples, so results change with the number of workers. Where classes have weights or "
-        "targets are ignored, give the task weigh, what the loss divides by: weigh=lambda y: (y != -100).sum(), "
+        f"{told}: it is no mean over samples, so results change with the number of workers. Where classes have weights "
+        "or targets are ignored, give the task weigh, what the loss divides by: weigh=lambda y: (y != -100).sum(), "
         "weigh=lambda y: class_weights[y].sum()"
     )
 

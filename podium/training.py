@@ -36,6 +36,7 @@ from podium.feed import Feed, make_feed, to_device
 from podium.files import Checksum, make_folder, save_tensors, write_atomically
 from podium.fingerprints import Digest, compare, difference_of, digests_of, model_facts
 from podium.leftovers import Unit, convert_leftovers
+from podium.losses import try_once
 from podium.measure.records import Recorder
 from podium.measure.steps import StepMeter, progress_of
 from podium.modes import evaluating
@@ -87,6 +88,8 @@ class Training:
         self.balancing = Balancing(balancer_of(job.config), self.worker, recorder)
         self.digests = self._take_digests()
         self.feed = self._make_feed()
+        if comm.index == comm.size - 1 and (comm.size > 1 or self.worker.accumulate > 1):  # one is enough
+            try_once(self.worker, self._warn)
         self.evaluated_at = -1  # the position of the last validation
         self.saved_at = -1
         self._began_at = 0
@@ -519,6 +522,12 @@ class Training:
             self._compare()
             self.worker.share_from_first()
         self._began_at = self.worker.position
+
+    def _warn(self, text: str) -> None:
+        """Tell the user something that is no error."""
+        said = f"task {self.job.task.name}: {text}"
+        self.recorder.write("warning", self.comm.clock.now_ns(), text=said)
+        self.control.progress({"event": "warning", "text": said})
 
     def _record_begin(self) -> None:
         worker = self.worker

@@ -32,15 +32,18 @@ from podium.training import Report, Training, run_server
 class InProcessControl(Control):
     """Stop by an event, progress by a function; events are rate-limited so that a fast run is not slowed by its bar."""
 
-    def __init__(self, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> None:
-        self._on_event, self._stop = on_event, stop
+    def __init__(
+        self, on_event: Callable[[Event], None] | None, stop: threading.Event | None, *, is_first: bool = True
+    ) -> None:
+        """Of others than the first worker, warnings are passed on and no progress."""
+        self._on_event, self._stop, self._is_first = on_event, stop, is_first
         self._last = 0.0
 
     def stop_requested(self) -> bool:
         return self._stop is not None and self._stop.is_set()
 
     def progress(self, facts: dict[str, Any]) -> None:
-        if self._on_event is None:
+        if self._on_event is None or not (self._is_first or facts["event"] == "warning"):
             return
         now = time.monotonic()
         if facts["event"] != "progress" or now - self._last > 0.1:
@@ -106,7 +109,7 @@ def _run(
             if comm.rank in comm.servers:
                 run_server(make_server(job, comm, recorder))
             else:
-                control = InProcessControl(on_event if comm.rank == 0 else None, stop)
+                control = InProcessControl(on_event, stop, is_first=comm.rank == 0)
                 reports.append(Training(job, comm, recorder, control).run())
 
         return run

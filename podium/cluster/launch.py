@@ -120,10 +120,18 @@ def _launch_in(
         tell({"event": "notice", "text": text})
         if on_event is None:
             logging.getLogger("podium").warning(text)
+
+    def hear(event: Event) -> None:
+        if event["event"] == "warning":  # a rank's, from its first step
+            said.append(event["text"])
+            if on_event is None:
+                logging.getLogger("podium").warning(event["text"])
+        tell(event)
+
     launcher = _find_launcher(config.launcher)
     with termination_saves(stop) as asked:
         with merged_afterwards(run_dir):
-            launched = launcher(job, on_event, asked)
+            launched = launcher(job, hear, asked)
         if launched.facts:
             write_manifest(run_dir, config.to_dict(), strategy=repr(job.strategy), **launched.facts)
         result = conclude(job, launched.reports, notices=(*job.warnings, *said))

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from podium.building import Job, device_of
-from podium.cluster.base import Planned
+from podium.cluster.base import Event, Planned
 from podium.cluster.claim import claimed
 from podium.cluster.coordinator import COORDINATOR, FIRST_ASKER, Coordinator
 from podium.cluster.launch import conclude, plan_script, prepare
@@ -238,12 +238,19 @@ class _Rank:
             listen=f"tcp:{self._host()}:0" if folder is None else _socket_in(folder),
             secret=secret,
             recorder=self._recorder,
+            on_event=self._hear,
             tls=tls_of(job.config),
             settings={"run_dir": str(job.config.run_dir)},
         )
         self._watch = threading.Thread(target=self._coordinate, args=(coordinator,), name="coordinator", daemon=True)
         self._watch.start()
         return coordinator
+
+    def _hear(self, event: Event) -> None:
+        """A rank's warning goes to the terminal and into the result; nobody watches anything else here."""
+        if event["event"] == "warning":
+            self._notices.append(event["text"])
+            print(f"podium: warning: {event['text']}", file=sys.stderr, flush=True)
 
     def _coordinate(self, coordinator: Coordinator) -> None:
         try:

@@ -50,6 +50,7 @@ KINDS: dict[str, str] = {
     "switch": "a phase ended and the next began: before, after, rule, why, value, step, epoch, position; leftovers (of "
     "a codec: none, kept, converted, dropped); its cost: drain_ns, home_ns, hand_over_ns, begin_ns",
     "undone": "a round did not happen, and comes again: steps (of this worker), step and position (to go on from)",
+    "warning": "a worker noticed something that is no error: text",
     "scaled": "workers or servers were asked to join or leave: workers, servers",
     "lost": "a rank was lost: lost (rank), cause, generation",
     "regroup": "the survivors agreed: generation, members, source, step, took_ns",
