@@ -40,17 +40,23 @@ _RARE = ("begin", "end", "eval", "codec", "codec_check", "lost", "restored", "lo
 _SUMMED: Fields = {
     "begin": {"role": TEXT},
     "end": {"sent": WHOLE},
-    "step": {**dict.fromkeys(("step_ns", "wait_ns", "sent"), WHOLE), "first?": WHOLE, "step?": WHOLE},
+    "step": {
+        **dict.fromkeys(("step_ns", "wait_ns", "sent"), WHOLE),
+        **dict.fromkeys(("first?", "step?", "position?"), WHOLE),
+    },
     "eval": {
         **dict.fromkeys(("step", "position", "eval_ns"), WHOLE),
         "epoch": NUMBER,
         "loss": NUMBER,
         "metrics": OBJECT,
     },
-    "update": {"staleness": WHOLE, "first": TRUTH, "range?": WHOLE, "pushes?": WHOLE},
+    "update": {
+        **{"staleness": WHOLE, "first": TRUTH},
+        **dict.fromkeys(("range?", "pushes?", "worker?", "lease?", "samples?"), WHOLE),
+    },
     "dropped": {"worker": WHOLE, "lease": WHOLE},
     "lost": {"lost": WHOLE},
-    "restored": {"source": TEXT},
+    "restored": {"source": TEXT, "updates?": WHOLE},
     "replaced": {"server": WHOLE, "took_ns": WHOLE},
     "lost_updates": {"updates": WHOLE},
     "trigger": {

@@ -19,6 +19,7 @@ import pytest
 import podium
 from podium.config import RunResult
 from podium.errors import Lost
+from podium.measure.audit import audit as audit_of
 from podium.measure.records import Record
 from tests.integration.faults import EPOCHS, SAMPLES, Faults, Gate
 from tests.integration.runs import at_gate, distance, pid_of, records_of, train
@@ -241,6 +242,7 @@ def test_servers_that_are_lost_together_do_not_wait_for_each_other(
     assert {row["rank"] for row in records_of(result.run_dir, "restored")} == {rank for rank in ranks if rank > 2}
     took = [row["took_ns"] / 1e9 for row in records_of(result.run_dir, "replaced")]
     assert max(took) < 30.0
+    assert result.audit == {"missing": 0, "repeated": 0}
 
 
 def test_a_server_is_lost_again_while_it_is_restored(tmp_path: Path) -> None:
@@ -278,6 +280,26 @@ def test_servers_that_are_lost_together_without_snapshots_end_the_run_and_say_so
         train(tmp_path, Faults().gate(0, step=9), strategy=strategy, workers=2, deadline_s=120.0, heartbeat_s=1.0)
     assert time.monotonic() - began < 60.0
     acting.join()
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "parameter-server:mode=sync", "parameter-server:mode=async"])
+def test_records_of_a_run_that_lost_a_worker_say_that_all_is_well_and_show_what_is_not(
+    tmp_path: Path, strategy: str
+) -> None:
+    result = train(tmp_path, Faults().kill(1, step=6), strategy=strategy, workers=3)
+    rows = _all(result.run_dir)
+    assert result.lost == [1] and result.audit == {"missing": 0, "repeated": 0}
+    lines = {rank: [row for row in rows if row["kind"] == "step" and row["rank"] == rank] for rank in range(3)}
+    unwritten = [row for row in rows if row is not lines[1][-1]]  # the others have made this step, or servers have
+    assert audit_of(unwritten) == (0, 0)
+    for line in (lines[0][-1], lines[2][2], lines[0][4]):
+        assert audit_of([row for row in rows if row is not line]) == (line["samples"], 0)
+    if "async" in strategy:
+        again = next(row for row in rows if row["kind"] == "update" and row["lease"] == lines[2][2]["first"])
+        assert audit_of([*rows, again]) == (0, lines[2][2]["samples"])
+    else:
+        assert audit_of([row for row in rows if row is not lines[1][-3]]) == (lines[1][-3]["samples"], 0)
+        assert audit_of([*rows, lines[2][2]]) == (0, lines[2][2]["samples"])
 
 
 HUNG = [

@@ -12,8 +12,19 @@ BEGIN = [{"kind": "begin", "rank": rank, "role": "worker", "position": 0} for ra
 END = [{"kind": "end", "rank": rank, "position": 20, "param_hash": "x"} for rank in (0, 1)]
 
 
-def step(rank: int, first: int, samples: int = 5) -> dict[str, Any]:
-    return {"kind": "step", "rank": rank, "first": first, "samples": samples}
+LOST = {"kind": "lost", "rank": -1, "lost": 1}
+
+
+def step(rank: int, first: int, samples: int = 5, **more: int) -> dict[str, Any]:
+    return {"kind": "step", "rank": rank, "first": first, "samples": samples, **more}
+
+
+def update(worker: int, lease: int, server: int = 2, unit: int = 0, **more: int) -> dict[str, Any]:
+    return {"kind": "update", "rank": server, "worker": worker, "lease": lease, "range": unit, **more}
+
+
+def restored(updates: int, server: int = 2) -> dict[str, Any]:
+    return {"kind": "restored", "rank": server, "updates": updates, "source": "snapshot"}
 
 
 def test_all_is_well_where_steps_tile_the_order() -> None:
@@ -35,7 +46,7 @@ def test_a_round_that_was_undone_did_not_count() -> None:
 
 def test_a_killed_worker_cannot_say_that_its_part_was_undone() -> None:
     undone = {"kind": "undone", "rank": 0, "steps": 1, "step": 1, "position": 10}
-    lost = {"kind": "lost", "rank": -1, "lost": 1}
+    lost = LOST
     steps = [step(0, 0), step(1, 5), step(1, 15), step(0, 10), lost, undone, step(0, 10, 10)]
     assert audit([*BEGIN, *steps, END[0]]) == (0, 0)
 
@@ -64,3 +75,67 @@ def test_a_real_run_that_loses_a_step_would_be_found_out() -> None:
     missing, repeated = audit(without) or (0, 0)
     assert 0 < missing < SAMPLES
     assert repeated == 0
+
+
+class TestLostRanks:
+    """The survivors' records tell what a lost rank could not put on record."""
+
+    def test_the_last_line_of_a_lost_worker_is_not_missed_where_the_others_have_made_the_step(self) -> None:
+        steps = [step(0, 0, position=10), step(1, 5, position=10), step(0, 10, position=20), LOST]
+        assert audit([*BEGIN, *steps, END[0]]) == (0, 0)
+        assert audit([*BEGIN, step(0, 0, position=10), LOST, step(0, 10, 10, position=20), END[0]]) == (0, 0)
+
+    def test_no_other_line_of_it_may_be_missing(self) -> None:
+        steps = [step(0, 0, position=10), step(0, 10, position=20), step(1, 15, position=20), LOST]
+        assert audit([*BEGIN, *steps, END[0]]) == (5, 0)
+
+    def test_a_line_that_another_worker_lacks_is_missing(self) -> None:
+        begin = [*BEGIN, {"kind": "begin", "rank": 2, "role": "worker", "position": 0}]
+        end = {"kind": "end", "rank": 0, "position": 18, "param_hash": "x"}
+        rows = [step(rank, rank * 2, 2, position=6) for rank in range(3)]
+        rows += [step(0, 6, 2, position=12), step(2, 10, 2, position=12)]  # worker 1 was lost before it wrote its line
+        rows += [step(0, 12, 3, position=18), step(2, 15, 3, position=18)]
+        assert audit([*begin, *rows, LOST, end]) == (0, 0)
+        without = [row for row in rows if (row["rank"], row["position"]) != (2, 12)]
+        assert audit([*begin, *without, LOST, end]) == (4, 0)
+
+    def test_a_step_that_the_others_made_again_counts_once(self) -> None:
+        steps = [step(0, 0, position=10), step(1, 5, position=10), step(1, 15, position=20), LOST]
+        assert audit([*BEGIN, *steps, step(0, 10, 10, position=20), END[0]]) == (0, 0)
+
+    def test_a_lease_that_servers_applied_for_it_was_used(self) -> None:
+        updates = [update(0, 0), update(1, 5), update(0, 10), update(0, 15)]
+        steps = [step(0, 0), step(0, 10), step(0, 15), LOST]
+        assert audit([*BEGIN, *steps, *updates, END[0]]) == (0, 0)
+        assert audit([*BEGIN, *steps, *[u for u in updates if u["lease"] != 5], END[0]]) == (5, 0)
+        mine = [update(0, row["lease"]) for row in updates]
+        assert audit([*BEGIN, *steps, *mine, END[0]]) == (5, 0)  # it was not the lost worker's
+
+    def test_leases_that_were_trained_on_twice_and_applied_once_count_once(self) -> None:
+        steps = [step(0, 0), step(1, 5), step(0, 5), step(0, 10, 10)]
+        updates = [update(0, 0), update(1, 5), update(0, 10)]
+        skipped = {"kind": "arrival", "rank": 2, "source": 0, "what": "push", "lease": 5, "range": 0}
+        assert audit([*BEGIN, *steps, *updates, skipped, *END]) == (0, 0)
+        assert audit([*BEGIN, *steps, *updates, update(0, 5), *END]) == (0, 5)
+
+    def test_what_a_server_applied_after_its_copy_is_void(self) -> None:
+        first, again = [update(0, 0), update(1, 5), update(0, 10)], [update(0, 5), update(1, 10), update(0, 15)]
+        steps = [step(0, 0), step(1, 5), step(0, 10), step(0, 5), step(1, 10), step(0, 15)]
+        other = [update(w, n, server=3) for w, n in ((0, 0), (1, 5), (0, 10), (0, 15))]
+        assert audit([*BEGIN, *steps, *first, restored(1), *again, *other, *END]) == (0, 0)
+        assert audit([*BEGIN, *steps, *first, restored(3), *again, *other, *END]) == (0, 10)
+        assert audit([*BEGIN, *steps, *first, *again, restored(1, server=3), *END]) == (0, 10)
+
+    def test_updates_of_several_pushes_are_told_apart(self) -> None:
+        rows = [update(0, 0, pushes=2), update(1, 5, pushes=2), update(0, 10, pushes=2), update(1, 15, pushes=2)]
+        steps = [step(0, 0), step(1, 5), step(0, 10), step(1, 15)]
+        assert audit([*BEGIN, *steps, *rows, restored(1), *rows[2:], *END]) == (0, 0)
+        assert audit([*BEGIN, *steps, *rows, restored(2), *rows[2:], *END]) == (0, 10)
+
+    def test_leases_of_several_steps_that_overlap_on_a_server_are_found(self) -> None:
+        steps = [step(0, 0), step(0, 5), step(1, 5), step(1, 10), step(0, 15)]
+        good = [update(0, 0, samples=10), update(1, 10, samples=5), update(0, 15, samples=5)]
+        bad = [update(0, 0, samples=10), update(1, 5, samples=10), update(0, 15, samples=5)]
+        pushed = {"kind": "arrival", "rank": 2, "source": 1, "what": "push", "lease": 5, "range": 0}
+        assert audit([*BEGIN, *steps, *good, pushed, *END]) == (0, 0)
+        assert audit([*BEGIN, *steps, *bad, *END]) == (0, 5)
