@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -52,11 +52,30 @@ def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
             insisted = True
             raise KeyboardInterrupt
 
+    def on_suspend(number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: those that were forked live in a session of their own, which the terminal does not reach."""
+        from podium.cluster.forking import forked_here
+
+        pids = forked_here() if os.getpid() == owner else []
+        _send(pids, signal.SIGSTOP)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)  # returns when the shell lets this process go on
+        signal.signal(signal.SIGTSTP, on_suspend)
+        _send(pids, signal.SIGCONT)
+
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     numbers = [number for number in ASKING if not (ignored and number == signal.SIGHUP)]
     before = {number: signal.signal(number, on_signal) for number in numbers}
+    if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+        before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, on_suspend)
     try:
         yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.process
 import os
 import queue
 import signal
@@ -24,6 +25,7 @@ from podium.errors import Lost
 
 UNKNOWN = 255
 """The exit code that multiprocessing gives a process whose own it cannot know, since the fork server is gone."""
+_NAMES = "podium-"
 _START_S = 60.0
 _FORK_SERVER_S = 1.0
 """How long the kernel may take to end the fork server once its processes are gone."""
@@ -73,6 +75,12 @@ def how_it_ended(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal has no name
         return f"killed by signal {-code}"
+
+
+def forked_here() -> list[int]:
+    """The processes that were forked for this one and may be there. Asks nobody: a signal handler may call it."""
+    module: Any = multiprocessing.process
+    return [p.pid for p in list(module._children) if p.name.startswith(_NAMES) and p.pid is not None]
 
 
 def let_go_of_fork_server() -> None:
@@ -137,5 +145,5 @@ def _keeper() -> _Keeper:
 
 def _kill_all() -> None:
     for process in multiprocessing.active_children():
-        if process.name.startswith("podium-"):
+        if process.name.startswith(_NAMES):
             process.kill()

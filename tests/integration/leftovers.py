@@ -39,6 +39,11 @@ def parent_of(pid: int) -> int:
     return _parent(pid)
 
 
+def state(pid: int) -> str:
+    """`R`, `S`, `T` …; empty where there is no such process."""
+    return _state(pid)
+
+
 def is_alive(pid: int) -> bool:
     return _state(pid) not in ("Z", "")
 

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -66,12 +67,12 @@ def test_a_signal_to_all_processes_of_a_run_is_one_request_to_save_and_end(
 
 def test_when_a_kill_follows_the_request_the_checkpoint_is_there_before_the_last_validation(tmp_path: Path) -> None:
     """Batch systems give a few seconds; a validation may take longer."""
-    faults = Faults().gate(0, step=AT).and_then("hang", 0, 2, where="validation")
-    process = command_line(tmp_path, faults=faults)
+    faults = Faults().gate(0, step=AT).and_then("hang", 0, 1, where="validation")
+    process = command_line(tmp_path, "--set", "eval_every=0", faults=faults)  # no validation but the last
     process.terminate()
     read_until(process, ASKED)
     Gate(tmp_path).open()
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 60.0  # that validation hangs for longer
     while not any((run_dir_in(tmp_path) / "checkpoints").glob("step-????????")):
         assert time.monotonic() < until, "no checkpoint"
         time.sleep(0.02)
@@ -79,8 +80,35 @@ def test_when_a_kill_follows_the_request_the_checkpoint_is_there_before_the_last
     process.kill()
     process.communicate()
     wait_until_gone(children)
-    rest = train(tmp_path / "rest", workers=2, resume=str(run_dir_in(tmp_path)))
-    assert rest.param_hash == train(tmp_path / "whole", workers=2).param_hash
+    rest = train(tmp_path / "rest", workers=2, resume=str(run_dir_in(tmp_path)), eval_every=0)
+    assert rest.param_hash == train(tmp_path / "whole", workers=2, eval_every=0).param_hash
+
+
+def test_ctrl_z_suspends_the_ranks_too_and_they_go_on_with_the_launcher(tmp_path: Path) -> None:
+    faults = Faults().gate(0, step=AT)
+    fields = {**FIELDS, "task.faults": faults, "task.gate": tmp_path, "out": tmp_path}
+    words = ["-m", "podium", "train", TASK, "-n", "2", *settings(fields)]
+    # In a group of its own and in this session: the kernel suspends no group that nobody could wake.
+    process = subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+    wait_at_gate(process, tmp_path)
+    (server,) = [pid for pid in leftovers.children_of(process.pid) if leftovers.children_of(pid)]
+    ranks = leftovers.children_of(server)
+    os.killpg(process.pid, signal.SIGTSTP)
+    wait_for_state({process.pid, *ranks}, "T")
+    os.killpg(process.pid, signal.SIGCONT)
+    wait_for_state(ranks, "RSD")
+    Gate(tmp_path).open()
+    code, _, err = finish(process)
+    assert code == 0, err
+
+
+def wait_for_state(pids: set[int], states: str) -> None:
+    until = time.monotonic() + 20
+    while others := [pid for pid in pids if leftovers.state(pid) not in states]:
+        assert time.monotonic() < until, others
+        time.sleep(0.02)
 
 
 # torchrun.
