@@ -142,6 +142,7 @@ class Membership(Control):
 
     def done(self, report: Report | None) -> None:
         self._closing.set()  # before the word is out: the launcher may be gone the moment it has heard it
+        self._channel.let_name_go()  # and has removed the folder
         self._ask("done", {"report": None if report is None else report._asdict()}, self._deadline_s)
 
     def failed(self, meta: Meta) -> None:

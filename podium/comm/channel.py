@@ -134,6 +134,11 @@ class Channel:
                 before, self._listener, self._inode = self._listener, listener, inode
             before.close()
 
+    def let_name_go(self) -> None:
+        """Nobody is to meet us any more: whoever owns the folder of our Unix socket may remove it for good."""
+        with self._changed:
+            self._inode = 0
+
     # Meeting the others.
 
     def introduce(self, addresses: Mapping[int, Address]) -> None:

@@ -600,3 +600,33 @@ def test_a_unix_socket_is_for_its_user_only(open_channel: Open, tmp_path: Path) 
 def test_a_free_port_is_found_and_told(open_channel: Open) -> None:
     channel = open_channel(0, listen="tcp:localhost:0", secret=b"")
     assert int(channel.address.rpartition(":")[2]) > 0
+
+
+@pytest.mark.parametrize("let_go", [False, True])
+def test_a_folder_that_is_removed_is_made_again_unless_the_name_was_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, let_go: bool
+) -> None:
+    monkeypatch.setattr("podium.comm.channel._HEAL_S", 0.02)
+    folder = tmp_path / "meet"
+    folder.mkdir(mode=0o700)
+    channel = Channel(0, secret=SECRET, listen=f"unix:{folder}/0", deadline_s=20.0)
+    looked = threading.Event()
+    heal = channel._heal
+
+    def look() -> None:
+        heal()
+        looked.set()
+
+    monkeypatch.setattr(channel, "_heal", look)
+    try:
+        if let_go:
+            channel.let_name_go()
+        (folder / "0").unlink()
+        folder.rmdir()
+        looked.clear()
+        assert looked.wait(10.0)
+        looked.clear()
+        assert looked.wait(10.0)  # a whole look after the removal
+        assert folder.exists() is not let_go
+    finally:
+        channel.close()
