@@ -17,6 +17,7 @@ from podium.building import Job, make_server, open_data
 from podium.cluster.base import Event, Launched, hosts_of
 from podium.cluster.description import Cluster, read_cluster, uniform
 from podium.comm.base import Communicator, Ground
+from podium.comm.inprocess import Watch
 from podium.comm.memory import MemoryWorld
 from podium.comm.virtual import VirtualWorld, count_flops
 from podium.data.base import read_pair
@@ -33,16 +34,31 @@ class InProcessControl(Control):
     """Stop by an event, progress by a function; events are rate-limited so that a fast run is not slowed by its bar."""
 
     def __init__(
-        self, on_event: Callable[[Event], None] | None, stop: threading.Event | None, *, is_first: bool = True
+        self,
+        on_event: Callable[[Event], None] | None,
+        stop: threading.Event | None,
+        *,
+        is_first: bool = True,
+        watch: tuple[Watch, int] | None = None,
     ) -> None:
-        """Of others than the first worker, warnings are passed on and no progress."""
-        self._on_event, self._stop, self._is_first = on_event, stop, is_first
+        """Of others than the first worker, warnings are passed on and no progress.
+
+        `watch` is told when this rank, which is named with it, is busy.
+        """
+        self._on_event, self._stop, self._is_first, self._watch = on_event, stop, is_first, watch
         self._last = 0.0
 
     def stop_requested(self) -> bool:
         return self._stop is not None and self._stop.is_set()
 
+    def busy(self, what: str | None) -> None:
+        if self._watch is not None:
+            watch, rank = self._watch
+            watch.busy(rank, what)
+
     def progress(self, facts: dict[str, Any]) -> None:
+        if self._watch is not None:
+            self._watch[0].has_begun = True
         if self._on_event is None or not (self._is_first or facts["event"] == "warning"):
             return
         now = time.monotonic()
@@ -63,8 +79,10 @@ def run_virtual(job: Job, on_event: Callable[[Event], None] | None, stop: thread
     cluster = cluster_for(job)
     servers = job.strategy.server_count
     workers, strategy = job.config.workers, job.strategy
-    hosts = hosts_of(strategy, workers)
-    world = VirtualWorld(cluster, workers, servers, colocated=strategy.colocated, hosts=hosts, seed=job.config.seed)
+    hosts, limit_s = hosts_of(strategy, workers), job.config.deadline_s
+    world = VirtualWorld(
+        cluster, workers, servers, colocated=strategy.colocated, hosts=hosts, seed=job.config.seed, deadline_s=limit_s
+    )
     for comm in world.ranks:
         comm.ground = Ground(cluster, world.node_of, world.node_of[comm.rank])
     if cluster.seconds_per_sample is None:
@@ -98,6 +116,7 @@ def _run(
     on_event: Callable[[Event], None] | None,
     stop: threading.Event | None,
 ) -> Launched:
+    world.watch.start_deadline_s = job.config.start_deadline_s
     data = job.task.data()  # once for all ranks: nobody writes to it
     task = dataclasses.replace(job.task, data=lambda: data)
     job = dataclasses.replace(job, task=task, digests=digests_of(data))
@@ -109,7 +128,8 @@ def _run(
             if comm.rank in comm.servers:
                 run_server(make_server(job, comm, recorder))
             else:
-                control = InProcessControl(on_event, stop, is_first=comm.rank == 0)
+                watch = (world.watch, comm.rank)
+                control = InProcessControl(on_event, stop, is_first=comm.rank == 0, watch=watch)
                 reports.append(Training(job, comm, recorder, control).run())
 
         return run

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from podium.comm.base import Handle, Message
 from podium.comm.schedule import Key, Running
-from podium.errors import CommError
+from podium.errors import CommError, DeadlineExceeded
 
 
 @dataclass(eq=False)
@@ -46,6 +49,80 @@ class Round:
 
 Number = tuple[int, int]
 """Names an exchange by schedule: generation, and which of it."""
+
+
+BUSY_DEADLINES = 12
+"""How many deadlines the others wait for a rank that says it is busy, with validation, say."""
+_ENDING_S = 10.0
+"""How long the others may take to end once a rank was given up."""
+
+
+class Watch:
+    """Finds out a rank that hangs in its own code while others wait for it; ranks are threads of this process.
+
+    A thread cannot be ended from outside: it is left behind, and its run ends with an error that names it.
+    """
+
+    def __init__(self, deadline_s: float, start_deadline_s: float = 60.0) -> None:
+        self.deadline_s, self.start_deadline_s = deadline_s, start_deadline_s
+        self.has_begun = False
+        """Whether a step was made; until then all is part of starting."""
+        self.moved = time.monotonic()
+        """When a rank last went on."""
+        self.failure: DeadlineExceeded | None = None
+        self._busy: dict[int, str] = {}
+
+    def busy(self, rank: int, what: str | None) -> None:
+        """A rank has something to do that may take long; None: no more."""
+        self.moved = time.monotonic()
+        if what is None:
+            self._busy.pop(rank, None)
+        else:
+            self._busy[rank] = what
+
+    @property
+    def patience(self) -> int:
+        """How many deadlines ranks wait for each other just now."""
+        return BUSY_DEADLINES if self._busy else 1
+
+    def hung(self, running: Collection[int]) -> bool:
+        """Whether those that do not wait have not gone on for as long as others wait for them."""
+        limit_s = self.deadline_s * (BUSY_DEADLINES if self._busy.keys() & set(running) else 1)
+        if not self.has_begun:
+            limit_s = max(limit_s, self.start_deadline_s)
+        return bool(running) and time.monotonic() - self.moved > limit_s
+
+    def give_up(self, threads: Mapping[int, threading.Thread]) -> DeadlineExceeded:
+        """These hang."""
+        ranks = sorted(threads)
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        places = "; ".join(place for rank in ranks if (place := _place_of(threads[rank])))
+        self.failure = DeadlineExceeded(
+            f"{who} hung for {time.monotonic() - self.moved:.1f} s while the others waited"
+            f"{f' (at {places})' if places else ''}; if it only needs longer, raise deadline_s"
+        )
+        return self.failure
+
+    def end(
+        self, threads: Sequence[threading.Thread], hung: Collection[int], errors: Sequence[BaseException | None]
+    ) -> list[BaseException | None]:
+        """Wait for the others to end; what each raised, less what it raised because of those that hang."""
+        until = time.monotonic() + _ENDING_S
+        for rank, thread in enumerate(threads):
+            if rank not in hung:
+                thread.join(max(0.0, until - time.monotonic()))
+        return [
+            self.failure if rank in hung else None if isinstance(error, CommError) else error
+            for rank, error in enumerate(errors)
+        ]
+
+
+def _place_of(thread: threading.Thread) -> str:
+    """The line that a thread is at."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 class Exchanges:

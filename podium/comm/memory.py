@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
@@ -17,7 +17,7 @@ from typing import final
 from torch import Tensor
 
 from podium.comm.base import DEPARTED, Clock, Communicator, Counters, Handle, Message, Meta, nbytes_of
-from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, land, sum_in_order, taken
+from podium.comm.inprocess import Exchanges, Number, Pending, Round, Watch, gathered, land, sum_in_order, taken
 from podium.comm.schedule import Chain, Key, Running
 from podium.errors import ConfigError, DeadlineExceeded, Lost
 from podium.generators import several_in_one_process
@@ -65,6 +65,10 @@ class SlowClock(WallClock):
         self._since = time.monotonic_ns() if fraction < 1 else None
 
 
+_LOOK_S = 0.25
+"""How often a world of threads looks for ranks that hang."""
+
+
 class MemoryWorld:
     """Threads that exchange by handing tensors over."""
 
@@ -81,6 +85,8 @@ class MemoryWorld:
         self.parcels: dict[int, deque[Parcel]] = {r: deque() for r in self.members}
         self.departed: set[int] = set()
         self.counters = Counters()
+        self.watch = Watch(deadline_s)
+        self._waiting: Counter[int] = Counter()  # ranks that wait for others, or for their turn to compute
         self._calls_made = 0
         self.ranks = [
             MemoryCommunicator(self, rank, self.members, self.servers, self.clock, deadline_s=deadline_s)
@@ -104,8 +110,50 @@ class MemoryWorld:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join()
+                while thread.is_alive():
+                    thread.join(min(_LOOK_S, self.watch.deadline_s / 8))
+                    hung = self._hung(threads, errors)
+                    if hung:
+                        return self._give_up(hung, threads, errors)
         return errors
+
+    def _hung(self, threads: Sequence[threading.Thread], errors: Sequence[BaseException | None]) -> list[int]:
+        """Ranks that do not go on, where others wait for them or have given up waiting."""
+        alive = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        running = [rank for rank in alive if not self._waiting[rank]]
+        are_waited_for = len(running) < len(alive) or any(error is not None for error in errors)
+        return running if are_waited_for and self.watch.hung(running) else []
+
+    def _give_up(
+        self, hung: Sequence[int], threads: Sequence[threading.Thread], errors: Sequence[BaseException | None]
+    ) -> list[BaseException | None]:
+        """Let the others end without these ranks."""
+        self.watch.give_up({rank: threads[rank] for rank in hung})
+        for rank in hung:
+            self.depart(rank, failed=True)
+        return self.watch.end(threads, hung, errors)
+
+    @contextmanager
+    def waits(self, rank: int) -> Iterator[None]:
+        """This rank waits; when it need not wait any more, the run has gone on."""
+        self._waiting[rank] += 1
+        try:
+            yield
+            self.watch.moved = time.monotonic()
+        finally:
+            self._waiting[rank] -= 1
+
+    @contextmanager
+    def computing(self, rank: int) -> Iterator[None]:
+        """One rank at a time; another may hang over it."""
+        with self.waits(rank):
+            while not self.compute_lock.acquire(timeout=_LOOK_S):
+                if self.watch.failure is not None:
+                    raise Lost(f"rank {rank}: {self.watch.failure}")
+        try:
+            yield
+        finally:
+            self.compute_lock.release()
 
     def depart(self, rank: int, failed: bool) -> None:
         """This rank is gone: whoever waits for it is told."""
@@ -275,7 +323,7 @@ class MemoryCommunicator(Communicator):
     def recv(self, deadline_s: float | None = None) -> Message:
         world, limit = self._world, self.deadline_s if deadline_s is None else deadline_s
         inbox = world.inboxes[self.rank]
-        with world.changed:
+        with world.waits(self.rank), world.changed:
             if not world.changed.wait_for(lambda: bool(inbox), limit):
                 raise DeadlineExceeded(f"rank {self.rank}: no message from anyone in {limit:g} s")
             message = inbox.popleft()
@@ -289,7 +337,7 @@ class MemoryCommunicator(Communicator):
         def over() -> bool:
             return bool(inbox) or all(h.finished for h in pending) or any(h.error is not None for h in pending)
 
-        with world.changed:
+        with world.waits(self.rank), world.changed:
             if not world.changed.wait_for(over, deadline_s):
                 late = next(h for h in pending if not h.finished)
                 raise DeadlineExceeded(
@@ -303,17 +351,21 @@ class MemoryCommunicator(Communicator):
 
     def _wait(self, handles: Sequence[Handle], deadline_s: float) -> list[Message | None]:
         pending = [h for h in handles if isinstance(h, Pending)]
-        world, until = self._world, time.monotonic() + deadline_s
+        world, began = self._world, time.monotonic()
         parcels = world.parcels.get(self.rank, deque())
-        while not all(h.finished for h in pending) and time.monotonic() < until:
-            if not self._take_parcels():
-                with world.changed:
-                    over = lambda: bool(parcels) or all(h.finished for h in pending)  # noqa: E731
-                    world.changed.wait_for(over, until - time.monotonic())
-        with world.changed:
-            if not all(h.finished for h in pending):
-                late = next(h for h in pending if not h.finished)
-                raise DeadlineExceeded(f"rank {self.rank}: {late.what} did not end in {deadline_s:g} s")
+        with world.waits(self.rank):
+            while not all(h.finished for h in pending):
+                left_s = began + world.watch.patience * deadline_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                if not self._take_parcels():
+                    with world.changed:
+                        over = lambda: bool(parcels) or all(h.finished for h in pending)  # noqa: E731
+                        world.changed.wait_for(over, left_s)
+            with world.changed:
+                if not all(h.finished for h in pending):
+                    late = next(h for h in pending if not h.finished)
+                    raise DeadlineExceeded(f"rank {self.rank}: {late.what} did not end in {deadline_s:g} s")
         for handle in pending:
             if handle.error is not None:
                 raise handle.error
@@ -333,5 +385,5 @@ class MemoryCommunicator(Communicator):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        with self._world.compute_lock:
+        with self._world.computing(self.rank):
             yield

@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 import os
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,12 +31,14 @@ import torch
 from torch import Tensor
 
 from podium.comm.base import DEPARTED, Clock, Communicator, Counters, Handle, Message, Meta, nbytes_of
-from podium.comm.inprocess import Exchanges, Number, Pending, Round, gathered, land, sum_in_order, taken
+from podium.comm.inprocess import Exchanges, Number, Pending, Round, Watch, gathered, land, sum_in_order, taken
 from podium.comm.network import Network, Terrain, make_network
 from podium.comm.schedule import Chain, Key, Running
 from podium.errors import CommError, DeadlineExceeded, Lost
 from podium.generators import several_in_one_process
 
+_LOOK_S = 0.25
+"""How often a virtual world looks for a rank that hangs, by the wall's clock."""
 HEADER_BYTES = 256
 """What a message weighs besides its tensors."""
 
@@ -80,8 +83,12 @@ class VirtualWorld:
         colocated: bool = False,
         hosts: Sequence[int] = (),
         seed: int = 0,
+        deadline_s: float = 300.0,
     ) -> None:
-        """`colocated`: servers live beside workers; `hosts`: beside these alone."""
+        """`colocated`: servers live beside workers; `hosts`: beside these alone.
+
+        `deadline_s`: how long, by the wall's clock, the others wait for a rank that computes.
+        """
         self.cluster, self.seed = cluster, seed
         self.now = 0
         self.members = tuple(range(workers))
@@ -101,6 +108,8 @@ class VirtualWorld:
         self._numbers = 0
         self._seats = {r: _Seat() for r in self.members + self.servers}
         self._over = threading.Event()
+        self.watch = Watch(deadline_s)
+        self._runs: int | None = None  # who has the baton
         self.ranks = [VirtualCommunicator(self, rank) for rank in self.members + self.servers]
 
     def at(self, time: int, rank: int, action: Callable[[], None] | None, order: int = 0) -> None:
@@ -124,20 +133,38 @@ class VirtualWorld:
                     thread.start()
                     self.at(0, rank, None, order=1)
                 self._next()
-                self._over.wait()
+                while not self._over.wait(min(_LOOK_S, self.watch.deadline_s / 8)):
+                    if self._runs is not None and len(threads) > 1 and self.watch.hung([self._runs]):
+                        return self._give_up(self._runs, threads, errors)
                 for thread in threads:
                     thread.join()
         finally:
             os.sched_setaffinity(0, before)
         return errors
 
+    def _give_up(
+        self, rank: int, threads: Sequence[threading.Thread], errors: Sequence[BaseException | None]
+    ) -> list[BaseException | None]:
+        """This rank has had the baton for too long: let the others end without it."""
+        self.watch.give_up({rank: threads[rank]})
+        for other, seat in self._seats.items():
+            if other != rank:
+                seat.gate.release()
+        return self.watch.end(threads, [rank], errors)
+
+    def _check_whole(self, rank: int) -> None:
+        if self.watch.failure is not None:
+            raise Lost(f"rank {rank}: {self.watch.failure}")
+
     def _body(self, rank: int, main: Callable[[], None], errors: list[BaseException | None]) -> None:
         self._seats[rank].gate.acquire()
         try:
+            self._check_whole(rank)
             main()
         except BaseException as error:  # kept for the caller: a thread has nobody above it
             errors[rank] = error
-        self._leave(rank, failed=errors[rank] is not None)
+        if self.watch.failure is None:
+            self._leave(rank, failed=errors[rank] is not None)
 
     def _leave(self, rank: int, failed: bool) -> None:
         """A rank ended: tell the others, and pass the baton for the last time."""
@@ -184,8 +211,10 @@ class VirtualWorld:
     def block(self, rank: int) -> None:
         """Let others run until this rank can go on."""
         seat = self._seats[rank]
+        self._check_whole(rank)
         if self._next(rank) != rank:
             seat.gate.acquire()
+            self._check_whole(rank)
         error, seat.error = seat.error, None
         if error is not None:
             raise error
@@ -200,6 +229,7 @@ class VirtualWorld:
                 event.action()
             elif self._seats[event.rank].alive:
                 self.ranks[event.rank].virtual_clock.catch_up(event.time)
+                self._runs, self.watch.moved = event.rank, time.monotonic()
                 if event.rank != me:
                     self._seats[event.rank].gate.release()
                 return event.rank
