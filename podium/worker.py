@@ -183,6 +183,8 @@ class Worker:
         """This worker has seen that the phase is over; it says so with its next exchange."""
         self.switch_agreed = False
         """The workers agreed to end the stretch here, and to go on with the next phase."""
+        self.stretch = (-1, 0)
+        """Names the present stretch of training with servers: the generation, and which one of it."""
         self.next_lease: Meta | None = None
         """What to train on next, where a server has said so already."""
         self.lease_done = -1

@@ -91,6 +91,9 @@ def meet(worker: Worker, unit_bytes: int, weights: Sequence[float] | None = None
     versions = [[0] * len(layout.units) for layout in layouts]
     worker.outgoing.memory.forget()
     worker.next_lease, worker.lease_done = None, -1
+    generation, number = worker.stretch  # all members begin a generation together, and each of its stretches
+    now = worker.comm.generation
+    worker.stretch = (now, number + 1 if generation == now else 0)
     return Served(layouts, versions, [[span_of(worker.flat, r) for r in layout.ranges] for layout in layouts])
 
 
@@ -101,6 +104,7 @@ def common_work(worker: Worker, unit_bytes: int, weights: Sequence[float] | None
     """What servers need to know of a stretch, whatever the strategy."""
     comm = worker.comm
     return {
+        "stretch": list(worker.stretch),
         "workers": list(comm.workers),
         "addresses": list(comm.addresses.items()),
         "servers": list(comm.servers),

@@ -10,6 +10,7 @@ ranges only; the restored server says in its records how many updates that were,
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +62,8 @@ class Copies:
         self.sent = self.acknowledged = self._whole_at = 0
         self._acks: dict[int, int] = {}
         self._twins: dict[int, _Twin] = {}
+        self._life = int.from_bytes(os.urandom(6))
+        """Tells this server from the one whose place it took: acknowledgements to that one are not for this one."""
         self._place: Place | None = None  # where the next parcel to the copies begins; None: they have all
         self._later: list[tuple[Meta, list[Tensor], int]] = []  # what moved since in units that they have, numbered
         self._parcel_acks: set[int] = set()  # holders from which the last parcel's acknowledgement is missing
@@ -109,6 +112,7 @@ class Copies:
         self._send(kind, {**meta, "number": self.sent}, body)
 
     def _send(self, kind: str, meta: Meta, body: Sequence[Tensor]) -> None:
+        meta = {**meta, "stretch": self.server.stretch, "life": self._life}
         for holder in self.holders:
             try:
                 self.server.comm.send(holder, kind, meta, body)
@@ -157,6 +161,8 @@ class Copies:
             self._place = unit, 0
 
     def _mirrored(self, message: Message) -> None:
+        if message.meta["life"] != self._life:
+            return  # it speaks of what the lost one has sent whose place this server took
         self._parcel_acks.discard(message.source)
         self._acks[message.source] = max(self._acks.get(message.source, 0), message.meta["number"])
         self._go_on()
@@ -196,10 +202,19 @@ class Copies:
             twin.assembly = Assembly()
             return
         _load(shard, state)
-        self.server.tell(message.source, "mirrored", {"number": message.meta["number"]})
+        self._acknowledge(message)
+
+    def _acknowledge(self, message: Message) -> None:
+        meta = {"number": message.meta["number"], "life": message.meta["life"]}
+        self.server.tell(message.source, "mirrored", meta)
+
+    def _twin_of(self, message: Message) -> _Twin | None:
+        """The copy that a message speaks of; none where that is of another stretch."""
+        twin = self._twins.get(message.source)
+        return twin if twin is not None and twin.seed.get("stretch") == message.meta["stretch"] else None
 
     def _mirror_parcel(self, message: Message) -> None:
-        twin, meta = self._twins.get(message.source), message.meta
+        twin, meta = self._twin_of(message), message.meta
         if twin is not None and twin.assembly is not None:
             for unit, kept in twin.assembly.take(meta, message.body):
                 twin.shard.load_unit(unit, kept)
@@ -208,11 +223,11 @@ class Copies:
             twin.facts.update({key: meta[key] for key in ("updates", "cursor")})
             if twin.assembly.expects is None:
                 twin.assembly = None
-        self.server.tell(message.source, "mirrored", {"number": meta["number"]})
+        self._acknowledge(message)
 
     def _mirror(self, message: Message) -> None:
         message = unfold(message)
-        twin, meta = self._twins.get(message.source), message.meta
+        twin, meta = self._twin_of(message), message.meta
         if twin is not None:
             unit, version = meta["unit"], meta["version"]
             twin.shard.step(unit, message.body, meta["options"], meta["unused"], version)
@@ -220,7 +235,7 @@ class Copies:
             twin.facts.update({key: meta[key] for key in ("updates", "cursor")})
             for start, stop in meta["spans"]:
                 twin.facts["once"][unit].add((start, stop))
-        self.server.tell(message.source, "mirrored", {"number": meta["number"]})
+        self._acknowledge(message)
 
     def _replica(self, message: Message) -> None:
         """A neighbour was replaced and asks for what we kept of it."""

@@ -140,6 +140,7 @@ class Server:
         self._look_s = None if tell_awaits is None else min(_LOOK_S, comm.deadline_s / 8)
         self._look_at = 0.0
         self._late: dict[int, float] = {}  # since when this server waits for a worker, in vain so far
+        self._not_yet: list[Message] = []  # of other servers, where the stretch has begun that is to begin here
         self._taking: set[int] = set()
         """Workers that are taking this server's state home, part by part."""
         self._seeds: list[Message] = []  # those that wait for them
@@ -180,6 +181,21 @@ class Server:
             self.take_up(self._next())
         self.lanes.close()
         self.copies.close()
+
+    @property
+    def stretch(self) -> list[int] | None:
+        """Names the present stretch; stretches come in the order of their names. None where the seed has no name."""
+        named: list[int] | None = self.seed_meta.get("stretch")
+        return named
+
+    def _is_of_another_stretch(self, message: Message) -> bool:
+        """Whether another server speaks of a stretch that is over here, or has not begun here yet."""
+        theirs, mine = message.meta.get("stretch"), self.stretch
+        if theirs is None or mine is None or theirs == mine:
+            return False
+        if theirs > mine:
+            self._not_yet.append(message)
+        return True
 
     def take_up(self, message: Message) -> None:
         """Do what one message asks for."""
@@ -279,7 +295,7 @@ class Server:
     def tell(self, server: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
         """One way, to another server; one that is being replaced hears it no more, and asks when it is back."""
         with contextlib.suppress(Lost):
-            self.comm.send(server, kind, meta, body)
+            self.comm.send(server, kind, {**meta, "stretch": self.stretch}, body)
 
     def answer(self, message: Message, meta: Meta, body: Sequence[Tensor] = (), more: bool = False) -> None:
         """Reply, to one that may be gone by now."""
@@ -289,6 +305,9 @@ class Server:
     # A stretch begins.
 
     def _seed(self, message: Message) -> None:
+        named, mine = message.meta.get("stretch"), self.stretch
+        if named is not None and mine is not None and named[0] != mine[0]:
+            self._taking.clear()  # all regrouped meanwhile: nobody takes the rest
         self._taking.discard(message.source)
         if self._taking:  # others still take the last stretch's state home
             self._seeds.append(message)
@@ -305,6 +324,9 @@ class Server:
         self.copies.begin()
         self.answer(message, facts)
         self._departures_before()
+        waiting, self._not_yet = self._not_yet, []
+        for word in waiting:
+            self.take_up(word)
 
     def _seed_by_parcels(self, message: Message) -> None:
         """A part of a seed. Where it does not go on with what is here, the worker is told from where to go on."""
@@ -546,6 +568,8 @@ class Server:
 
     def _which(self, message: Message) -> None:
         """The first server was restored and asks what is applied here."""
+        if self._is_of_another_stretch(message):
+            return
         self._questions.append(message)
         self._answer_questions()
 
@@ -560,7 +584,7 @@ class Server:
                 self._questions.append(message)
 
     def _applied(self, message: Message) -> None:
-        if self._inquiry is not None:
+        if self._inquiry is not None and not self._is_of_another_stretch(message):
             self._inquiry.answered(message.source, message.meta["question"], message.meta["edges"])
             self._learn()
 
@@ -760,11 +784,14 @@ class Server:
         self.serve_parked()
 
     def _word(self, message: Message) -> None:
-        self.intake.hear(message)
+        if not self._is_of_another_stretch(message):
+            self.intake.hear(message)
 
     def _hello(self, message: Message) -> None:
         """Another server was restored, and knows nothing of what it missed."""
         self.copies.renew(message.source)
+        if self._is_of_another_stretch(message):
+            return
         self.intake.hear(message)
         if self._inquiry is not None:
             self._ask(only=message.source)

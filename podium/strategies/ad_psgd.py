@@ -91,6 +91,9 @@ class ADPSGD(Strategy[PairState]):
     def init(self, worker: Worker) -> PairState:
         need_dense(worker, self.name)
         comm = worker.comm
+        most, size = comm.message_bytes, sum(p.nbytes for p in worker.params)
+        if most is not None and size > most:
+            raise ConfigError(f"{self.name}: all parameters go in one message of at most {most} bytes, got {size}")
         if comm.index == 0:
             comm.wait(comm.call(comm.servers[0], "seed", self._work(worker)))
         draws = np.random.default_rng([worker.turn.seed, worker.position, comm.rank])

@@ -24,6 +24,7 @@ from podium.data.order import GlobalOrder
 from podium.errors import ConfigError
 from podium.feed import make_feed
 from podium.measure.records import Recorder
+from podium.strategies.ad_psgd import ADPSGD
 from podium.strategies.async_elastic import AsyncElastic
 from podium.strategies.async_local_sgd import AsyncLocalSGD
 from podium.strategies.base import Strategy
@@ -170,3 +171,11 @@ def test_settings_that_are_numpys_numbers_are_numbers_on_servers_too(kind: str) 
     plain = train(toy(optimizer=partial(plain_settings, kind=kind), clip_norm=0.5), strategy, 2)
     for one, other in zip(theirs, plain, strict=True):
         assert_close(one.state, other.state)
+
+
+def test_parameters_that_no_message_can_hold_are_refused_where_workers_average_in_pairs() -> None:
+    task = toy(model=wide)
+    settings = RunConfig(task=task.name, workers=2, eval_every=0)
+    job = Job(settings, task, ADPSGD(), None, task_is_named=False)
+    first, second, _ = Real(limits=SMALL).run(partial(refused, job=job), 2, 1)
+    assert first == second == "ad-psgd: all parameters go in one message of at most 16384 bytes, got 64012"
