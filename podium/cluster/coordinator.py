@@ -174,6 +174,13 @@ class Coordinator:
             if member.active and member.rank != but:
                 self._send(member, "ended", {"why": why})
 
+    def see_off(self, limit_s: float) -> None:
+        """Wait until all ranks have hung up, as they do last of all; not longer than this."""
+        until = time.monotonic() + limit_s
+        while self._channel.peers and time.monotonic() < until:
+            with contextlib.suppress(DeadlineExceeded):
+                self._channel.recv(_POLL_S)
+
     def close(self) -> None:
         self._channel.close()
 

@@ -168,14 +168,16 @@ def _tampered(what: str) -> ConfigError:
 def removed_with_this_process(folder: Path) -> Iterator[None]:
     """Have the folder removed also if this process is killed, which under torchrun is how ranks end.
 
-    A shell waits for the end of a pipe, which comes when this process is gone, whatever ended it.
+    A shell waits for the end of a pipe, which comes when this process is gone, whatever ended it. It then gives the
+    other ranks a moment to notice and end: as long as one lives, it makes its socket's folder again.
     """
-    words = ("/bin/sh", "-c", 'read -r _; rm -rf -- "$0"', str(folder))
+    words = ("/bin/sh", "-c", 'read -r _ || sleep 1; rm -rf -- "$0"', str(folder))
     quiet = subprocess.DEVNULL
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as waiting:
         try:
             yield
         finally:
             assert waiting.stdin is not None
+            waiting.stdin.write(b"\n")
             waiting.stdin.close()
             waiting.wait(timeout=_CLEAN_S)

@@ -50,6 +50,9 @@ from podium.measure.records import Recorder, merge_records, to_json
 from podium.notices import notices
 from podium.strategies import make_strategy
 
+_LEAVE_S = 5.0
+"""How long the other ranks may take to hang up once the run is over."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
@@ -275,6 +278,7 @@ class _Rank:
 
     def _conclude(self, coordinator: Coordinator) -> None:
         self._watch.join(timeout=self.job.config.deadline_s)
+        coordinator.see_off(_LEAVE_S)  # or ranks that are still here would make the private folder again
         coordinator.close()
         self._recorder.close()
         assert self.job.run_dir is not None

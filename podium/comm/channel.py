@@ -147,6 +147,11 @@ class Channel:
             self._addresses.update({rank: address for rank, address in addresses.items() if rank != self.rank})
 
     @property
+    def peers(self) -> frozenset[int]:
+        """Those with whom there is a connection."""
+        return frozenset(self._links)
+
+    @property
     def address_book(self) -> Mapping[int, Address]:
         """Where the others listen, as far as is known."""
         return dict(self._addresses)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,22 @@ def listening_ports(pids: set[int]) -> list[int]:
     return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in sockets]
 
 
+@contextmanager
+def at_gate(folder: Path, count: int, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A run under torchrun whose rank 0 waits in its third step; killed if the test fails meanwhile."""
+    gate, asked = Gate(folder), {"task.faults": Faults().gate(0, step=3), "task.gate": folder, "out": folder / "runs"}
+    agent = ("-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-port", str(free_port()))
+    run = start(*agent, "-m", "podium.node", "--task", TASK, *words, *settings({**FIELDS, "deadline_s": 90.0, **asked}))
+    try:
+        gate.wait_until_reached(90)
+        yield run
+    except BaseException:
+        os.killpg(run.pid, signal.SIGKILL)
+        raise
+    finally:
+        gate.open()
+
+
 @pytest.fixture
 def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PODIUM_SECRET", "PODIUM_SECRET_FILE"):
@@ -91,21 +108,11 @@ def test_another_user_of_the_machine_reaches_nothing_of_a_run_without_a_given_se
     tmp_path: Path, own_temporary_folder: Path
 ) -> None:
     own_temporary_folder.chmod(0o755)  # as /tmp is: others may look into it
-    gate = Gate(tmp_path)
-    asked = {"task.faults": Faults().gate(0, step=3), "task.gate": tmp_path, "out": tmp_path / "runs"}
-    agent = ("-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", str(free_port()))
-    words = ("-m", "podium.node", "--task", TASK, "--strategy", "parameter-server", *settings({**FIELDS, **asked}))
-    run = start(*agent, *words)
-    try:
-        gate.wait_until_reached()
+    with at_gate(tmp_path, 3, "--strategy", "parameter-server") as run:
         ports = listening_ports(leftovers.children_of(run.pid))
-        stranger = subprocess.run(
-            [sys.executable, "-c", STRANGER.format(nobody=NOBODY), str(own_temporary_folder), json.dumps(ports)],
-            capture_output=True, text=True, timeout=60, check=False, cwd=ROOT,
-        )  # fmt: skip
+        words = [sys.executable, "-c", STRANGER.format(nobody=NOBODY), str(own_temporary_folder), json.dumps(ports)]
+        stranger = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
         assert stranger.returncode == 0, stranger.stderr
-    finally:
-        gate.open()
     code, _, err = finish(run)
     assert code == 0, err
     found = json.loads(stranger.stdout)
@@ -115,16 +122,9 @@ def test_another_user_of_the_machine_reaches_nothing_of_a_run_without_a_given_se
 
 @pytest.mark.usefixtures("no_secret")
 def test_the_private_folder_goes_also_when_rank_0_is_killed(tmp_path: Path, own_temporary_folder: Path) -> None:
-    gate = Gate(tmp_path)
-    asked = {"task.faults": Faults().gate(0, step=3), "task.gate": tmp_path, "out": tmp_path / "runs"}
-    agent = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    run = start(*agent, "-m", "podium.node", "--task", TASK, *settings({**FIELDS, **asked}))
-    try:
-        gate.wait_until_reached()
+    with at_gate(tmp_path, 2) as run:
         assert len(list(own_temporary_folder.glob("podium-*"))) == 1
-    finally:
         run.send_signal(signal.SIGTERM)
-        gate.open()
     finish(run)  # and that nothing is left is checked after every test
 
 
