@@ -16,5 +16,6 @@ BENCHES: dict[str, str] = {
     "fuzz": "podium.bench.fuzz:bench_fuzz",
     "uneven": "podium.bench.uneven:bench_uneven",
     "claims": "podium.bench.claims:bench_claims",
+    "soak": "podium.bench.soak:bench_soak",
 }
 """Name to `module:function`; each takes peers, rounds and its own options, and returns one JSON document."""
