@@ -10,8 +10,8 @@ workers, as real processes of `podium train`, once per strategy. Every `every_s`
 
 and, from the last record of the first worker, how many steps that worker has made. A row has the Theil-Sen slope over
 the samples behind the first third of the steps (buffers and caches fill before), in bytes per step, with its 95 %
-interval. What a run need not keep must be flat: its slope stays within `limit`, or its growth over all steps within
-what allocators move by themselves (`_SLACK_BYTES`). Records are kept by design: their slope is printed, and the ratio
+interval. What a run need not keep must be flat: its slope, or its growth over all steps, stays
+within `BOUNDS`. Records are kept by design: their slope is printed, and the ratio
 of the slopes in the second and the first half says whether growth is linear.
 
 When training is over the launcher merges and sums up all records. `end` compares its peak memory with what it had
@@ -45,8 +45,6 @@ STRATEGIES = (
     "parameter-server:mode=async;servers=2;replicas=2",
     "local-sgd",
 )
-MEMORY_LIMIT = 4.0
-"""Bytes per step that a process may grow by: a leak of one small Python object per step is ten times as much."""
 END_LIMIT = 64.0
 """Bytes per record that the launcher may need while it merges and sums up: one 8-byte number per step and field."""
 
@@ -62,9 +60,23 @@ _FOLDERS = {"records": "records", "server snapshots": "servers", "checkpoints": 
 class Look(NamedTuple):
     """How a run is watched."""
 
+    checkpoint_every: int
+    """Steps between checkpoints; a server forgets its pushes at each, so none shows what a server keeps."""
     every_s: float
     limit_s: float
     """The longest that it may take."""
+
+
+class Bound(NamedTuple):
+    """How much may grow that a run need not keep."""
+
+    per_step: float
+    slack: int
+    """Growth over the whole run that counts as none."""
+
+
+BOUNDS = {"memory": Bound(4.0, _SLACK_BYTES), "open files": Bound(0.0, 4), "disk": Bound(0.1, 64 << 10)}
+"""By what is looked at. A leak of one small Python object per step is ten times the bound of memory."""
 
 
 class Sample(NamedTuple):
@@ -85,12 +97,13 @@ def bench_soak(
     strategies: tuple[str, ...] = STRATEGIES,
     workers: int = 2,
     by_workers: tuple[int, ...] = (2, 4, 8),
+    checkpoint_every: int = 0,
     every_s: float = 0.5,
     limit_s: float = 3600.0,
 ) -> dict[str, Any]:
     """A row per strategy and thing that could grow; `holds` is whether all that should be flat is.
 
-    `steps`: of each strategy. `by_workers`: sizes of the short runs; none where it is empty. `every_s`: how often the
+    `steps`: of each strategy. `by_workers`: sizes of the short runs; a single one: none. `every_s`: how often the
     bench looks. `limit_s`: the longest that one run may take. There are no rounds: every strategy runs once.
     """
     for peer in peers:
@@ -102,7 +115,7 @@ def bench_soak(
             "bench soak: steps must be at least 100, workers at least 1, every_s and limit_s above 0, "
             f"got {steps}, {workers} (by_workers {by_workers}), {every_s} and {limit_s}"
         )
-    look = Look(every_s, limit_s)
+    look = Look(checkpoint_every, every_s, limit_s)
     arms = [_soak(strategy, steps, workers, look) for strategy in strategies]
     document: dict[str, Any] = {"bench": "soak", "steps": steps, "workers": workers, "arms": arms}
     if len(by_workers) > 1:
@@ -134,7 +147,7 @@ def _watched(strategy: str, steps: int, workers: int, run_dir: Path, look: Look)
     settings = {"run_dir": run_dir, "eval_every": 0, "task.hidden": "[]", "task.samples": 500, "threads": 1}
     command = [sys.executable, "-m", "podium", "train", "regression", "--json", "--quiet", "--strategy", strategy]
     command += ["--workers", str(workers), "--steps", str(steps), "--epochs", str(epochs)]
-    command += ["--batch-size", str(batch_size), "--checkpoint-every", str(max(1, steps // 10))]
+    command += ["--batch-size", str(batch_size), "--checkpoint-every", str(look.checkpoint_every)]
     command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     output = run_dir.parent / "output"
     began = time.monotonic()
@@ -229,9 +242,8 @@ def grown(samples: Sequence[Sample], steps: int) -> list[dict[str, Any]]:
             half = len(points) // 2
             row["second_half_to_first"] = slope_of(points[half:])[0] / max(1e-9, slope_of(points[: half + 1])[0])
         else:
-            limit = MEMORY_LIMIT if not what.startswith("open files") else 0.0
-            slack = _SLACK_BYTES if not what.startswith("open files") else 4
-            row["holds"] = slope <= limit or slope * (points[-1][0] - points[0][0]) <= slack
+            bound = BOUNDS[what.partition(" of ")[0]]
+            row["holds"] = slope <= bound.per_step or slope * (points[-1][0] - points[0][0]) <= bound.slack
         rows.append(row)
     return rows
 

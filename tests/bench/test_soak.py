@@ -44,6 +44,11 @@ def test_open_files_may_not_grow_at_all() -> None:
     assert row_of(grown(leaking, STEPS), "open files of rank 0")["holds"] is False
 
 
+def test_snapshots_that_remember_every_push_are_found() -> None:
+    growing = [s._replace(values={"disk of server snapshots": 2000 + s.steps * 16}) for s in samples(x=0)]
+    assert row_of(grown(growing, STEPS), "disk of server snapshots")["holds"] is False
+
+
 def test_records_are_kept_and_their_growth_is_linear_or_not() -> None:
     linear = [s._replace(values={"disk of records": s.steps * 200}) for s in samples(x=0)]
     square = [s._replace(values={"disk of records": s.steps**2 // 1000}) for s in samples(x=0)]
