@@ -103,8 +103,9 @@ def bench_soak(
 ) -> dict[str, Any]:
     """A row per strategy and thing that could grow; `holds` is whether all that should be flat is.
 
-    `steps`: of each strategy. `by_workers`: sizes of the short runs; a single one: none. `every_s`: how often the
-    bench looks. `limit_s`: the longest that one run may take. There are no rounds: every strategy runs once.
+    `steps`: of each strategy. `strategies`: as `podium train` has them, with `;` between their options. `by_workers`:
+    sizes of the short runs; a single one means none. `checkpoint_every`: steps. `every_s`: how often the bench looks.
+    `limit_s`: the longest that one run may take. There are no rounds: every strategy runs once.
     """
     for peer in peers:
         raise UnknownName("peer of bench soak", peer, ())
@@ -145,7 +146,8 @@ def _watched(strategy: str, steps: int, workers: int, run_dir: Path, look: Look)
     """Run `podium train` and look at it until it ends; what it printed is in the error where it fails."""
     epochs, batch_size = 1_000_000, 4 * workers  # `steps` ends the run
     settings = {"run_dir": run_dir, "eval_every": 0, "task.hidden": "[]", "task.samples": 500, "threads": 1}
-    command = [sys.executable, "-m", "podium", "train", "regression", "--json", "--quiet", "--strategy", strategy]
+    command = [sys.executable, "-m", "podium", "train", "regression", "--json", "--quiet", "--strategy"]
+    command.append(strategy.replace(";", ","))
     command += ["--workers", str(workers), "--steps", str(steps), "--epochs", str(epochs)]
     command += ["--batch-size", str(batch_size), "--checkpoint-every", str(look.checkpoint_every)]
     command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
