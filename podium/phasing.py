@@ -298,6 +298,17 @@ class Phasing:
                 f"trigger {self.phase.until}: what it remembers must be plain JSON values: {error}"
             ) from error
 
+    def starts_over(self, state: Mapping[str, Any]) -> str:
+        """What to tell the user where a checkpoint was made with other phases; empty where it was not."""
+        before, now = list(state["plan"]), [phase.text for phase in self._plan.phases]
+        if before == now or max(len(before), len(now)) == 1:
+            return ""
+        phase = min(int(state["turn"]), len(before) - 1) + 1
+        return (
+            f"was made in phase {phase} of '{' | '.join(before)}'; this run has the phases '{' | '.join(now)}' and "
+            "begins with its first"
+        )
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` says; a run with other phases begins with its first."""
         if list(state["plan"]) != [phase.text for phase in self._plan.phases]:

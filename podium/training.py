@@ -391,6 +391,8 @@ class Training:
         except (KeyError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{found.path} does not fit task {self.job.task.name}: {error}") from error
         if "phasing" in shared:  # older checkpoints have none
+            if self.comm.index == 0 and (said := self.phasing.starts_over(shared["phasing"])):
+                self.control.progress({"event": "warning", "text": f"{found.path}: {said}"})
             self.phasing.load_state(shared["phasing"])
             self.feed = self._make_feed()
         if shared.get("strategy") != type(self.strategy).__name__:

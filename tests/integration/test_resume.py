@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import podium
 from podium.checkpoint import find_checkpoint
 from podium.config import RunResult
 from podium.errors import CheckpointError, RankFailed
@@ -152,3 +154,18 @@ def test_servers_of_a_phase_that_never_came_end_with_the_run(tmp_path: Path, pla
     result = train(tmp_path, Faults().kill(0, step=5), workers=3, strategy=strategy, deadline_s=LONG_S)
     assert time.monotonic() - began < LONG_S / 2
     assert result.status == "finished" and result.lost == [0]
+
+
+@pytest.mark.parametrize("launcher", ["threads", "local"])
+def test_a_checkpoint_of_other_phases_is_told_of_before_its_run_begins_anew(tmp_path: Path, launcher: str) -> None:
+    def events_of(strategy: str, folder: str, **options: Any) -> list[str]:
+        said: list[dict[str, Any]] = []
+        given = {"strategy": strategy, "workers": 2, "launcher": launcher, "run_dir": tmp_path / folder, **options}
+        podium.train("digits-mlp", epochs=2, on_event=said.append, **given)
+        return [event["text"] for event in said if event["event"] == "warning"]
+
+    assert events_of("all-reduce until epoch:at=1 | local-sgd", "first", steps=30) == []
+    (warning,) = events_of("all-reduce until epoch:at=1.5 | local-sgd", "other", resume=str(tmp_path / "first"))
+    assert "was made in phase 2 of 'all-reduce until epoch:at=1 | local-sgd'" in warning
+    assert "begins with its first" in warning
+    assert events_of("all-reduce until epoch:at=1 | local-sgd", "same", resume=str(tmp_path / "first")) == []
