@@ -52,16 +52,14 @@ class _Engine:
             self.optimizer.param_groups[piece.group]["params"].append(p)
         for group in self.optimizer.param_groups:
             group["foreach"] = False  # with it, torch's Nesterov momentum writes to the gradients, which are not ours
-        self.groups = groups_of(ranges)
+        self._own_groups = [self.optimizer.param_groups[g] for g in groups_of(ranges)]
         nowhere = [torch.zeros_like(p) for p in params]
         self.fast = FlatOptimizer(self.optimizer, self.parts, self.pieces, params, nowhere)
 
     def _options(self, options: Options) -> Iterable[tuple[dict[str, Any], Meta]]:
         """The groups that have parameters here, with what is given for each; it may be given for all there are."""
-        mine = [self.optimizer.param_groups[g] for g in self.groups]
-        if len(options) == len(mine):
-            return zip(mine, options, strict=True)
-        return zip(self.optimizer.param_groups, options, strict=True)
+        own = len(options) == len(self._own_groups)
+        return zip(self._own_groups if own else self.optimizer.param_groups, options, strict=True)
 
     def step(
         self, grads: Sequence[Tensor], options: Options, unused: Collection[int], out: Sequence[Tensor] | None = None
