@@ -3,14 +3,18 @@
 Buffers are looked up each time they are needed, never kept: a forward pass may assign a new tensor to a buffer's name
 (`self.ema = 0.9 * self.ema + …`), add a buffer, remove one, or change its shape or dtype.
 
-Workers exchange floating-point buffers only. A mean is weighted by the samples that each worker has seen; a worker that
-has seen none is left out. What all workers hold alike stays as it is, in bits, masks of -inf included: a buffer in
-single precision times a whole number is exact in double precision, and buffers in double precision travel in two parts
-that are.
+Workers exchange floating-point and complex buffers only. A mean is weighted by the samples that each worker has seen; a
+worker that has seen none is left out. What all workers hold alike stays as it is, in bits, masks of -inf included: a
+buffer in single precision times a whole number is exact in double precision, and buffers in double precision travel in
+two parts that are.
 
 The size of an exchange is fixed by what the workers last agreed on. A worker whose buffers have changed in name, shape
 or dtype since then says so with a NaN in a place where none can be, and all workers agree anew. So the usual case takes
 no exchange more.
+
+A frozen parameter may be a buffer in all but name: a codebook, a teacher, prototypes that a forward pass writes into.
+Workers compare theirs whenever buffers are averaged, and average those that differ. A backbone that nobody touches is
+read, and not sent.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from torch import Tensor, nn
 
 from podium.comm.base import Communicator
 from podium.comm.words import share_bytes
-from podium.errors import TrainingError
+from podium.errors import ConfigError, TrainingError
 
 _CHANGED = 0x7FF8706F6469756D
 """The bits of a NaN that no computation makes: the first worker's buffers are not what the workers agreed on."""
@@ -41,11 +45,12 @@ class Form(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return torch.Size(self.shape).numel()
+        """Real numbers in it."""
+        return torch.Size(self.shape).numel() * (2 if self.dtype.startswith("complex") else 1)
 
     @property
     def is_double(self) -> bool:
-        return self.dtype == "float64"
+        return self.dtype in ("float64", "complex128")
 
 
 Forms = tuple[Form, ...]
@@ -83,11 +88,13 @@ class Buffers:
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self._model, self._comm = model, comm
+        if comm.size > 1:
+            _refuse_sparse(model)
         self._first = self._agreed = _forms(self.floating())
 
     def floating(self) -> list[tuple[str, Tensor]]:
-        """Floating-point buffers as they are now, by name."""
-        found = [(name, b) for name, b in self._model.named_buffers() if b.is_floating_point()]
+        """Floating-point and complex buffers as they are now, by name."""
+        found = [(name, b) for name, b in self._model.named_buffers() if _is_number(b)]
         return sorted(found, key=lambda each: each[0])  # a buffer that is registered anew comes last in its module
 
     def forget_agreement(self) -> None:
@@ -115,7 +122,7 @@ class Buffers:
         mine, first = self._matching(), self._comm.workers[0]
         if not self._agreed:
             return
-        parts = [b.detach().reshape(-1).to(torch.float64).cpu() for _, b in mine or ()]
+        parts = [_reals(b) for _, b in mine or ()]
         joined = (
             torch.cat(parts) if mine is not None else torch.empty(sum(form.numel for form in self._agreed)).double()
         )
@@ -131,6 +138,24 @@ class Buffers:
             self._adopt(self._agreed)
         self._scatter(self.floating(), joined)
         return None
+
+    def mean_frozen(self, samples: int) -> None:
+        """Frozen parameters that differ between the workers become their mean, weighted by samples. Collective."""
+        frozen = [p for p in self._model.parameters() if not p.requires_grad and _is_number(p) and _has_bits(p)]
+        if not frozen:
+            return
+        rows = self._comm.gather_aside(torch.tensor([samples, *map(bits_added_up, frozen)], dtype=torch.int64))
+        unequal = (rows[:, 1:] != rows[0, 1:]).any(dim=0).tolist()
+        written = [p for p, differs in zip(frozen, unequal, strict=True) if differs]
+        total = int(rows[:, 0].sum())
+        if not written or total == 0:
+            return
+        joined = torch.cat([_reals(p) for p in written])
+        joined = joined * samples if samples else torch.full_like(joined, -0.0)
+        self._comm.wait(self._comm.all_reduce(joined))
+        counts = [_form("", p).numel for p in written]
+        for p, part in zip(written, (joined / total).split(counts), strict=True):
+            p.data.copy_(_from_reals(part, p))
 
     # Inside.
 
@@ -157,7 +182,7 @@ class Buffers:
 
     def _explain_nan(self, mine: Sequence[tuple[str, Tensor]], mean: Tensor, weight: float) -> None:
         """A mean is NaN where a worker holds NaN; where none does, +inf met -inf, which have no mean. Collective."""
-        own = torch.cat([b.detach().reshape(-1).to(torch.float64).cpu() for _, b in mine])
+        own = torch.cat([_reals(b) for _, b in mine])
         has = (own.isnan() & (weight > 0)).to(torch.float32)
         self._comm.wait(self._comm.all_reduce(has))
         unexplained = mean.isnan() & (has == 0)
@@ -169,8 +194,9 @@ class Buffers:
                 )
 
     def _scatter(self, mine: Sequence[tuple[str, Tensor]], joined: Tensor) -> None:
-        for (name, buffer), part in zip(mine, joined.split([b.numel() for _, b in mine]), strict=True):
-            value = part.view(buffer.shape).to(buffer.dtype).to(buffer.device)
+        counts = [_form(name, b).numel for name, b in mine]
+        for (name, buffer), part in zip(mine, joined.split(counts), strict=True):
+            value = _from_reals(part, buffer)
             value = torch.where(value.isnan() & buffer.detach().isnan(), buffer.detach(), value)
             if not same_bits(buffer, value):
                 write(self._model, name, buffer, value)
@@ -283,8 +309,8 @@ def _join(mine: Sequence[tuple[str, Tensor]], agreed: Forms, weight: float) -> T
         return joined
     at, low_at = 0, numel
     for _, buffer in mine:
-        value = buffer.detach().reshape(-1).to(torch.float64).cpu()
-        if buffer.dtype == torch.float64:
+        value = _reals(buffer)
+        if buffer.dtype in (torch.float64, torch.complex128):
             high = (value.view(torch.int64) & ~_LOW_BITS).view(torch.float64)
             low = torch.where(value.isfinite(), value - high, torch.zeros_like(value))
             joined[low_at : low_at + value.numel()] = low * weight
@@ -303,6 +329,43 @@ def _add_low(mean: Tensor, low: Tensor, agreed: Forms) -> None:
             mean[at : at + form.numel] += torch.where(part == 0, torch.full_like(part, -0.0), part)
             low_at += form.numel
         at += form.numel
+
+
+def bits_added_up(tensor: Tensor) -> int:
+    """A number that differs where two tensors of one form do; a change of order within one goes unseen."""
+    found = tensor.detach().contiguous()
+    found = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
+    return int(found.view(_WORDS[found.element_size()]).sum()) if found.numel() else 0
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ConfigError(
+                f"buffer {name}: workers make dense buffers alike, and cannot those of layout {buffer.layout}; keep "
+                "it in a plain attribute of the module, or register its indices and values"
+            )
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    """All real numbers of a tensor, in double precision, on the CPU."""
+    found = tensor.detach().resolve_conj()
+    found = torch.view_as_real(found) if found.is_complex() else found
+    return found.reshape(-1).to(torch.float64).cpu()
+
+
+def _from_reals(part: Tensor, like: Tensor) -> Tensor:
+    """These numbers in the form of another tensor, on its device."""
+    if like.is_complex():
+        return torch.view_as_complex(part.reshape(*like.shape, 2)).to(like.dtype).to(like.device)
+    return part.view(like.shape).to(like.dtype).to(like.device)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -35,7 +35,7 @@ from podium.errors import ConfigError, DataError, PodiumError
 from podium.generators import seed_generators, undrawn
 
 MOST_SAMPLES = 64
-FEWEST_SAMPLES = 8
+FEWEST_SAMPLES = 2
 BUDGET_S = 0.5
 """Once this has passed, no further sample is read, where `FEWEST_SAMPLES` were; workers compare what all have read."""
 WHOLE_BYTES = 8 << 20
@@ -46,7 +46,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 REMEDY = (
     "every rank must make the same data: give splits, shuffles and synthetic data a fixed seed "
     "(train_test_split(…, random_state=0), torch.Generator().manual_seed(0)), read the same files, and hand over the "
-    "whole set: Podium divides it among the workers"
+    "whole set: Podium divides it among the workers; a script makes its data before podium.join, since each rank draws "
+    "numbers of its own from there on"
 )
 
 

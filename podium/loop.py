@@ -248,6 +248,9 @@ class Run:
         if self._buffers == "mean" or (self._buffers == "broadcast" and apart):
             with self._going_on():
                 self.worker.mean_buffers()
+        elif self._buffers == "broadcast":
+            with self._going_on():
+                self.worker.broadcast_frozen()
 
     def _compare(self, data: Any, dataset: Dataset, told: Mapping[str, Any]) -> None:
         """Refuse to go on where ranks have different data, or were told different things. Collective."""

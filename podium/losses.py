@@ -17,7 +17,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from podium.generators import undrawn
 from podium.nests import map_tensors
@@ -55,18 +55,24 @@ def changes_with_cut(
     count = _rows(targets)
     if count < 2 or _rows(outputs) != count or not math.isfinite(float(whole)):
         return None
-    if isinstance(loss, nn.Module) and any(True for _ in loss.buffers()):
-        loss = deepcopy(loss)  # it may keep what it has seen
-    outputs = map_tensors(Tensor.detach, outputs)
+    outputs, tolerance = map_tensors(Tensor.detach, outputs), TOLERANCE.get(whole.dtype, 1e-4)
+    try:
+        with undrawn(loss):
+            loss = deepcopy(loss)  # it may keep what it has seen, or count its calls
+            again = float(loss(outputs, targets))
+    except Exception:  # a user's class may raise anything when it is copied
+        return None
+    if abs(again - float(whole)) > tolerance * max(abs(float(whole)), 1e-12):
+        return None  # it draws numbers, or changes from call to call
     for cut in sorted({count // 2, max(1, count // 4), 1 if count < 4 else 2}):
         parts = [(slice(0, cut), cut), (slice(cut, count), count - cut)]
         try:
             with undrawn(loss):
                 means = [float(loss(_cut(outputs, rows), _cut(targets, rows))) for rows, _ in parts]
                 weights = [float(size if weigh is None else weigh(_cut(targets, rows))) for rows, size in parts]
-        except (RuntimeError, ValueError, IndexError):  # it cannot be taken of fewer samples, or not of these parts
+        except Exception:  # a user's loss may raise anything where it cannot be taken of these parts
             return None
-        text = _judged(float(whole), means, weights, TOLERANCE.get(whole.dtype, 1e-4), weighed=weigh is not None)
+        text = _judged(float(whole), means, weights, tolerance, weighed=weigh is not None)
         if text is not None:
             return text
     return None

@@ -306,6 +306,8 @@ class Training:
         apart = self.strategy.by_rounds or self.strategy.feed != "step"  # they cannot be broadcast before every step
         if self.job.buffers == "mean" or (self.job.buffers == "broadcast" and apart):
             self.worker.mean_buffers()
+        elif self.job.buffers == "broadcast":
+            self.worker.broadcast_frozen()
 
     def _next_horizon(self) -> int:
         every = self.job.config.checkpoint_every

@@ -297,6 +297,7 @@ class Worker:
         """Move the parameters by the reduced gradients: the one place where a synchronous step becomes true."""
         stop, self.step_loss, changed, pause, switch = self.flat.tail.tolist()
         used = self._agree_on_used(changed=changed > 0)
+        self.step_check.compare(self.comm, self.steps_done + 1)
         if not self.outgoing.is_exact:
             # What was left out of a parameter's gradient may come when nobody has used it; not while it is frozen.
             each = zip(self.flat.parameters, used, self.flat.views, strict=True)
@@ -490,10 +491,19 @@ class Worker:
             write(self.model, name, buffer, value)
 
     def mean_buffers(self) -> None:
-        """Average floating-point buffers over the workers, by the samples each has seen since last time. Collective."""
+        """Average floating-point buffers over the workers, by the samples each has seen since last time. Collective.
+
+        Frozen parameters too, where a worker has written into them.
+        """
         if self.comm.size > 1:
             self._buffers.mean(self._samples_since)
+            self._buffers.mean_frozen(self._samples_since)
             self._samples_since = 0
+
+    def broadcast_frozen(self) -> None:
+        """Take the first worker's frozen parameters, where workers have written into theirs. Collective."""
+        if self.comm.size > 1:
+            self._buffers.mean_frozen(int(self.comm.index == 0))
 
     def broadcast_buffers(self) -> None:
         """Take the first worker's floating-point buffers. Collective."""

@@ -110,6 +110,38 @@ def test_trying_changes_no_state_of_the_loss() -> None:
     assert loss.seen == 1 and torch.equal(torch.get_rng_state(), drawn)
 
 
+def test_trying_counts_no_call_of_a_class_of_the_users_own() -> None:
+    class Annealed:
+        calls = 0
+
+        def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            self.calls += 1
+            return F.cross_entropy(outputs, targets)
+
+    loss, (outputs, targets) = Annealed(), outputs_and()
+    assert changes_with_cut(loss, None, outputs, targets, loss(outputs, targets)) is None
+    assert loss.calls == 1
+
+
+def test_a_loss_that_draws_numbers_is_left_alone() -> None:
+    def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs + torch.randn_like(outputs), targets)
+
+    outputs, targets = outputs_and()
+    assert changes_with_cut(noisy, None, outputs, targets, noisy(outputs, targets)) is None
+
+
+@pytest.mark.parametrize("error", [AssertionError, TypeError, KeyError, ZeroDivisionError])
+def test_a_loss_that_refuses_a_part_is_left_alone(error: type[Exception]) -> None:
+    def of_pairs(outputs: Tensor, targets: Tensor) -> Tensor:
+        if len(outputs) % 2:
+            raise error("pairs are wanted")
+        return F.cross_entropy(outputs, targets)
+
+    outputs, targets = outputs_and()
+    assert changes_with_cut(of_pairs, None, outputs, targets, of_pairs(outputs, targets)) is None
+
+
 # In a run.
 
 

@@ -195,6 +195,55 @@ def as_the_batch(model: Averaging, x: Tensor) -> None:
     model.ema = x.sum(dim=1).detach()
 
 
+def complex_average(model: Averaging, x: Tensor) -> None:
+    model.ema = 0.9 * model.ema + 0.1j * x.mean(0)
+
+
+class Codebook(Averaging):
+    """Keeps its moving average in a parameter that nobody trains."""
+
+    def __init__(self, keep: Callable[[Averaging, Tensor], None]) -> None:
+        super().__init__(keep)
+        self.code = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
+
+
+def codes_in_place(model: Averaging, x: Tensor) -> None:
+    with torch.no_grad():
+        model.code.lerp_(x.mean(0), 0.1)
+
+
+def codes_anew(model: Averaging, x: Tensor) -> None:
+    model.code.data = 0.9 * model.code.data + 0.1 * x.mean(0)
+
+
+class Teacher(Acting):
+    """Has a copy of its first layer that follows it, as self-supervised training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(FEATURES, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            for mine, its in zip(self.first.parameters(), self.teacher.parameters(), strict=True):
+                its.data = 0.9 * its.data + 0.1 * mine.data
+        return super().forward(x)
+
+
+class SetByData(Acting):
+    """Takes the first values of a parameter from its first batch, which is another one on each worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.turn == 1 and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.scale.copy_(1 / (x.std(0) + 0.1))
+        return x * self.scale
+
+
 def only_validated(model: Averaging, x: Tensor) -> None:
     pass
 
@@ -288,6 +337,12 @@ def tied_late(model: Acting) -> None:
 def buffer_of_a_parameter() -> nn.Module:
     model = nn.Linear(8, 8)
     model.register_buffer("shown", model.weight.data[2])
+    return model
+
+
+def sparse_buffer() -> nn.Module:
+    model = Acting()
+    model.register_buffer("links", torch.eye(4).to_sparse())
     return model
 
 
@@ -390,6 +445,10 @@ def new_storage_in_backward(p: Tensor) -> None:
 
 def sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def trained_only(model: nn.Module) -> Optimizer:
+    return SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
 def adam(model: nn.Module) -> Optimizer:
@@ -497,6 +556,17 @@ TABLE: dict[str, Row] = {
     "buffers of odd numbers": Row(partial(Averaging, in_place, odd=ODD, thirds=THIRDS), **IDLE),
     "odd numbers, assigned anew": Row(partial(Averaging, reassigned, odd=ODD, thirds=THIRDS)),
     "a buffer whose elements share memory": Row(partial(Averaging, in_place, wide=torch.ones(1).expand(5))),
+    "a complex buffer": Row(partial(Averaging, complex_average, ema=torch.zeros(FEATURES, dtype=torch.complex64))),
+    "a complex buffer in double precision": Row(
+        partial(Averaging, complex_average, ema=torch.zeros(FEATURES, dtype=torch.complex128)), **IDLE
+    ),
+    "a sparse buffer": Row(sparse_buffer, with_others="buffer links: workers make dense"),
+    "a frozen parameter written in place": Row(partial(Codebook, codes_in_place), trained_only),
+    "a frozen parameter written anew": Row(partial(Codebook, codes_anew), trained_only, **IDLE),
+    "a frozen copy that follows": Row(Teacher, trained_only),
+    "a parameter set by a worker's own samples": Row(
+        SetByData, refused={"servers": SERVED}, with_others="scale is not the same on rank", means_other="local-sgd"
+    ),
     "a buffer that only validation changes": Row(partial(TouchedByValidation, only_validated, extra=torch.ones(2))),
     "a buffer as long as the batch": Row(
         partial(Averaging, as_the_batch), task={"batch_size": 11}, with_others="must be alike on all workers"
@@ -614,7 +684,12 @@ def check(world: World, name: str, strategy: str, workers: int) -> None:
         assert held.keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(
-                held[key], value, rtol=1e-5, atol=2e-6, equal_nan=True, msg=lambda m, key=key: f"{key}: {m}"
+                held[key].to_dense(),
+                value.to_dense(),
+                rtol=1e-5,
+                atol=2e-6,
+                equal_nan=True,
+                msg=lambda m, key=key: f"{key}: {m}",
             )
         assert are_training[: len(modes)] == modes
 

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,6 +111,9 @@ class Counters:
 
 class Clock(ABC):
     """Time as the world has it. In a real world time passes by itself; in the virtual one work must be charged."""
+
+    is_simulated: ClassVar[bool] = False
+    """Whether ranks that wait for each other, if only to compare something, change what a run is said to take."""
 
     @abstractmethod
     def now_ns(self) -> int:

@@ -304,6 +304,8 @@ class VirtualWorld:
 class VirtualClock(Clock):
     """One rank's clock: it runs ahead of the world's while the rank computes."""
 
+    is_simulated = True
+
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.local = 0
         self._node = world.node_of[rank]

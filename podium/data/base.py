@@ -123,18 +123,24 @@ def as_dataset(items: Any) -> Dataset:
     if isinstance(items, tuple) and len(items) == 2 and all(isinstance(each, Tensor | np.ndarray) for each in items):
         return ArrayDataset(*items)
     # A tuple holds arrays, a mapping columns: neither is a sequence of samples.
-    holds_samples = hasattr(items, "__len__") and hasattr(items, "__getitem__")
+    streams = _is_a("IterableDataset", items)
+    holds_samples = hasattr(items, "__len__") and hasattr(items, "__getitem__") and not streams
     if holds_samples and not isinstance(items, tuple | Mapping | str | bytes):
         return MapDataset(items)
-    hint = "; hand over what the DataLoader loads from: Podium batches and shuffles" if _is_loader(items) else ""
+    hint = ""
+    if _is_a("DataLoader", items):
+        hint = "; hand over what the DataLoader loads from: Podium batches and shuffles"
+    elif streams:
+        hint = "; a worker reads its own samples by their numbers, which an IterableDataset does not have"
     raise DataError(
         "data must be a Dataset, a pair of arrays (inputs, targets) or a map-style data set whose samples are pairs, "
         f"got {_described(items)}{hint}"
     )
 
 
-def _is_loader(items: Any) -> bool:
-    return any(kind.__name__ == "DataLoader" for kind in type(items).__mro__)
+def _is_a(name: str, items: Any) -> bool:
+    """By the name of a class of PyTorch's, which need not be imported for it."""
+    return any(kind.__name__ == name for kind in type(items).__mro__)
 
 
 def _rows(array: Tensor | np.ndarray, indices: np.ndarray) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from podium.data.base import ArrayDataset, Dataset, MapDataset, as_dataset, read_pair
 from podium.errors import DataError
@@ -51,6 +51,22 @@ NO_DATA: dict[str, Any] = {
 def test_what_holds_no_samples_by_index_is_refused(what: str) -> None:
     with pytest.raises(DataError, match="data must be a Dataset, a pair of arrays"):
         as_dataset(NO_DATA[what])
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return zip(X, Y, strict=True)
+
+
+class StreamOfKnownLength(Stream):
+    def __len__(self) -> int:
+        return len(X)
+
+
+@pytest.mark.parametrize("stream", [Stream, StreamOfKnownLength])
+def test_a_stream_is_refused_and_told_why(stream: type[Stream]) -> None:
+    with pytest.raises(DataError, match="which an IterableDataset does not have"):
+        as_dataset(stream())
 
 
 def test_a_loader_is_refused_with_the_remedy() -> None:
