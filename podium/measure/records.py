@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from podium.errors import RecordError
-from podium.measure.tables import Table
 
 Record = dict[str, Any]
 
@@ -219,6 +218,8 @@ def _in_order(path: Path) -> Iterator[tuple[tuple[int, int], Record]]:
             checked = _checked(row, path, place)
             yield (checked["t_ns"], checked["rank"]), checked
         return
+    from podium.measure.tables import Table  # here: it imports numpy, and `podium --help` writes JSON without
+
     table = Table(5, keys=2, scratch=path.parent)
     for place, row in _rows(path):
         checked = _checked(row, path, place)
