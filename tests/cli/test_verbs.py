@@ -67,9 +67,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunConfig, str, tuple
 
     asked = []
 
-    def run_script(
-        config: RunConfig, script: str, args: tuple[str, ...], on_event: Any = None, stop: Any = None
-    ) -> int:
+    def run_script(config: RunConfig, script: str, args: tuple[str, ...], **_: Any) -> int:
         asked.append((config, script, tuple(args)))
         return 3
 
