@@ -14,6 +14,8 @@ queue behind the messages of the same connection, so an endpoint that expects ma
 from __future__ import annotations
 
 import itertools
+import os
+import select
 import socket
 import ssl
 import threading
@@ -105,6 +107,7 @@ class Channel:
         self._closed = False
         self._met: set[int] = set()
         self._listener, self._inode = self._listen(listen)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)  # shutting a Unix socket down does not end a wait with a timeout
         self.address: Address = address_of(self._listener)
         self._acceptor = threading.Thread(target=self._accept, name=f"podium-accept-{rank}", daemon=True)
         self._acceptor.start()
@@ -117,7 +120,7 @@ class Channel:
 
     def _heal(self) -> None:
         """Listen anew where the name of our Unix socket was removed: those who have not met us yet look for it."""
-        if not self._inode:
+        if not self._inode or self._closed:
             return
         path = Path(self.address.removeprefix("unix:"))
         with suppress(OSError):
@@ -424,13 +427,14 @@ class Channel:
         return link
 
     def _accept(self) -> None:
-        if self._inode:
-            self._listener.settimeout(_HEAL_S)
+        self._listener.settimeout(_HEAL_S)  # whoever dialled may have hung up since, and nobody follows
         while not self._closed:
             try:
+                if not self._is_dialled():
+                    self._heal()
+                    continue
                 plain, _ = self._listener.accept()
             except TimeoutError:
-                self._heal()
                 continue
             except OSError:
                 if not self._closed:
@@ -449,6 +453,14 @@ class Channel:
                 thread = threading.Thread(target=self._admit, args=(sock,), name=name, daemon=True)
                 self._strangers[thread] = sock
                 thread.start()
+
+    def _is_dialled(self) -> bool:
+        """Wait for somebody to dial, for the end, or until it is time to look after the socket's name."""
+        waiting = select.poll()
+        waiting.register(self._listener, select.POLLIN)
+        waiting.register(self._wake, select.POLLIN)
+        ready = [number for number, _ in waiting.poll(_HEAL_S * 1000)]
+        return self._listener.fileno() in ready and not self._closed
 
     def _drop_oldest_stranger(self) -> None:
         """Keep room for one more handshake, so that a crowd that says nothing cannot keep out one that speaks."""
@@ -499,6 +511,7 @@ class Channel:
             links, strangers = list(self._alive), dict(self._strangers)
             self._changed.notify_all()
         self.inbox.close()
+        os.eventfd_write(self._wake, 1)
         for sock in (self._listener, *strangers.values()):
             shut(sock)
         for link in links:
@@ -508,6 +521,8 @@ class Channel:
             link.join(until)
         for thread in (self._acceptor, *strangers):
             thread.join(CLOSE_S)
+        if not self._acceptor.is_alive():
+            os.close(self._wake)
         self._listener.close()
         if self.address.startswith("unix:"):
             with suppress(OSError):  # a cleaner was here before, and something else may have the folder's name

@@ -630,3 +630,16 @@ def test_a_folder_that_is_removed_is_made_again_unless_the_name_was_let_go(
         assert folder.exists() is not let_go
     finally:
         channel.close()
+
+
+@pytest.mark.parametrize("listen", ["unix", "tcp"])
+def test_a_channel_that_closes_does_not_wait_until_it_would_look_after_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listen: str
+) -> None:
+    monkeypatch.setattr("podium.comm.channel._HEAL_S", 3600.0)
+    where = f"unix:{tmp_path}/0" if listen == "unix" else "tcp:127.0.0.1:0"
+    channel = Channel(0, secret=SECRET, listen=where, deadline_s=20.0)
+    before = len(os.listdir("/proc/self/fd"))
+    channel.close()
+    assert not channel._acceptor.is_alive()
+    assert len(os.listdir("/proc/self/fd")) < before
