@@ -33,6 +33,7 @@ from podium.comm.base import DEPARTED, Message, Meta, Traffic
 from podium.comm.frames import Limits, Refused, Sink
 from podium.comm.link import CLOSE_S, ChannelHandle, Inbox, Link, Waiter
 from podium.comm.sockets import (
+    SHORTEST_VANISHED_S,
     VANISHED_S,
     Address,
     Stream,
@@ -85,7 +86,7 @@ class Channel:
             raise ConfigError(f"channel of rank {rank}: deadline_s must be above 0, got {deadline_s}")
         self.rank, self.deadline_s, self.sink, self.arena = rank, deadline_s, sink, arena
         self.sums = sums
-        self.vanished_s = min(VANISHED_S, deadline_s)
+        self.vanished_s = max(SHORTEST_VANISHED_S, min(VANISHED_S, deadline_s))
         """A peer whose host acknowledges nothing for this long has departed."""
         self.limits = limits or Limits()
         self.inbox = Inbox(self.limits)

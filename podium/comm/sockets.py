@@ -101,6 +101,9 @@ def address_of(listener: socket.socket) -> Address:
 
 VANISHED_S = 25.0
 """A host that acknowledges nothing for this long has vanished: its power failed, or the network between broke."""
+SHORTEST_VANISHED_S = 4.0
+"""Below this, a host that lives would count as vanished: a kernel whose buffers are full drops what comes, and whoever
+sent it tries again after 0.2, 0.4, 0.8 s."""
 _CHECKS = 5  # how often whoever receives looks, in that time
 
 

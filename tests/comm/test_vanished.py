@@ -23,7 +23,7 @@ from tests.integration.shaping import needs_root
 
 T = TypeVar("T")
 SECRET = b"a secret of this test"
-LIMIT_S = 2.0
+LIMIT_S = 4.0
 
 
 class Hosts:
