@@ -102,7 +102,7 @@ def test_over_a_fast_network_nothing_is_packed() -> None:
 
 def test_on_loopback_it_stays_off_and_says_why() -> None:
     """With codecs that are summed as gradients are, so that only bytes can make a difference."""
-    spec = "auto:candidates=fp16+power-sgd:rank=4"
+    spec = "auto:candidates=fp16+power-sgd:rank=4,least_gain=2"  # beyond what a busy machine adds
     for worker in train_in(Real(shared=True), task_of(), AllReduce(), 2, codec=spec, steps=2):
         (row,) = records(worker, "codec")
         assert row["chosen"] == ["dense"]

@@ -55,6 +55,7 @@ HEEDED: dict[str, Any] = {
     "deadline_s": 17.0,
     "heartbeat_s": 3.0,
     "start_deadline_s": 50.0,
+    "checksums": True,
     "tls_cert": None,
     "tls_key": None,
     "tls_ca": None,
