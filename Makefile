@@ -11,16 +11,24 @@ PEER_PACKAGES := ray tensorflow-cpu
 MACHINE := tests/bench tests/cluster tests/integration tests/test_doctor.py tests/test_choosing.py
 SLOWEST := --durations=10 --durations-min=5
 
-.PHONY: demo test check bench peers clean
+.PHONY: demo test test-slow test-all check bench peers clean
 
 demo: $(STAMP)
 	$(BIN)/podium demo
 
 # Most tests keep one core busy and run side by side, file by file. Those that look at the whole machine (processes, network
-# namespaces, what it measures) come after them, one by one.
+# namespaces, what it measures) come after them, one by one. `make test` leaves out what is marked slow.
+SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist loadfile $(MACHINE:%=--ignore=%)
+
 test: $(STAMP)
-	$(BIN)/python -m pytest $(SLOWEST) --numprocesses auto --maxprocesses 4 --dist loadfile $(MACHINE:%=--ignore=%)
-	$(BIN)/python -m pytest $(SLOWEST) $(MACHINE)
+	$(BIN)/python -m pytest $(SLOWEST) -m 'not slow' $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest $(SLOWEST) -m 'not slow' $(MACHINE)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest $(SLOWEST) -m slow $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest $(SLOWEST) -m slow $(MACHINE)
+
+test-all: test test-slow
 
 check: $(STAMP)
 	$(BIN)/ruff check

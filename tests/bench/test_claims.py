@@ -15,6 +15,7 @@ def generator(key: int = 0) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key))
 
 
+@pytest.mark.slow
 def test_rates_have_their_counts_interval_and_nominal_value() -> None:
     document = bench_claims(repetitions=12, shapes="normal")
     assert document["repetitions"] == 12 and len(document["rows"]) == 20

@@ -16,6 +16,7 @@ QUICK: dict[str, Any] = {"rounds": 1, "side": 64, "epochs": 1, "seeds": 1}
 SMALL: dict[str, Any] = {"features": 100, "width": 64, "depth": 2}
 
 
+@pytest.mark.slow
 def test_each_codec_has_its_costs_and_its_accuracy_beside_that_of_dense() -> None:
     codecs = ("dense", "fp16", "power-sgd:rank=1")
     document = bench_codecs((), codecs=codecs, link_mbit=0, **QUICK)

@@ -63,6 +63,7 @@ def test_a_launcher_that_loads_all_records_at_the_end_is_found() -> None:
     assert at_end([*run, run[-1]], 600_000)["holds"] is True
 
 
+@pytest.mark.slow
 def test_a_short_run_has_a_row_for_every_process_and_folder() -> None:
     document = bench_soak(steps=1200, strategies=("parameter-server:mode=async",), by_workers=(), every_s=0.02)
     [arm] = document["arms"]

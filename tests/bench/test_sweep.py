@@ -8,6 +8,7 @@ from podium.bench.sweep import bench_sweep
 from podium.errors import ConfigError, UnknownName
 
 
+@pytest.mark.slow
 def test_rows_hold_what_was_measured_and_what_is_absent() -> None:
     found = bench_sweep(
         rounds=1, tasks="digits-mlp", trials="4", arms="eager,graph,fused,processes,mps", seconds=0.02, device="cpu"

@@ -280,6 +280,7 @@ def test_a_script_without_a_main_guard_that_sends_its_task_is_told_so(tmp_path: 
     assert len(os.listdir(tmp_path / "runs")) == 1  # the ranks began no runs of their own
 
 
+@pytest.mark.slow
 def test_the_command_line_ends_with_the_users_error_and_nothing_of_ours(tmp_path: Path) -> None:
     faults = Faults().and_then("raise", 1, 5)
     code, out, err = finish(
@@ -311,6 +312,7 @@ def test_a_loop_that_fails_before_it_joins_ends_with_its_own_error_and_place(tmp
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["print('no loop')", "raise SystemExit(0)"])
 def test_a_loop_that_never_joins_is_told_so(tmp_path: Path, text: str) -> None:
     code, err = run_loop(tmp_path, text)
@@ -370,6 +372,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert f"port {port} is in use, choose another MASTER_PORT" in err
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_first_one_gives_up(tmp_path: Path) -> None:
     names = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = ("-m", "podium.node", "--task", TASK, "--set", f"out={tmp_path}", "--set", "start_deadline_s=2")

@@ -28,6 +28,7 @@ def cut_link_of(rank: int) -> None:
     subprocess.run([*nsenter, "ip", "link", "set", device, "down"], check=True, env=path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nsenter") is None, reason="needs nsenter (util-linux)")
 def test_a_cut_link_ends_the_run_with_a_clear_error_and_a_usable_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(CLUSTER)

@@ -71,6 +71,7 @@ def test_training_goes_on_without_a_worker_that_never_lets_go_of_the_interpreter
     assert distance(result, alone) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_worker_that_holds_the_interpreter_for_longer_than_a_heartbeat_is_not_lost(tmp_path: Path) -> None:
     faults = Faults().and_then("grip", 1, step=9).and_then("grip", 0, where="validation", step=2)
     result = train(tmp_path, faults, workers=2, heartbeat_s=1.0)
@@ -102,6 +103,7 @@ def test_training_goes_on_without_a_worker_that_hangs_in_the_users_code(tmp_path
     assert lost["cause"].endswith("raise deadline_s")
 
 
+@pytest.mark.slow
 def test_the_command_line_tells_of_a_loss_and_goes_on(tmp_path: Path) -> None:
     faults = Faults().kill(1, step=9)
     code, _, err = finish(podium("train", TASK, "-n", "3", "--out", str(tmp_path), *settings({"task.faults": faults})))

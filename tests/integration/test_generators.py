@@ -62,6 +62,7 @@ def test_the_same_seed_draws_the_same_numbers_under_every_launcher(
     assert numbers(tmp_path, launcher) == local
 
 
+@pytest.mark.slow
 def test_under_torchrun_too(tmp_path: Path) -> None:
     code, out, err = torchrun(2, "--task", drawing.TASK, *settings({**FIELDS, "out": tmp_path / "torchrun"}))
     assert code == 0, err

@@ -63,6 +63,7 @@ def run_dir_in(out: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_asked_once_it_finishes_the_step_saves_and_can_be_resumed(tmp_path: Path, number: signal.Signals) -> None:
     process = command_line(tmp_path)
@@ -88,6 +89,7 @@ def test_asked_once_it_finishes_the_step_saves_and_can_be_resumed(tmp_path: Path
     audit_steps(rest.run_dir, begin=saved.step)
 
 
+@pytest.mark.slow
 def test_asked_twice_it_ends_at_once(tmp_path: Path) -> None:
     process = command_line(tmp_path, "--json")
     children = leftovers.children_of(process.pid)
@@ -102,6 +104,7 @@ def test_asked_twice_it_ends_at_once(tmp_path: Path) -> None:
     assert records_of(run_dir_in(tmp_path), "step")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_ranks_are_starting_is_not_lost(tmp_path: Path) -> None:
     """The first rank is held up before it has begun; the fork server and the ranks must be deaf to the signal."""
     fields = {**FIELDS, "task.faults": Faults().gate(0, where="data"), "task.gate": tmp_path, "out": tmp_path}
@@ -115,6 +118,7 @@ def test_ctrl_c_while_the_ranks_are_starting_is_not_lost(tmp_path: Path) -> None
     assert find_checkpoint(run_dir_in(tmp_path)).step >= 1
 
 
+@pytest.mark.slow
 def test_when_the_launcher_is_killed_its_ranks_go_too_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     process = command_line(tmp_path, "--checkpoint-every", "10")
     children = leftovers.children_of(process.pid)
@@ -151,6 +155,7 @@ def shaped_script(tmp_path: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @needs_root
 def test_a_terminated_launcher_removes_its_namespaces(shaped_script: subprocess.Popen[str]) -> None:
@@ -162,6 +167,7 @@ def test_a_terminated_launcher_removes_its_namespaces(shaped_script: subprocess.
     wait_until_gone(children)  # and that no namespace is left is checked after every test
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @needs_root
 def test_what_a_killed_launcher_leaves_the_next_one_removes(shaped_script: subprocess.Popen[str]) -> None:

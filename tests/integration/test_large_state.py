@@ -127,6 +127,7 @@ def train_under_all(comm: Communicator, job: Job, strategies: list[Strategy[Any]
     return hashes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("groups", "servers"), [(2000, 1), (1200, 2)])
 def test_hundreds_and_thousands_of_parameter_groups_fit(groups: int, servers: int) -> None:
     """In every mode, and where the outer optimizer is on the servers. The header of a push holds 64 KiB."""
@@ -140,6 +141,7 @@ def test_hundreds_and_thousands_of_parameter_groups_fit(groups: int, servers: in
     assert outcomes[0] == outcomes[1] and len(set(outcomes[0])) == len(strategies)
 
 
+@pytest.mark.slow
 def test_thousands_of_unused_parameters_fit() -> None:
     """Each is named with every push."""
     task = toy(model=partial(Many, 2, 12_000), optimizer=many_groups, samples=BATCH, epochs=1)

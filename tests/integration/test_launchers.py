@@ -28,6 +28,7 @@ def through_torchrun(out: Path, strategy: str, processes: int) -> dict[str, Any]
     return document(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "processes"), [(SYNC[0], 2), (SYNC[1], 3), (SYNC[2], 2)])
 def test_torchrun_gives_the_same_bits_as_local_processes(tmp_path: Path, strategy: str, processes: int) -> None:
     here = train(tmp_path / "local", strategy=strategy, workers=2)
@@ -44,6 +45,7 @@ def test_torchrun_gives_the_same_bits_as_local_processes(tmp_path: Path, strateg
 LOOP = Path(__file__).parents[2] / "examples" / "train_podium.py"
 
 
+@pytest.mark.slow
 def test_the_users_own_loop_runs_under_torchrun_as_under_podium_run(tmp_path: Path) -> None:
     config = RunConfig(strategy="all-reduce", workers=2, out=str(tmp_path / "local"), threads=1)
     assert run_script(config, str(LOOP)) == 0
@@ -57,6 +59,7 @@ def test_the_users_own_loop_runs_under_torchrun_as_under_podium_run(tmp_path: Pa
     assert losses[0] and sorted(losses[0]) == sorted(losses[1])
 
 
+@pytest.mark.slow
 def test_a_loop_that_torchrun_started_by_itself_is_told_how(tmp_path: Path) -> None:
     alone = {**os.environ, "WORLD_SIZE": "2"}
     run = subprocess.run(
@@ -71,6 +74,7 @@ def test_synchronous_servers_give_the_same_bits_wherever_they_live(tmp_path: Pat
     assert len({value for result in results for value in result.param_hash.values()}) == 1
 
 
+@pytest.mark.slow
 def test_asynchronous_training_under_torchrun_uses_every_sample_once_an_epoch(tmp_path: Path) -> None:
     result = through_torchrun(tmp_path, "parameter-server:mode=async", 3)
     assert result["status"] == "finished"
@@ -78,6 +82,7 @@ def test_asynchronous_training_under_torchrun_uses_every_sample_once_an_epoch(tm
     audit_samples(result["run_dir"])
 
 
+@pytest.mark.slow
 def test_an_error_under_torchrun_ends_all_ranks(tmp_path: Path) -> None:
     faults = Faults().and_then("raise", 1, 5)
     options = settings({**FIELDS, "out": tmp_path, "task.faults": faults})

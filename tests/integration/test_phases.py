@@ -180,6 +180,7 @@ def strategy_of(run_dir: Path) -> str:
     return str(config["strategy_options"]["run"])
 
 
+@pytest.mark.slow
 def test_when_the_launcher_is_killed_after_the_switch_the_rest_is_the_second_phase(tmp_path: Path) -> None:
     process = started(tmp_path)
     children = leftovers.children_of(process.pid)
@@ -189,6 +190,7 @@ def test_when_the_launcher_is_killed_after_the_switch_the_rest_is_the_second_pha
     check_resumed(tmp_path / "rest", run_dir_in(tmp_path))
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_second_phase_saves_it_and_it_can_be_resumed(tmp_path: Path) -> None:
     process = started(tmp_path)
     press_ctrl_c(process)
@@ -224,6 +226,7 @@ with open(f"{FOLDER}/{run.rank}.json", "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_goes_from_phase_to_phase(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("{FOLDER}", str(tmp_path)))

@@ -67,6 +67,7 @@ def test_a_folder_that_goes_in_the_last_moment_is_an_error_too(tmp_path: Path) -
         podium.train(TASK, epochs=1, run_dir=str(run_dir), launcher="threads", on_event=on_event)
 
 
+@pytest.mark.slow
 def test_of_two_launchers_that_take_one_folder_the_second_ends_at_once(tmp_path: Path) -> None:
     """Both are started at the same moment; one of them trains as if the other were not there."""
     words = ("train", TASK, "--launcher", "threads", "--json", "--epochs", "4", "--set", f"run_dir={tmp_path}/run")

@@ -203,6 +203,7 @@ def test_a_worker_and_the_server_beside_it_may_be_lost_together(tmp_path: Path, 
         assert distance(result, alone) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_server_without_a_copy_ends_the_run_and_says_so(tmp_path: Path) -> None:
     acting = strike(tmp_path, 2)
     with pytest.raises(Lost, match="server 2 was lost and there is no copy of it"):
@@ -324,6 +325,7 @@ def test_a_worker_that_hangs_and_goes_on_beating_is_removed(tmp_path: Path, stra
     assert (result.audit or {})["missing"] == 0
 
 
+@pytest.mark.slow
 def test_a_slow_worker_that_others_wait_for_is_not_removed(tmp_path: Path) -> None:
     """It makes steps: a lease of many of them may take much longer than the deadline."""
     faults = Faults()
@@ -334,6 +336,7 @@ def test_a_slow_worker_that_others_wait_for_is_not_removed(tmp_path: Path) -> No
     assert result.status == "finished" and result.lost == []
 
 
+@pytest.mark.slow
 def test_a_worker_then_a_server_are_killed_and_another_worker_is_stopped(tmp_path: Path) -> None:
     """Digits, asynchronous: the disturbed run ends within a point of the undisturbed one, and nothing is lost."""
     options: dict[str, Any] = {

@@ -46,6 +46,7 @@ CASES = {"term-group": (signal.SIGTERM, to_the_group), "term-each": (signal.SIGT
          "hup-each": (signal.SIGHUP, to_each)}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "sender"), CASES.values(), ids=CASES)
 def test_a_signal_to_all_processes_of_a_run_is_one_request_to_save_and_end(
     tmp_path: Path, number: signal.Signals, sender: Callable[[subprocess.Popen[str], int], None]
@@ -65,6 +66,7 @@ def test_a_signal_to_all_processes_of_a_run_is_one_request_to_save_and_end(
     audit_steps(rest.run_dir, begin=saved.step)
 
 
+@pytest.mark.slow
 def test_when_a_kill_follows_the_request_the_checkpoint_is_there_before_the_last_validation(tmp_path: Path) -> None:
     """Batch systems give a few seconds; a validation may take longer."""
     faults = Faults().gate(0, step=AT).and_then("hang", 0, 1, where="validation")
@@ -84,6 +86,7 @@ def test_when_a_kill_follows_the_request_the_checkpoint_is_there_before_the_last
     assert rest.param_hash == train(tmp_path / "whole", workers=2, eval_every=0).param_hash
 
 
+@pytest.mark.slow
 def test_ctrl_z_suspends_the_ranks_too_and_they_go_on_with_the_launcher(tmp_path: Path) -> None:
     faults = Faults().gate(0, step=AT)
     fields = {**FIELDS, "task.faults": faults, "task.gate": tmp_path, "out": tmp_path}
@@ -114,6 +117,7 @@ def wait_for_state(pids: set[int], states: str) -> None:
 # torchrun.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_torchrun_lets_all_its_ranks_save(tmp_path: Path, number: signal.Signals) -> None:
     fields = {**FIELDS, "task.faults": Faults().gate(0, step=AT), "task.gate": tmp_path, "out": tmp_path}
@@ -135,6 +139,7 @@ def test_a_signal_to_torchrun_lets_all_its_ranks_save(tmp_path: Path, number: si
 # Processes that nobody needs any more.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", ["rank", "fork server"])
 def test_a_killed_launcher_takes_all_with_it_also_what_is_stopped_and_the_next_one_removes_the_rest(
     tmp_path: Path, own_temporary_folder: Path, stopped: str
@@ -154,6 +159,7 @@ def test_a_killed_launcher_takes_all_with_it_also_what_is_stopped_and_the_next_o
 # The fork server.
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_dies_is_named_and_not_a_worker(tmp_path: Path) -> None:
     def kill() -> None:
         os.kill(leftovers.parent_of(pid_of(0)), signal.SIGKILL)
@@ -165,6 +171,7 @@ def test_a_fork_server_that_dies_is_named_and_not_a_worker(tmp_path: Path) -> No
     assert train(tmp_path / "next", workers=2).status == "finished"
 
 
+@pytest.mark.slow
 def test_the_fork_server_outlives_the_thread_that_asked_for_it_first(tmp_path: Path) -> None:
     """The kernel kills it with the thread that started it; a notebook may call from any."""
     script = tmp_path / "script.py"

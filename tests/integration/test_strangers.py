@@ -101,6 +101,7 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 @pytest.mark.usefixtures("no_secret")
@@ -120,6 +121,7 @@ def test_another_user_of_the_machine_reaches_nothing_of_a_run_without_a_given_se
     assert found["in"] == [] and found["read"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_secret")
 def test_the_private_folder_goes_also_when_rank_0_is_killed(tmp_path: Path, own_temporary_folder: Path) -> None:
     with at_gate(tmp_path, 2) as run:
@@ -178,6 +180,7 @@ def make_ranks(tmp_path: Path, no_secret: None) -> Iterator[Any]:
             process.communicate()
 
 
+@pytest.mark.slow
 def test_on_several_hosts_no_rank_starts_without_a_secret_and_each_says_how_to_set_one(make_ranks: Any) -> None:
     ranks = make_ranks()
     for process in (ranks.start(0), ranks.start(1)):
@@ -214,6 +217,7 @@ def test_a_secret_may_lie_in_a_file_that_nobody_else_can_read(
     assert need_secret() == same
 
 
+@pytest.mark.slow
 def test_where_ranks_write_is_not_taken_from_the_store(make_ranks: Any, tmp_path: Path) -> None:
     ranks, elsewhere = make_ranks(PODIUM_SECRET=LONG), tmp_path / "elsewhere"
     first = ranks.start(0)
@@ -229,6 +233,7 @@ def test_where_ranks_write_is_not_taken_from_the_store(make_ranks: Any, tmp_path
     assert {path.name for path in (run_dir / "records").iterdir()} >= {"rank-0.jsonl", "rank-1.jsonl"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", ["a stranger", "a path"])
 def test_a_coordinator_that_a_stranger_names_is_refused_with_a_clear_error(make_ranks: Any, lie: str) -> None:
     ranks = make_ranks(PODIUM_SECRET=LONG)
@@ -247,6 +252,7 @@ def test_a_coordinator_that_a_stranger_names_is_refused_with_a_clear_error(make_
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_ranks_with_different_secrets_do_not_meet(make_ranks: Any) -> None:
     ranks = make_ranks()
     ranks.start(0, PODIUM_SECRET=LONG)
@@ -313,6 +319,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_secret")
 def test_a_coordinator_that_fails_ends_the_run_on_all_ranks_with_its_error(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
