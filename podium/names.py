@@ -1,7 +1,9 @@
 """Things named by text: a name from a table, `package.module:name` or `file.py:name`.
 
 Naming code is running it. Where the names come from a folder that somebody else may have made, and not from the user,
-`names_of_folders` tells what is imported, and refuses code that lies in the folder itself.
+`names_of_folders` tells what is imported, and refuses code that lies in the folder itself. Such a folder also has the
+arguments, and with arguments of one's choice `subprocess:run` is all code; so whoever calls what was named asks
+`folder_alone_names`, and calls only what was written for Podium.
 """
 
 from __future__ import annotations
@@ -58,6 +60,12 @@ def names_of_folders(folders: Sequence[Path], given: Collection[str], tell: Call
         yield
     finally:
         _FOREIGN.reset(token)
+
+
+def folder_alone_names(spec: str) -> bool:
+    """Whether this name comes from a folder, and the user has not named that file or module too."""
+    foreign = _FOREIGN.get()
+    return foreign is not None and spec.rpartition(":")[0] not in foreign.named
 
 
 def _check_source(place: str) -> None:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from podium.config import convert
 from podium.data.base import Data
 from podium.errors import ConfigError, UnknownName
-from podium.names import load_named
+from podium.names import folder_alone_names, load_named
 
 Metric = Callable[[Tensor, Tensor], float]
 """(outputs, targets) of the whole validation set, on the CPU, to one number."""
@@ -91,6 +91,13 @@ def load_task(spec: str | Task, options: Mapping[str, Any] | None = None, data_d
     accepted = inspect.signature(make).parameters
     given = dict(options or {})
     hints = _annotations(make)
+    if ":" in spec and folder_alone_names(spec) and hints.get("return") is not Task:
+        # The folder brings the arguments, too: `subprocess:run` would be called with a command of its choice.
+        raise ConfigError(
+            f"the folder names {spec} as its task, and that does not say that it makes one (`-> podium.Task`). To call "
+            "it is to run it with arguments from the folder, so it is not called unless you name it: give the task on "
+            "the command line"
+        )
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     for name in given:
         if name not in accepted and not takes_any:

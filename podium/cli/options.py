@@ -119,8 +119,10 @@ def _asked_before(place: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
 
     before = dict(read_manifest(folder)["config"])
     dropped = ["run_dir", "resume", "replay"]
-    # Another task or strategy comes with its own options.
-    dropped += [f"{name}_options" for name in ("task", "strategy") if name in asked]
+    # Another task or strategy comes with its own options. The same task is named again where the folder's word for it
+    # is not enough (`podium.names`), and goes on as it was.
+    dropped += ["strategy_options"] if "strategy" in asked else []
+    dropped += ["task_options"] if asked.get("task", before.get("task")) != before.get("task") else []
     return {name: value for name, value in before.items() if name not in dropped}
 
 

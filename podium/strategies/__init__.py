@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from podium.config import build
+from podium.errors import ConfigError
 from podium.names import find_class
 
 STRATEGIES: dict[str, str] = {
@@ -35,7 +36,11 @@ def find_strategy(name: str) -> type[Any]:
 
 def make_strategy(name: str, options: Mapping[str, Any] | None = None, workers: int = 1) -> Any:
     """An instance with these options, checked against the number of workers."""
+    from podium.strategies.base import Strategy  # here, since the command line lists names without torch
+
     cls = find_strategy(name)
+    if not issubclass(cls, Strategy):
+        raise ConfigError(f"{name} must be a subclass of podium.Strategy, got {cls.__name__}")
     strategy = build(cls, options or {}, who=f"strategy {name}").for_workers(workers)
     strategy.check(workers)
     return strategy

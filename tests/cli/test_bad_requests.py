@@ -68,6 +68,7 @@ OF_A_FILE = (
     "sweep --trials {}",
 )
 SINGLE = (
+    "train --strategy subprocess:Popen",
     "train mnist-lenet5",
     "compare mnist-mlp",
     "sweep mnist-mlp --grid lr=0.1",

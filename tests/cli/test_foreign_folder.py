@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from podium.names import passes_through
 
 EVIL = """
 from pathlib import Path
+from podium import Task
 from podium.tasks.digits import digits_mlp
 Path({mark!r}).touch()
 
-def task():
+def task(depth: int = 1) -> Task:
     return digits_mlp()
 """
 WORDS = ("--epochs", "1", "--launcher", "threads", "--quiet")
@@ -138,6 +140,33 @@ def test_code_elsewhere_that_the_folder_names_is_told_once(folder: Path, mark: P
     assert code == 0 and mark.exists()
     (line,) = [line for line in err.splitlines() if "importing" in line]
     assert line == f"podium: importing {elsewhere}, because {folder}/manifest.json names it"
+
+
+@pytest.mark.parametrize("place", ["subprocess", subprocess.__file__, "podium.names"])
+@pytest.mark.parametrize("how", ["--resume", "--replay"])
+def test_a_folder_calls_nothing_but_tasks(folder: Path, mark: Path, how: str, place: str) -> None:
+    """With arguments from the folder, too, code that lies anywhere would do whatever the folder wants."""
+    if place == "podium.names":
+        name_code(folder, task=f"{place}:_import", task_options={"place": "antigravity", "spec": "x"})
+    else:
+        name_code(folder, task=f"{place}:run", task_options={"args": ["touch", str(mark)]})
+    code, err = say(how, str(folder), "--dry-run")
+    assert code == 2 and not mark.exists() and "does not say that it makes one" in err
+
+
+def test_a_task_that_makes_tasks_of_names_makes_none_that_the_folder_names(folder: Path, mark: Path) -> None:
+    inner = {"spec": "subprocess:run", "options": {"args": ["touch", str(mark)]}}
+    name_code(folder, task="podium.task:load_task", task_options=inner)
+    code, _ = say("--resume", str(folder), "--dry-run")
+    assert code == 2 and not mark.exists()
+
+
+def test_a_task_that_is_named_again_keeps_its_options(folder: Path) -> None:
+    name_code(folder, task=f"{folder}/evil.py:task", task_options={"depth": 3}, epochs=1)
+    result = CliRunner().invoke(
+        main, ["train", f"{folder}/evil.py:task", "--resume", str(folder), "--dry-run", "--json"]
+    )
+    assert json.loads(result.stdout)["task_options"] == {"depth": 3}
 
 
 def test_a_folder_without_code_is_resumed_without_a_word(folder: Path) -> None:
