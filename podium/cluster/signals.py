@@ -28,9 +28,14 @@ BURST_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Be killed when the thread that started this process ends, however that comes about; also while stopped."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Be killed when the thread that started this process ends, however that comes about; also while stopped.
+
+    The kernel says nothing of a parent that had ended before: where nothing else would tell, give its number.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`python -m podium.study`: runs of a study, in a process of their own. Reads their folders, a line each."""
+"""`python -m podium.study PARENT`: runs of a study, in a process of their own. Reads their folders, a line each."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import sys
 from podium.study.one import main
 
 if __name__ == "__main__":
-    main(sys.stdin)
+    main(int(sys.argv[1]), sys.stdin)

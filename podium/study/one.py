@@ -208,12 +208,16 @@ def unfinished(asked: Asked, why: str) -> Row:
     return {**asked.told, **_failure(asked.config, why)}
 
 
-def main(folders: Iterable[str]) -> None:
-    """What a process for runs does: in each folder that it is told, `asked.json` to `row.json`."""
-    from podium.cluster.launch import launch
+def main(parent: int, folders: Iterable[str]) -> None:
+    """What a process for runs does: in each folder that it is told, `asked.json` to `row.json`.
+
+    Ends with the process `parent`, which may have gone while this one started: its first folder waits in the pipe.
+    """
     from podium.cluster.signals import die_with_parent, leave_to_launcher
 
-    die_with_parent()
+    die_with_parent(parent)
+    from podium.cluster.launch import launch  # takes seconds
+
     leave_to_launcher()
     for folder in (Path(line.strip()) for line in folders):
         asked = Asked.of(json.loads((folder / "asked.json").read_text(encoding="utf-8")))

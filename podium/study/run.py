@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +21,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal
 
+from podium.cluster.rendezvous import rendezvous_folder
 from podium.errors import ConfigError
 from podium.measure.records import to_json
 from podium.study.answer import find, tell
@@ -216,7 +216,7 @@ class _Runs:
 
     def _warm_up(self) -> None:
         """One step that no row tells of: else whoever comes first would pay for what is loaded once."""
-        with tempfile.TemporaryDirectory(prefix="podium-study-") as folder:
+        with rendezvous_folder() as folder:
             asked = self._asked(self.design.order()[0], f"{folder}/run")
             asked = replace(asked, config=replace(asked.config, steps=1, eval_every=0), pictured=False)
             # What is wrong with it is told when its turn comes.

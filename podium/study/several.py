@@ -34,15 +34,16 @@ def run_several(
 ) -> Iterator[tuple[Key, Row]]:
     """Each run's row as it ends. Setting `stop` ends those under way, without rows: they are run again later."""
     from podium.cluster.ending import termination_unwinds
+    from podium.cluster.rendezvous import rendezvous_folder
 
     waiting, crew = list(keys), list[_Labourer]()
-    with tempfile.TemporaryDirectory(prefix="podium-study-") as scratch, termination_unwinds():
+    with termination_unwinds(), rendezvous_folder() as scratch:  # were this process killed, the next would remove it
         try:
             while (waiting or any(one.key for one in crew)) and not stop.is_set():
                 crew = [one for one in crew if one.key or one.lives()]
                 while waiting and len(crew) < jobs:
                     core = least_used(os.sched_getaffinity(0), [one.core for one in crew])
-                    crew.append(_Labourer(Path(scratch), core))
+                    crew.append(_Labourer(scratch, core))
                 for one in crew:
                     if one.key is None and waiting:
                         key = waiting.pop(0)
@@ -65,7 +66,7 @@ class _Labourer:
         # A signal to the study's process group is not meant for it, nor one that comes while it is still importing.
         with self._said.open("wb") as said, blocked():
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "podium.study"],
+                [sys.executable, "-m", "podium.study", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=subprocess.STDOUT,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -63,3 +65,11 @@ def test_signals_that_the_caller_takes_are_left_alone() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert seen == [signal.SIGTERM]
+
+
+def test_a_process_for_runs_whose_parent_went_while_it_started_does_none(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    words = [sys.executable, "-m", "podium.study", str(gone.pid)]
+    ended = subprocess.run(words, check=False, input=f"{tmp_path}\n", text=True, capture_output=True, timeout=60)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr  # and not over the file that it does not find there
