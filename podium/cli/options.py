@@ -63,6 +63,10 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+_NAMING = ("task", "strategy", "codec", "balance", "collective")
+"""Options by which a user may name code; a folder may be called `x.py:1`, and names none."""
+
+
 def options(*names: str) -> Callable[[F], F]:
     """Give a verb these of the shared options, listed in this order by its help."""
 
@@ -95,7 +99,7 @@ def code_of_earlier_run(config_file: str | None, overrides: Sequence[str], given
 
     places = [] if config_file is not None else [Path(given[name]) for name in ("replay", "resume") if given.get(name)]
     folders = [folder for place in places if (folder := _run_folder(place)) is not None]
-    said = [*overrides, *(value for value in given.values() if isinstance(value, str))]
+    said = [*overrides, *(given[name] for name in _NAMING if given.get(name))]
     with names_of_folders(folders, said, _tell):
         yield
 

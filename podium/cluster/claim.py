@@ -49,7 +49,8 @@ def _lock(run_dir: Path) -> int:
     path = run_dir / _LOCK
     while True:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        # A link in a folder that somebody else made may lead to a file of the user's, which would be emptied here.
+        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             _hold(lock, run_dir)
             if _is_at(lock, path):  # otherwise its holder has just ended and removed it

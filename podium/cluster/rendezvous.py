@@ -21,6 +21,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -33,7 +34,7 @@ from podium.errors import ConfigError
 
 _PREFIX = "podium-"
 _NAME = re.compile(r"podium-[a-z0-9_]{8}")
-"""What `tempfile.mkdtemp` makes of the prefix."""
+"""What folders are called, those of earlier versions too."""
 _MADE_BY = "podium-rendezvous-1"
 _LOCK = "lock"
 _NOTE = "made"
@@ -54,7 +55,9 @@ def rendezvous_folder() -> Iterator[Path]:
         hold = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(hold, fcntl.LOCK_SH)
         os.write(lock, json.dumps(_proof(hidden.stat())).encode())
-        folder = hidden.rename(home / hidden.name.removeprefix("."))  # seen by others only once it is held
+        # Seen by others only once it is held, and under a name that nobody could have taken by then: whoever watches
+        # the temporary folder has seen the hidden one.
+        folder = hidden.rename(home / f"{_PREFIX}{secrets.token_hex(4)}")
         try:
             yield folder
         finally:

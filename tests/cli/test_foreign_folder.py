@@ -174,6 +174,14 @@ def test_a_folder_without_code_is_resumed_without_a_word(folder: Path) -> None:
     assert say("--resume", str(folder), "--dry-run") == (0, "")
 
 
+def test_a_folder_does_not_name_code_by_what_it_is_called(tmp_path: Path, folder: Path, mark: Path) -> None:
+    called = folder.rename(tmp_path / "code.py:1")
+    (tmp_path / "code.py").symlink_to(called / "evil.py")
+    name_code(called, task=f"{tmp_path}/code.py:task")
+    code, _ = say("--resume", str(called), "--dry-run")
+    assert code == 2 and not mark.exists()
+
+
 def test_a_checkpoint_belongs_to_its_runs_folder(folder: Path, mark: Path) -> None:
     name_code(folder, task=f"{folder}/evil.py:task")
     (folder / "checkpoints" / "step-00000001").mkdir(parents=True)

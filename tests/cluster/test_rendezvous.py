@@ -13,10 +13,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from podium.cluster.claim import claimed
 from podium.cluster.rendezvous import rendezvous_folder
+from podium.errors import RecordError
 
 KILLED = """
 import os, signal, sys
@@ -56,6 +59,28 @@ def test_the_folder_is_private_and_gone_afterwards(home: Path) -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert folder.parent == home
     assert list(home.iterdir()) == []
+
+
+def test_who_sees_the_folder_being_made_cannot_take_its_name(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = tempfile.mkdtemp
+
+    def seen(**how: Any) -> str:
+        hidden = make(**how)
+        (home / Path(hidden).name.removeprefix(".") / "taken").mkdir(parents=True)
+        return hidden
+
+    monkeypatch.setattr(tempfile, "mkdtemp", seen)
+    with rendezvous_folder() as folder:
+        assert folder.is_dir()
+
+
+def test_a_run_empties_no_file_behind_a_link_in_the_folder_that_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "given").mkdir()
+    (tmp_path / "mine").write_text("work")
+    (tmp_path / "given" / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(RecordError, match="cannot be written"), claimed(tmp_path / "given"):
+        pass
+    assert (tmp_path / "mine").read_text() == "work"
 
 
 def test_what_a_killed_launcher_left_is_removed_by_the_next(home: Path) -> None:
