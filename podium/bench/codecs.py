@@ -44,7 +44,7 @@ from podium.bench.rounds import interleave, ratio, spread_ms
 from podium.cluster.description import uniform
 from podium.cluster.launch import train
 from podium.cluster.netns import ShapedNetwork
-from podium.cluster.rendezvous import note_what_was_made, rendezvous_folder
+from podium.cluster.rendezvous import rendezvous_folder
 from podium.codecs.auto import AutoCodec
 from podium.errors import ConfigError, TrainingError, UnknownName
 from podium.reducing import make_packing
@@ -232,8 +232,11 @@ def _link(
 
     `poor`: codecs that cost too much accuracy to count as the best.
     """
-    with rendezvous_folder() as folder, ShapedNetwork(uniform(_WORKERS, mbit=mbit)) as network, ExitStack() as ends:
-        note_what_was_made(folder, [*network.namespaces, f"podium-{network.facts['run']}-hub"], [])
+    with (
+        rendezvous_folder() as folder,
+        ShapedNetwork(uniform(_WORKERS, mbit=mbit), folder) as network,
+        ExitStack() as ends,
+    ):
         places = tuple(Place(*place) for place in zip(network.namespaces, network.addresses, strict=True))
         podium = PodiumSteps(payload, folder, places, network.interfaces)
         ends.callback(podium.end)

@@ -33,7 +33,7 @@ from podium.bench.peers.summing import ITEM_BYTES, Summing
 from podium.bench.rounds import interleave, ratio, spread_ms
 from podium.cluster.description import uniform
 from podium.cluster.netns import ShapedNetwork
-from podium.cluster.rendezvous import note_what_was_made, rendezvous_folder
+from podium.cluster.rendezvous import rendezvous_folder
 from podium.collectives import find_collective
 from podium.config import parse_spec
 from podium.errors import ConfigError, UnknownName
@@ -135,8 +135,7 @@ def _host(setting: Setting) -> list[dict[str, Any]]:
 
 
 def _link(setting: Setting, gbits: float) -> list[dict[str, Any]]:
-    with rendezvous_folder() as folder, ShapedNetwork(uniform(setting.workers, mbit=gbits * 1000)) as network:
-        note_what_was_made(folder, [*network.namespaces, f"podium-{network.facts['run']}-hub"], [])
+    with rendezvous_folder() as folder, ShapedNetwork(uniform(setting.workers, mbit=gbits * 1000), folder) as network:
         places = tuple(Place(*place) for place in zip(network.namespaces, network.addresses, strict=True))
         bare = BareRing(folder, places)
         try:

@@ -40,7 +40,7 @@ from podium.bench.peers.work import WORKERS, Contender, verify
 from podium.bench.rounds import interleave, ratio
 from podium.cluster.description import uniform
 from podium.cluster.netns import ShapedNetwork
-from podium.cluster.rendezvous import note_what_was_made, rendezvous_folder
+from podium.cluster.rendezvous import rendezvous_folder
 from podium.errors import ConfigError, UnknownName
 from podium.task import load_task
 
@@ -176,8 +176,11 @@ def bench_link(
 ) -> dict[str, Any]:
     """Podium and bare sockets over links shaped to this rate; the module says what is compared. Needs root."""
     nodes = WORKERS + 1
-    with rendezvous_folder() as folder, ShapedNetwork(uniform(nodes, mbit=gbits * 1000)) as network, ExitStack() as end:
-        note_what_was_made(folder, [*network.namespaces, f"podium-{network.facts['run']}-hub"], [])
+    with (
+        rendezvous_folder() as folder,
+        ShapedNetwork(uniform(nodes, mbit=gbits * 1000), folder) as network,
+        ExitStack() as end,
+    ):
         places = tuple(Place(*place) for place in zip(network.namespaces, network.addresses, strict=True))
         bare = BareSockets(folder, places)
         end.callback(bare.end)

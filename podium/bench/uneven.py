@@ -58,7 +58,7 @@ from podium.bench.rounds import interleave, ratio
 from podium.cluster.description import Cluster, read_cluster
 from podium.cluster.launch import train
 from podium.cluster.netns import CpuQuota, ShapedNetwork, enter_namespace
-from podium.cluster.rendezvous import note_what_was_made, rendezvous_folder
+from podium.cluster.rendezvous import rendezvous_folder
 from podium.config import parse_spec
 from podium.errors import ConfigError, UnknownName
 from podium.measure.records import Record, read_records
@@ -518,8 +518,7 @@ def _shaped(setting: Setting, nodes: Sequence[str], strategy: str, balance: str,
 def _ddp(setting: Setting) -> Iterator[Callable[[], float]]:
     """Samples per second of DistributedDataParallel, on nodes like those of the shaped launcher."""
     cluster, ranks, steps = _parsed(_real_cluster(setting)), range(len(setting.cpus)), max(2, setting.steps // 2)
-    with rendezvous_folder() as folder, ShapedNetwork(cluster) as network, CpuQuota(cluster) as quota:
-        note_what_was_made(folder, [*network.namespaces, f"podium-{network.facts['run']}-hub"], quota.groups.values())
+    with rendezvous_folder() as folder, ShapedNetwork(cluster, folder) as network, CpuQuota(cluster, folder) as quota:
         places = [(network.namespaces[rank], network.interfaces[rank]) for rank in ranks]
         members = [partial(_ddp_rank, rank, len(ranks), setting.task, folder / "ddp", *places[rank]) for rank in ranks]
         team = Team("ddp", members)

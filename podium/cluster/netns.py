@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from podium.cluster.description import Cluster
+from podium.cluster.rendezvous import note_what_is_made
 from podium.errors import ConfigError
 
 NETWORK = ipaddress.ip_network("10.77.0.0/16")
@@ -56,8 +57,9 @@ class ShapedNetwork:
     Removes what it created and nothing else, also when the body raises or the interpreter ends inside it.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, folder: Path | None = None) -> None:
+        """`folder`: the rendezvous folder in which namespaces are noted, for whoever comes after a kill."""
+        self.cluster, self._folder = cluster, folder
         self.addresses: tuple[str, ...] = ()
         """Of each node."""
         self.namespaces: tuple[str, ...] = ()
@@ -104,10 +106,12 @@ class ShapedNetwork:
         run = secrets.token_hex(3)
         hub = f"podium-{run}-hub"
         count = range(len(self.cluster.nodes))
+        self.namespaces = tuple(f"podium-{run}-{i}" for i in count)
+        if self._folder is not None:
+            note_what_is_made(self._folder, namespaces=(*self.namespaces, hub))
         self._add_namespace(hub)
         run_command(self._ip, "-n", hub, "link", "add", "bridge", "type", "bridge")
         run_command(self._ip, "-n", hub, "link", "set", "bridge", "up")
-        self.namespaces = tuple(f"podium-{run}-{i}" for i in count)
         self.interfaces = tuple(f"pd{run}-{i}" for i in count)
         self.addresses = tuple(str(NETWORK[i + 1]) for i in count)
         nodes = [self._add_node(i, hub) for i in count]
@@ -312,8 +316,9 @@ class CpuQuota:
     The group limits all of a node's ranks together. Where no node has `cpus` it does nothing and needs nothing.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, folder: Path | None = None) -> None:
+        """`folder`: the rendezvous folder in which groups are noted, for whoever comes after a kill."""
+        self.cluster, self._folder = cluster, folder
         self.groups: dict[int, Path] = {}
         """The group's folder, by node."""
         self._owner = os.getpid()
@@ -324,10 +329,13 @@ class CpuQuota:
             return self
         parent = _cpu_parent()
         run = secrets.token_hex(3)
+        groups = {i: parent / f"podium-{run}-{i}" for i in limited}
+        if self._folder is not None:
+            note_what_is_made(self._folder, groups=groups.values())
         atexit.register(self.remove)
         try:
-            for i in limited:
-                self._create(i, parent / f"podium-{run}-{i}")
+            for i, group in groups.items():
+                self._create(i, group)
         except OSError as error:
             self.remove()
             raise _no_quota(f"{error.filename or parent}: {error.strerror}") from error

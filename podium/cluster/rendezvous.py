@@ -67,9 +67,15 @@ def rendezvous_folder() -> Iterator[Path]:
         os.close(lock)
 
 
-def note_what_was_made(folder: Path, namespaces: Iterable[str], groups: Iterable[Path]) -> None:
-    """Write down what is to be removed, should this process be killed before it can do so itself."""
-    (folder / _NOTE).write_text(json.dumps({"namespaces": list(namespaces), "groups": list(map(str, groups))}))
+def note_what_is_made(folder: Path, namespaces: Iterable[str] = (), groups: Iterable[Path] = ()) -> None:
+    """Write down, before it is made, what is to be removed, should this process be killed before it can do so."""
+    path = folder / _NOTE
+    before = json.loads(path.read_text()) if path.is_file() else {"namespaces": [], "groups": []}
+    noted = {
+        "namespaces": [*before["namespaces"], *namespaces],
+        "groups": [*before["groups"], *map(str, groups)],
+    }
+    path.write_text(json.dumps(noted))
 
 
 def is_private(found: os.stat_result, kind: int, mode: int) -> bool:

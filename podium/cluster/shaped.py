@@ -17,7 +17,7 @@ from podium.cluster.base import Event, Launched, hosts_of
 from podium.cluster.description import Cluster, read_cluster
 from podium.cluster.local import Processes, sendable_task
 from podium.cluster.netns import CpuQuota, ShapedNetwork
-from podium.cluster.rendezvous import note_what_was_made, rendezvous_folder
+from podium.cluster.rendezvous import rendezvous_folder
 from podium.cluster.roster import Role
 from podium.comm.base import Ground
 
@@ -44,9 +44,7 @@ def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threadi
         turns = (cluster.workers if role == "worker" else cluster.servers) or range(len(cluster.nodes))
         return turns[rank % len(turns)]
 
-    with rendezvous_folder() as folder, ShapedNetwork(cluster) as network, CpuQuota(cluster) as quota:
-        made = [*network.namespaces, f"podium-{network.facts['run']}-hub"]
-        note_what_was_made(folder, made, quota.groups.values())
+    with rendezvous_folder() as folder, ShapedNetwork(cluster, folder) as network, CpuQuota(cluster, folder) as quota:
         network.facts["warnings"] = [*network.facts["warnings"], *too_fast(cluster)]
 
         def place(rank: int, role: Role) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import textwrap
 import threading
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from podium.cluster.description import Cluster, Link, Node, uniform
 from podium.cluster.netns import CpuQuota, ShapedNetwork, burst_bytes, find_tool, in_thread, run_command, warnings_of
+from podium.cluster.rendezvous import rendezvous_folder
 from podium.errors import ConfigError
 
 ROOT_FOLDER = Path(__file__).parents[2]
@@ -153,6 +156,38 @@ def test_the_end_of_the_interpreter_removes_what_nobody_removed() -> None:
         name, _ = child.communicate(timeout=40)
     assert name.startswith("podium-") and child.returncode == 0
     assert name.strip() not in _namespaces()
+
+
+@pytest.mark.root
+@needs_root
+def test_what_a_launcher_that_is_killed_while_it_makes_its_network_left_the_next_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"""
+        import os, signal, tempfile
+        from podium.cluster import netns
+        from podium.cluster.description import uniform
+        from podium.cluster.rendezvous import rendezvous_folder
+        tempfile.tempdir = {str(tmp_path)!r}
+        run = netns.run_command
+
+        def killed_after_the_first_node(*words):
+            if any(word.endswith("-1") for word in words):
+                os.kill(os.getpid(), signal.SIGKILL)
+            print(*words, flush=True)
+            return run(*words)
+
+        netns.run_command = killed_after_the_first_node
+        with rendezvous_folder() as folder, netns.ShapedNetwork(uniform(2), folder):
+            pass
+    """
+    with _python(textwrap.dedent(script)) as child:
+        said, _ = child.communicate(timeout=40)
+    made = {line.split()[-1] for line in said.splitlines() if " netns add " in line}
+    assert len(made) == 2 and made <= _namespaces()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with rendezvous_folder():
+        assert not made & _namespaces()
 
 
 @pytest.mark.root
