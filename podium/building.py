@@ -234,7 +234,8 @@ def make_server(
     )
     if replaces:
         where = server.copies.restore()
-        recorder.write("restored", comm.clock.now_ns(), source=where, updates=server.updates)
+        facts = {"source": where, "updates": server.updates, "recorded": sorted(server.recorded.items())}
+        recorder.write("restored", comm.clock.now_ns(), **facts)
     return server
 
 

@@ -55,7 +55,7 @@ class _Fall(NamedTuple):
     """Something that made void what came before: steps of an undone round, updates after a copy."""
 
     place: int  # how many came before
-    rank: int
+    who: int | Span  # a worker; or a server, and which of its ranges
     since: int  # the first position, or update, that is void
 
 
@@ -134,7 +134,7 @@ class Auditor:
             require(row, "position")
             self._undone.append(_Fall(len(self._steps), rank, row["position"]))
         elif kind == "restored" and "updates" in row:
-            self._add_restored(rank, row["updates"])
+            self._add_restored(row)
         elif kind == "dropped":
             require(row, "worker", "lease")
             self._dropped[rank, row["worker"], row["lease"]] += 1
@@ -162,11 +162,18 @@ class Auditor:
             samples, place = row.get("samples", 0), len(self._updates)
             self._updates.append((row["lease"], place, *where, samples, number, row["worker"]))
 
-    def _add_restored(self, server: int, updates: int) -> None:
-        """What came after the copy is gone with the server."""
-        self._restored.append(_Fall(len(self._updates), server, updates + 1))
-        for where in [where for where in self._counts if where[0] == server]:
-            self._counts[where] = min(self._counts[where][0], updates), 0
+    def _add_restored(self, row: Record) -> None:
+        """What came after the copy is gone with the server.
+
+        `updates` alone, as records had it before, also counts those of global steps, which have no records.
+        """
+        server = row["rank"]
+        kept = {where: min(number, row["updates"]) for where, (number, _) in self._counts.items() if where[0] == server}
+        if "recorded" in row:
+            kept = {**dict.fromkeys(kept, 0), **{(server, unit): updates for unit, updates in row["recorded"]}}
+        for where, updates in kept.items():
+            self._restored.append(_Fall(len(self._updates), where, updates + 1))
+            self._counts[where] = updates, 0
 
     # Adding up.
 
@@ -218,7 +225,7 @@ class Auditor:
                 parts.append(_Part(rank, samples, end))
             for _, place, server, unit, samples, number, worker in of_servers:
                 covered = max(covered, first + samples)
-                if not is_void(number, place, server):
+                if not is_void(number, place, (server, unit)):
                     updates.append(_Update((server, unit), samples, worker))
             is_leased = bool(of_servers) or first < covered
             leased = [p for p in parts if is_leased and p.end in (_UNTOLD, first + p.samples)]
@@ -255,7 +262,7 @@ class Auditor:
 
     def _undoing(self) -> Callable[[int, int, int], bool]:
         """Tells whether the round of a step was undone later on; a rank that is lost cannot say so itself."""
-        of_all = _falling([undone._replace(rank=0) for undone in self._undone])
+        of_all = _falling([undone._replace(who=0) for undone in self._undone])
         of_each = _falling(self._undone)
         return lambda first, place, rank: of_all(first, place, 0) if rank in self._lost else of_each(first, place, rank)
 
@@ -282,18 +289,18 @@ class _Order:
         self._at = max(self._at, first + samples)
 
 
-def _falling(falls: Sequence[_Fall]) -> Callable[[int, int, int], bool]:
-    """Tells whether a number of a rank is void: whether a later fall went back to it, or to before it."""
+def _falling(falls: Sequence[_Fall]) -> Callable[[int, int, int | Span], bool]:
+    """Tells whether a number of somebody is void: whether a later fall went back to it, or to before it."""
 
     @cache
-    def of(rank: int) -> tuple[list[int], list[int]]:
+    def of(who: int | Span) -> tuple[list[int], list[int]]:
         """When they came, and the lowest number that this or a later one made void."""
-        mine = [fall for fall in falls if fall.rank == rank]
+        mine = [fall for fall in falls if fall.who == who]
         lowest = list(itertools.accumulate((fall.since for fall in reversed(mine)), min))
         return [fall.place for fall in mine], lowest[::-1]
 
-    def is_void(number: int, place: int, rank: int) -> bool:
-        places, lowest = of(rank)
+    def is_void(number: int, place: int, who: int | Span) -> bool:
+        places, lowest = of(who)
         later = bisect_right(places, place)
         return later < len(places) and number >= lowest[later]
 

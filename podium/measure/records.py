@@ -37,7 +37,8 @@ KINDS: dict[str, str] = {
     "update": "a server applied gradients: version, worker, range, staleness, lease, first (of stretch), pushes, lead",
     "dropped": "a server dropped a push that was too stale: worker, lease, staleness",
     "worker_lost": "a server heard that a worker is gone: worker, leases (that go back)",
-    "restored": "a server took the place of a lost one: source (of its state), updates",
+    "restored": "a server took the place of a lost one: source (of its state), updates, recorded ([range, updates with "
+    "a record] that its copy has)",
     "lost_updates": "a restored server heard how much of its work is gone: range, updates",
     "replaced": "a lost server was replaced: server, took_ns",
     "codec": "codecs were chosen: why, chosen, by_bucket, predicted_ms (of a step, by codec), link, rates",

@@ -56,7 +56,7 @@ _SUMMED: Fields = {
     },
     "dropped": {"worker": WHOLE, "lease": WHOLE},
     "lost": {"lost": WHOLE},
-    "restored": {"source": TEXT, "updates?": WHOLE},
+    "restored": {"source": TEXT, "updates?": WHOLE, "recorded?": LIST},
     "replaced": {"server": WHOLE, "took_ns": WHOLE},
     "lost_updates": {"updates": WHOLE},
     "trigger": {

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from podium.servers.server import Server
 
 
-_FORMAT = 2
+_FORMAT = 3
 """Of a snapshot. All ranks of a run are of one version: one of another was left by a run that was resumed since, and
 will be seeded."""
 _WRITE_S = 300.0
@@ -102,7 +103,8 @@ class Copies:
         """A unit was moved by gradients over these samples: let the copies follow."""
         if self.holders:
             meta = {"unit": unit, "options": list(options), "unused": list(unused), "spans": joined(spans)}
-            self._follow(unit, *fold({**meta, "version": self.server.versions[unit], **self._facts()}, grads))
+            counts = {"version": self.server.versions[unit], "recorded": self.server.recorded[unit]}
+            self._follow(unit, *fold({**meta, **counts, **self._facts()}, grads))
         whole = unit == len(self.server.shard.units) - 1  # before it, the units of one update are of two versions
         if self._every and whole and self.server.updates - self._saved_at >= self._every:
             self._save()
@@ -140,7 +142,8 @@ class Copies:
         assert self._place is not None
         server.lanes.settle()
         parcel = cut(server.shard.dump_unit, len(server.shard.units), self._place, parcel_bytes(server.comm))
-        facts = [[unit, server.versions[unit], server.intake.once[unit].plain()] for unit, *_ in parcel.meta["units"]]
+        units = [unit for unit, *_ in parcel.meta["units"]]
+        facts = [[u, server.versions[u], server.recorded[u], server.intake.once[u].plain()] for u in units]
         self._place, self._parcel_acks = parcel.next, set(self.holders)
         number = self._whole_at if parcel.next is None else 0
         self._send("mirror_parcel", {**parcel.meta, **self._facts(), "moved": facts, "number": number}, parcel.body)
@@ -218,8 +221,9 @@ class Copies:
         if twin is not None and twin.assembly is not None:
             for unit, kept in twin.assembly.take(meta, message.body):
                 twin.shard.load_unit(unit, kept)
-            for unit, version, once in meta["moved"]:
-                twin.facts["versions"][unit], twin.facts["once"][unit] = version, Applied.of(once)
+            for unit, version, recorded, once in meta["moved"]:
+                twin.facts["versions"][unit], twin.facts["recorded"][unit] = version, recorded
+                twin.facts["once"][unit] = Applied.of(once)
             twin.facts.update({key: meta[key] for key in ("updates", "cursor")})
             if twin.assembly.expects is None:
                 twin.assembly = None
@@ -231,7 +235,7 @@ class Copies:
         if twin is not None:
             unit, version = meta["unit"], meta["version"]
             twin.shard.step(unit, message.body, meta["options"], meta["unused"], version)
-            twin.facts["versions"][unit] = version
+            twin.facts["versions"][unit], twin.facts["recorded"][unit] = version, meta["recorded"]
             twin.facts.update({key: meta[key] for key in ("updates", "cursor")})
             for start, stop in meta["spans"]:
                 twin.facts["once"][unit].add((start, stop))
@@ -304,6 +308,7 @@ class Copies:
             self._fetch(holder)
         facts = state["facts"]
         server.versions, server.updates = list(facts["versions"]), facts["updates"]
+        server.recorded = Counter(facts["recorded"])
         self._saved_at = server.updates
         server.shard.all_rows_changed(server.versions)
         server.intake.once = [Applied.of(plain) for plain in facts["once"]]
@@ -383,7 +388,8 @@ class Copies:
     def _all_facts(self) -> Meta:
         server = self.server
         once = [once.plain() for once in server.intake.once]
-        return {**self._facts(), "versions": list(server.versions), "once": once}
+        counts = {"versions": list(server.versions), "recorded": dict(server.recorded)}
+        return {**self._facts(), **counts, "once": once}
 
 
 def _dump(shard: Shard) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,6 +118,8 @@ class Server:
         """Updates of each unit since the present stretch began: what a push names as its origin."""
         self.updates = 0
         """Updates of the first unit in all."""
+        self.recorded: Counter[int] = Counter()
+        """By unit: updates in all that have a record, which those of shares of global steps have not."""
         self.cursor: Cursor | None = None
         self.sitting: set[int] = set()
         """Workers of this stretch that do not train."""
@@ -624,6 +626,7 @@ class Server:
         touched = grads if self.shard.by_rows(unit) else self.shard.of(unit)
         self.comm.clock.touch(sum(p.nbytes for p in touched))
         self.updates += unit == 0
+        self.recorded[unit] += bool(self.seed_meta["leases"])
         self.copies.moved(unit, grads, options, unused, spans)
 
     def by_lane(self, unit: int) -> bool:

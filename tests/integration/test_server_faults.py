@@ -159,6 +159,18 @@ def test_a_killed_server_is_restored_from_its_snapshot_and_says_what_is_lost(
         audit(result.run_dir, redone=rank)  # what its snapshot lacked came again
 
 
+def test_what_a_server_redoes_after_a_synchronous_phase_is_not_taken_for_repeated(tmp_path: Path) -> None:
+    """Updates of that phase have no records, and the snapshot counts them."""
+    acting = strike(tmp_path, 3)
+    common = "servers=2;snapshot_every=5"
+    strategy = f"parameter-server:mode=sync;{common} until step:at=15 | parameter-server:mode=async;{common}"
+    result = train(tmp_path, Faults().gate(0, step=21), strategy=strategy, workers=3)
+    acting.join()
+    (restored,) = records_of(result.run_dir, "restored")
+    assert dict(restored["recorded"])[0] == restored["updates"] - 15
+    assert result.audit == {"missing": 0, "repeated": 0}
+
+
 def test_where_leases_are_of_unequal_length_a_restored_first_server_has_no_sample_applied_twice(tmp_path: Path) -> None:
     """Leases are as long as their workers are fast, so those after the restart are cut otherwise than those before."""
     acting = strike(tmp_path, 3)

@@ -23,8 +23,8 @@ def update(worker: int, lease: int, server: int = 2, unit: int = 0, **more: int)
     return {"kind": "update", "rank": server, "worker": worker, "lease": lease, "range": unit, **more}
 
 
-def restored(updates: int, server: int = 2) -> dict[str, Any]:
-    return {"kind": "restored", "rank": server, "updates": updates, "source": "snapshot"}
+def restored(updates: int, server: int = 2, **more: Any) -> dict[str, Any]:
+    return {"kind": "restored", "rank": server, "updates": updates, "source": "snapshot", **more}
 
 
 def test_all_is_well_where_steps_tile_the_order() -> None:
@@ -131,6 +131,21 @@ class TestLostRanks:
         steps = [step(0, 0), step(1, 5), step(0, 10), step(1, 15)]
         assert audit([*BEGIN, *steps, *rows, restored(1), *rows[2:], *END]) == (0, 0)
         assert audit([*BEGIN, *steps, *rows, restored(2), *rows[2:], *END]) == (0, 10)
+
+    def test_updates_without_a_record_do_not_count_among_those_that_a_copy_has(self) -> None:
+        """Those of a phase of global steps, before: the server has made 100 of them."""
+        steps = [step(0, first) for first in (0, 5, 10, 15)]
+        first, again = [update(0, lease) for lease in (0, 5, 10)], [update(0, lease) for lease in (5, 10, 15)]
+        rows = [*BEGIN, *steps, *first]
+        assert audit([*rows, restored(101, recorded=[[0, 1]]), *again, *END]) == (0, 0)
+        assert audit([*rows, restored(102, recorded=[[0, 2]]), *again, *END]) == (0, 5)
+
+    def test_ranges_may_be_at_different_updates_in_one_copy(self) -> None:
+        """One worker's push was applied to the first range only when the snapshot was taken."""
+        steps = [step(0, first) for first in (0, 5, 10, 15)]
+        both = [update(0, lease, unit=unit) for lease in (0, 5, 10, 15) for unit in (0, 1)]
+        again = [update(0, 5, unit=1), *both[4:]]
+        assert audit([*BEGIN, *steps, *both[:6], restored(2, recorded=[[0, 2], [1, 1]]), *again, *END]) == (0, 0)
 
     def test_leases_of_several_steps_that_overlap_on_a_server_are_found(self) -> None:
         steps = [step(0, 0), step(0, 5), step(1, 5), step(1, 10), step(0, 15)]
