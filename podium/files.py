@@ -440,7 +440,7 @@ def _strip_items(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]
     items = []
     for k, v in value.items():
         place = f"{path}/{k}" if path else str(k)
-        key = k if k is None or type(k) in (bool, int, float, str) else _strip(k, f"{place} (a key)", {})
+        key = k if k is None or type(k) in (bool, int, float, str) else _strip(k, f"{place} (a key)", tensors)
         items.append([key, _strip(v, place, tensors)])
     return items
 

@@ -103,6 +103,12 @@ def test_names_that_look_alike_do_not_collide() -> None:
     assert_same_tree(bytes_to_tree(tree_to_bytes(tree)), tree)
 
 
+def test_bytes_in_a_key_come_back() -> None:
+    """What is saved and cannot be loaded is lost."""
+    tree = {"a": {b"x": 1, (2, b"y"): torch.ones(2)}, "b": b"z"}
+    assert_same_tree(bytes_to_tree(tree_to_bytes(tree)), tree)
+
+
 def test_numbers_that_are_not_finite_come_back() -> None:
     back = bytes_to_tree(tree_to_bytes({"loss": math.inf, "t": torch.tensor([math.nan, -math.inf])}))
     assert back["loss"] == math.inf
