@@ -81,6 +81,7 @@ class Recorder:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                _drop_torn_line(path)
                 self._file = path.open("a", buffering=1, encoding="utf-8")
             except OSError as error:
                 raise RecordError(f"records of rank {rank} cannot be written to {path}: {error}") from error
@@ -117,6 +118,22 @@ class Recorder:
         if self._file is not None:
             with contextlib.suppress(OSError):  # a record that did not fit on the disk was reported by `write`
                 self._file.close()
+
+
+def _drop_torn_line(path: Path) -> None:
+    """One that takes the place of a server killed in mid-line goes on in its file, on a line of its own."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            end = start + found + 1
+            if found >= 0:
+                break
+        file.truncate(end)
 
 
 def to_json(value: Any) -> str:

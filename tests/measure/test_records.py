@@ -59,6 +59,18 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
         assert len(list(read_records(path))) == 1, f"cut after {cut} bytes"
 
 
+@pytest.mark.parametrize("torn", ['{"kind":"upd', "x" * 200_000])
+@pytest.mark.parametrize("before", [(), (1, 2)])
+def test_whoever_goes_on_in_the_file_of_one_that_was_killed_in_mid_line_begins_a_line(
+    tmp_path: Path, before: tuple[int, ...], torn: str
+) -> None:
+    write(tmp_path, 3, *before)
+    with (tmp_path / "records" / "rank-3.jsonl").open("a") as file:
+        file.write(torn)
+    write(tmp_path, 3, 5)
+    assert [row["t_ns"] for row in read_records(tmp_path)] == [*before, 5]
+
+
 def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
     path.write_text('{"kind":"step"}\n{"kind":\n{"kind":"step"}\n')
