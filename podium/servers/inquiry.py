@@ -6,7 +6,8 @@ With `steps=speed` the same samples may come in leases of another length, and a 
 neither apply it nor leave it out. So no new lease may reach over the edge of one that somebody has or has had:
 
     the workers     are heard of with their next push or draw, which names what they hold; a lost one says nothing more
-    the servers     say where the samples that they have applied begin and end, once they know of the same losses
+    the servers     are asked then, for only then have they all that was pushed before; they say where the samples that
+                    they have applied begin and end, once they know of the same losses
 
 Until all have been heard of, nothing is lent. That takes as long as the lease of the slowest worker.
 """
@@ -28,11 +29,17 @@ class Inquiry:
         """Workers that were lost since the restart: what they have pushed, other servers may know."""
         self._workers, self._all_servers = set(workers), frozenset(servers)
         self._servers: set[int] = set()
+        self._to_be_asked = True
         self._edges: set[int] = set()
 
     @property
     def over(self) -> bool:
-        return not self._workers and not self._servers and self.question > 0
+        return not self._workers and not self._servers and not self._to_be_asked
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the servers are to be asked now."""
+        return not self._workers and self._to_be_asked
 
     @property
     def unheard(self) -> frozenset[int]:
@@ -46,17 +53,16 @@ class Inquiry:
     def ask(self) -> None:
         """The servers are asked, again."""
         self.question += 1
-        self._servers = set(self._all_servers)
+        self._servers, self._to_be_asked = set(self._all_servers), False
 
     def heard(self, worker: int) -> None:
         self._workers.discard(worker)
 
-    def lose(self, worker: int) -> bool:
-        """A worker is gone; whether the servers have to be asked again, as it may have pushed to them in between."""
-        unknown = worker in self._workers
+    def lose(self, worker: int) -> None:
+        """A worker is gone. It may have pushed to servers that were asked before: they have to be asked again."""
         self._workers.discard(worker)
         self.lost.add(worker)
-        return unknown
+        self._to_be_asked = True
 
     def answered(self, server: int, question: int, edges: Sequence[int]) -> None:
         """What a server has applied begins and ends here."""

@@ -553,20 +553,15 @@ class Server:
         if self.cursor is None or not self.seed_meta.get("by_speed"):
             return
         self._inquiry = Inquiry(self.live, [other for other in self.servers if other != self.comm.rank])
-        self._ask()
+        self._learn()
 
     @property
     def _inquires(self) -> bool:
         return self._inquiry is not None
 
-    def _ask(self, only: int | None = None) -> None:
+    def _ask(self, server: int) -> None:
         assert self._inquiry is not None
-        if only is None:
-            self._inquiry.ask()
-        for other in self._inquiry.servers:
-            if only in (None, other):
-                self.tell(other, "which", {"question": self._inquiry.question, "lost": sorted(self._inquiry.lost)})
-        self._learn()
+        self.tell(server, "which", {"question": self._inquiry.question, "lost": sorted(self._inquiry.lost)})
 
     def _which(self, message: Message) -> None:
         """The first server was restored and asks what is applied here."""
@@ -576,10 +571,14 @@ class Server:
         self._answer_questions()
 
     def _answer_questions(self) -> None:
-        """Once this server knows of the losses that the first one knows of: then it has all that those have pushed."""
+        """Once this server knows of the losses that the first one knows of: then it has all that those have pushed.
+
+        One that broke out is lost to this stretch and stays: it says so, or that it leaves, to each server itself.
+        """
         waiting, self._questions = self._questions, []
+        push_no_more = self.gone | self._skipped | self._broke | set(self._left) | self._through
         for message in waiting:
-            if set(message.meta["lost"]).intersection(self.workers) <= self.gone:
+            if set(message.meta["lost"]).intersection(self.workers) <= push_no_more:
                 edges = sorted({edge for once in self.intake.once for edge in once.edges()})
                 self.tell(message.source, "applied", {"question": message.meta["question"], "edges": edges})
             else:
@@ -591,7 +590,11 @@ class Server:
             self._learn()
 
     def _learn(self) -> None:
-        """Lend again once all is known."""
+        """Ask the servers once the workers were heard of, and lend again once all is known."""
+        if self._inquiry is not None and self._inquiry.is_due:
+            self._inquiry.ask()
+            for other in self._inquiry.servers:
+                self._ask(other)
         if self._inquiry is not None and self._inquiry.over and self.cursor is not None:
             own = {edge for once in self.intake.once for edge in once.edges()}
             self.cursor.cut_at(self._inquiry.edges() | own)
@@ -682,6 +685,7 @@ class Server:
             return self.answer(message, {"empty": True})
         self._left[message.source] = message
         self._heard(message, ())
+        self._answer_questions()
         self.intake.leave(message.source)
         self.serve_parked()
         self.let_go()
@@ -693,9 +697,11 @@ class Server:
         """A worker takes no part: not at all, or, where it broke out of its loop, no longer."""
         broke = bool(message.meta.get("broke"))
         (self._broke if broke else self._skipped).add(message.source)
+        self._heard(message, ())  # first: what this server has lost since its copy is lent again
         if broke and self.cursor is not None:
-            self.cursor.applied(message.meta["done"])
+            self.cursor.applied(message.meta["done"], message.source)
         self._has_taken(message.source)
+        self._answer_questions()
         self._lose(message.source, note=not broke)
         self.answer(message, {})
         self.let_go()
@@ -782,8 +788,9 @@ class Server:
         self._parked.pop(worker, None)
         self.mitigation.forget(worker)
         self.intake.lose(worker)
-        if self._inquiry is not None and self._inquiry.lose(worker):
-            self._ask()
+        if self._inquiry is not None:
+            self._inquiry.lose(worker)
+            self._learn()
         self.serve_parked()
 
     def _word(self, message: Message) -> None:
@@ -796,8 +803,8 @@ class Server:
         if self._is_of_another_stretch(message):
             return
         self.intake.hear(message)
-        if self._inquiry is not None:
-            self._ask(only=message.source)
+        if self._inquiry is not None and self._inquiry.question:
+            self._ask(message.source)
 
     def _retire(self, message: Message) -> None:
         self._retired = True

@@ -62,7 +62,7 @@ class Trainer:
     def __init__(self, rank: int, net: Net, pace: int) -> None:
         self.rank, self.net, self.pace = rank, net, pace
         self.lease: Meta | None = None
-        self.done, self.over = -1, False
+        self.done, self.over, self.ended = -1, False, False
         self.calls: dict[int, tuple[int, Message]] = {}  # without an answer yet
         self.asked: dict[int, tuple[int, Message]] = {}  # the same with those that have one, until all have
 
@@ -81,6 +81,13 @@ class Trainer:
                 self._call(FIRST + m, "push", {**meta, "unused": [], "early": False, "last": last, **facts}, body)
         self.done, self.lease = number, None
 
+    def break_out(self) -> None:
+        """It trains no more, gives back what it was lent, and waits until all are through."""
+        self.asked.clear()
+        self.over = True
+        for server in (FIRST, SECOND):
+            self._call(server, "skip", {"broke": True, "done": self.done})
+
     def _call(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
         self.net.calls += 1
         message = Message(self.rank, kind, meta, tuple(body), self.net.calls)
@@ -89,12 +96,16 @@ class Trainer:
 
     def hear(self, answer: Message) -> None:
         asked = self.calls.pop(answer.call, None)
+        if asked is not None and answer.kind == "skip" and not self.calls:
+            self.asked.clear()
+            for server in (FIRST, SECOND):
+                self._call(server, "leave", {})
         if asked is None or asked[1].meta.get("last") is False or answer.source != FIRST:
             return
         if "lease" in answer.meta:
             self.lease = answer.meta
         elif answer.kind == "draw":
-            self.over = True
+            self.over = self.ended = True
 
 
 class Net:
@@ -214,9 +225,12 @@ def test_every_sample_is_applied_once_by_every_server_whoever_is_lost(
             net.snapshot()
         elif rare < 0.04 and faults and not all(worker.over for worker in net.workers.values()):
             faults -= 1
-            if len(net.workers) > 1 and chance.random() < 0.4:
+            train = [rank for rank, worker in net.workers.items() if not worker.over]
+            if len(train) > 1 and chance.random() < 0.4:
                 net.kill_worker(chance.choice(sorted(net.workers)))
-            elif not any(worker.over for worker in net.workers.values()):
+            elif len(train) > 1 and ready and chance.random() < 0.4:
+                chance.choice(ready).break_out()
+            elif not any(worker.ended for worker in net.workers.values()):
                 net.replace_first()
         else:
             deed, *args = chance.choice(deeds)
@@ -229,3 +243,44 @@ def test_every_sample_is_applied_once_by_every_server_whoever_is_lost(
         for unit in range(len(server.shard.units)):
             got = {x for p in server.shard.of(unit) for x in p.tolist()}
             assert got == want, f"server {rank}, unit {unit}: {got} and not {want}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("breaks_out", [False, True])
+def test_servers_are_asked_once_they_have_all_that_was_pushed_before(
+    tmp_path: Path, seed: int, breaks_out: bool
+) -> None:
+    """Pushes to the second server are late, and between them lies the lease of a worker that was lost: only when they
+    are there can that server say where the lost lease ends."""
+    chance = random.Random(seed)
+    net = Net(tmp_path, [1] * WORKERS)
+
+    def act(*ranks: int) -> None:
+        for rank in ranks:
+            net.workers[rank].pace = chance.randint(1, 6)
+            net.workers[rank].act()
+
+    def deliver(late: bool = False) -> None:
+        while ways := [(source, to) for source, to in net.ways() if not (late and source < WORKERS and to == SECOND)]:
+            net.deliver(*chance.choice(ways))
+
+    for place in range(3):  # they draw, push, and push again
+        act(0, 1, 2)
+        deliver()
+        if place == 1:
+            net.snapshot()
+    act(1, 2)
+    deliver(late=True)
+    if breaks_out:
+        net.workers[0].break_out()
+    else:
+        net.kill_worker(0)
+    net.replace_first()
+    deliver(late=True)
+    deliver()
+    while ready := [rank for rank, worker in net.workers.items() if not worker.calls and not worker.over]:
+        act(*ready)
+        deliver()
+    assert all(worker.over for worker in net.workers.values()), "somebody waits for ever"
+    for server in net.servers.values():
+        assert {x for p in server.shard.params for x in p.tolist()} == {-float(2**SLICES - 1)}
