@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from podium.data.order import GlobalOrder, Slice, share_of
+from podium.data.order import GlobalOrder, Slice, divide, part_of
 
 
 class Lease(NamedTuple):
@@ -120,8 +120,8 @@ class Cursor:
         """The slices of the present step from this one on."""
         step = self._step
         assert step is not None
-        shares = [1.0] * self.parts
-        leases = [Lease(share_of(step, shares, i), step.count, i) for i in range(first, self.parts)]
+        counts = divide(step.count, [1.0] * self.parts)
+        leases = [Lease(part_of(step, counts, i), step.count, i) for i in range(first, self.parts)]
         self._cut.extend(lease for lease in leases if lease.piece.count or self._empty)
 
     def applied(self, number: int, worker: int | None = None) -> None:
@@ -237,7 +237,8 @@ class Cursor:
         begun = position % self.order.samples % self.batch_size
         first = max(self._first, position - begun)
         step = self.order.rest_of_step(first, self.batch_size, self._last)
-        slices = [share_of(step, [1.0] * self.parts, i) for i in range(self.parts)]
+        counts = divide(step.count, [1.0] * self.parts)
+        slices = [part_of(step, counts, i) for i in range(self.parts)]
         return [(piece.count, step.count) for piece in slices if piece.count and piece.position >= position]
 
     def heard_of(self, worker: int, holds: Collection[int], samples: int = 0) -> None:
