@@ -335,6 +335,23 @@ def leave(worker: Worker, served: Served, keep: Keep) -> set[int] | None:
     The optimizer's state is given to `keep`, some ranges at a time. Returns who was there to the end: where somebody is
     gone, all hear of it here, and will regroup.
     """
+    live = _take_home(worker, served, keep)
+    _say_home(worker)
+    return live
+
+
+def _say_home(worker: Worker) -> None:
+    """Tell the servers that this worker has left them, and has what it wanted.
+
+    One that is lost after it has answered some workers' `leave` is restored without knowing of these: the others would
+    wait for them. In simulated time no server is lost.
+    """
+    comm = worker.comm
+    if not comm.clock.is_simulated:
+        comm.wait(*[comm.call(server, "home", {"stretch": list(worker.stretch)}) for server in comm.servers])
+
+
+def _take_home(worker: Worker, served: Served, keep: Keep) -> set[int] | None:
     comm = worker.comm
     calls = [comm.call(server, "leave", {}) for server in comm.servers]
     answers = [a for a in comm.wait(*calls, deadline_s=PATIENCE * comm.deadline_s) if a is not None]

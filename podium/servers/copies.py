@@ -314,7 +314,7 @@ class Copies:
         server.intake.once = [Applied.of(plain) for plain in facts["once"]]
         if server.cursor is not None and facts["cursor"] is not None:
             server.cursor.load(facts["cursor"])
-        self.restored = True
+        self.restored = server.is_new = True
         for other in server.servers:
             if other != server.comm.rank:
                 server.tell(other, "hello", {})

@@ -8,6 +8,7 @@ One loop, one message at a time, so updates cannot race. What workers ask of it:
     pull    a worker wants one unit's parameters as they are
     leave   a worker is through; once all are, each gets parameters and optimizer state to take home, …
     take    … and asks for the rest of it, where there is more than goes into one message
+    home    a worker has all of it: one that was restored in between shall not wait for it to leave
     skip    a worker takes no part in this stretch
     bye     a worker ends, or was retired; its departure follows
     retire  this server is no longer needed
@@ -73,6 +74,10 @@ _LOOK_S = 1.0
 """How often a server looks for whom it waits."""
 _LANE_BYTES = 16 << 20
 """A server with fewer bytes of parameters moves them itself."""
+
+
+_AT_WORK = ("draw", "push", "pull", "leave")
+"""What workers ask while a stretch is under way."""
 
 
 class Server:
@@ -147,6 +152,8 @@ class Server:
         """Workers that are taking this server's state home, part by part."""
         self._seeds: list[Message] = []  # those that wait for them
         self._assembly: Assembly | None = None  # of a seed that is coming in parts
+        self.is_new = False
+        """Whether this server was restored and no worker has wanted anything since: its stretch may be over."""
         self._retired = False
         self._inquiry: Inquiry | None = None  # after a restart: what must be known before leases are lent
         self._questions: list[Message] = []  # of a restored first server: they wait until this one knows of its losses
@@ -161,6 +168,7 @@ class Server:
             "pull": self._pull,
             "leave": self._leave,
             "take": self._take,
+            "home": self._home,
             "skip": self._skip,
             "bye": self._bye,
             "retire": self._retire,
@@ -203,6 +211,8 @@ class Server:
         """Do what one message asks for."""
         if message.kind not in self._does:
             raise CommError(f"server {self.comm.rank}: rank {message.source} sent an unknown {message.kind!r}")
+        if self.is_new and message.kind in _AT_WORK:
+            self.is_new = False
         self._does[message.kind](message)
 
     def _next(self) -> Message:
@@ -272,7 +282,7 @@ class Server:
     @property
     def _is_idle(self) -> bool:
         """Whether no stretch of training is under way here."""
-        return not self.seed_meta or self._through >= set(self.present)
+        return not self.seed_meta or self.is_new or self._through >= set(self.present)
 
     @property
     def present(self) -> list[int]:
@@ -349,7 +359,7 @@ class Server:
     def begin(self, meta: Meta) -> None:
         """Make ready for what a seed says; parameters and optimizer state come separately."""
         self.lanes.settle()
-        self._assembly = None
+        self._assembly, self.is_new = None, False
         self.seed_meta = {k: v for k, v in meta.items() if k != "state"}
         asked = (tuple(meta["servers"]), meta["unit_bytes"], meta.get("outer"), meta.get("weights"))
         if asked != (self.servers, self._unit_bytes, self._outer, self._weights):
@@ -716,7 +726,7 @@ class Server:
 
     def let_go(self) -> None:
         """Once every worker is through, let them take everything home."""
-        if not self._left or not set(self._left) >= set(self.present):
+        if not self._left or not self._left.keys() | self._through >= set(self.present):
             return
         self.intake.settle()
         if not self.intake.settled:
@@ -752,6 +762,13 @@ class Server:
         self.answer(message, parcel.meta, parcel.body)
         if parcel.next is None:
             self._has_taken(message.source)
+
+    def _home(self, message: Message) -> None:
+        """A worker has everything, perhaps from the server that this one replaces: then all have left that one."""
+        if message.meta["stretch"] == self.stretch:  # otherwise the next one has begun here
+            self._through.add(message.source)
+        self.answer(message, {})
+        self.let_go()
 
     def _has_taken(self, worker: int) -> None:
         """It has everything, or will never ask for it: the next stretch need not wait for it."""
