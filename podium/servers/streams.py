@@ -109,6 +109,8 @@ class Streams(Intake):
         return {source for source, held in self._held.items() if held}
 
     def hear(self, message: Message) -> None:
+        if message.kind == "hello" and self.server.is_first and self.clocks.resting:
+            self.server.tell(message.source, "decision", {"rest": sorted(self.clocks.resting)})
         if "rest" in message.meta:
             self.rest(set(message.meta["rest"]))
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from podium.comm.base import Message, Meta
+from podium.servers.gate import Rules
 from podium.servers.server import Server
-from tests.servers.test_unequal_leases import FIRST, WORKERS, Net, work
+from tests.servers.test_unequal_leases import FIRST, SECOND, WORKERS, Net, work
 
 NAME = [0, 0]
 
@@ -65,3 +66,14 @@ def test_nobody_owes_a_word_to_a_server_that_was_restored_between_two_stretches(
     assert server._is_idle
     say(server, "draw", [0], {"done": -1, "wishes": [False] * 3})
     assert not server._is_idle
+
+
+def test_a_restored_server_hears_who_rests(net: Net) -> None:
+    """Otherwise its gate waits for pushes of workers for whom there is nothing left to do."""
+    server = net.servers[FIRST]
+    body = tuple(r.of(net.flat.params) for r in net.layouts[0].ranges)
+    server.take_up(Message(0, "seed", {**work(), "rules": Rules(bound=1).to_dict(), "stretch": NAME}, body, 0))
+    server.intake.rest({1, 2})
+    net.queue(FIRST, SECOND).clear()
+    server.take_up(Message(SECOND, "hello", {"stretch": NAME}))
+    assert [message.meta.get("rest") for message in net.queue(FIRST, SECOND)] == [[1, 2]]
