@@ -91,12 +91,12 @@ def load_task(spec: str | Task, options: Mapping[str, Any] | None = None, data_d
     accepted = inspect.signature(make).parameters
     given = dict(options or {})
     hints = _annotations(make)
-    if ":" in spec and folder_alone_names(spec) and hints.get("return") is not Task:
+    if ":" in spec and folder_alone_names(spec) and not _makes_tasks(make, hints):
         # The folder brings the arguments, too: `subprocess:run` would be called with a command of its choice.
         raise ConfigError(
-            f"the folder names {spec} as its task, and that does not say that it makes one (`-> podium.Task`). To call "
-            "it is to run it with arguments from the folder, so it is not called unless you name it: give the task on "
-            "the command line"
+            f"the folder names {spec} as its task, and nothing says that it makes one: it is not annotated "
+            "`-> podium.Task`, and its module imports nothing of podium. To call it is to run it with arguments "
+            "from the folder, so it is not called unless you name it: give the task on the command line"
         )
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     for name in given:
@@ -120,6 +120,17 @@ def _find_function(spec: str) -> Callable[..., Any]:
     if not callable(make):
         raise ConfigError(f"{spec} must be a function that returns a podium.Task, got {type(make).__name__}")
     return make  # type: ignore[no-any-return]  # whatever it is, it is called and its result checked
+
+
+def _makes_tasks(make: Callable[..., Any], hints: Mapping[str, Any]) -> bool:
+    """Whether a function was written to make tasks, as far as its annotation or its own module tells."""
+    if "return" in hints:
+        return hints["return"] is Task
+    home = getattr(make, "__globals__", {})
+    if str(home.get("__name__")).partition(".")[0] == "podium":  # all of Podium's own say what they return
+        return False
+    homes = (getattr(value, "__module__", getattr(value, "__name__", "")) for value in home.values())
+    return any(str(name).partition(".")[0] == "podium" for name in homes)
 
 
 def _annotations(make: Callable[..., Any]) -> dict[str, Any]:

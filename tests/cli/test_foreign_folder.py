@@ -151,7 +151,13 @@ def test_a_folder_calls_nothing_but_tasks(folder: Path, mark: Path, how: str, pl
     else:
         name_code(folder, task=f"{place}:run", task_options={"args": ["touch", str(mark)]})
     code, err = say(how, str(folder), "--dry-run")
-    assert code == 2 and not mark.exists() and "does not say that it makes one" in err
+    assert code == 2 and not mark.exists() and "nothing says that it makes one" in err
+
+
+def test_a_task_of_the_users_needs_no_annotation(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import podium\n\ndef make():\n    return podium.Task\n")
+    name_code(folder, task=f"{tmp_path}/mine.py:make", task_options={})
+    assert "must return a podium.Task, got type" in say("--resume", str(folder), "--dry-run")[1], "it was called"
 
 
 def test_a_task_that_makes_tasks_of_names_makes_none_that_the_folder_names(folder: Path, mark: Path) -> None:
