@@ -290,6 +290,7 @@ class TestResumed:
         whole, rest = unbroken_and_resumed(Memory(), AllReduce(), 3, tmp_path, 6, resume_in=Virtual())
         assert_same_end(whole, rest)
 
+    @pytest.mark.slow
     def test_an_asynchronous_run_equals_the_unbroken_one_from_its_drained_barrier(self, tmp_path: Path) -> None:
         for servers in (1, 2):
             strategy = ParameterServer(mode="async", servers=servers)

@@ -41,9 +41,11 @@ def accuracy_in(output: str) -> float:
 
 
 class TestTheUsersOwnLoop:
+    @pytest.mark.slow
     def test_the_plain_script_learns_without_podium(self, tmp_path: Path) -> None:
         assert accuracy_in(run_python(str(EXAMPLES / "train_torch.py"), cwd=tmp_path)) > 0.85
 
+    @pytest.mark.slow
     def test_the_podium_script_comes_to_the_same_by_itself_and_on_two_workers(self, tmp_path: Path) -> None:
         script = str(EXAMPLES / "train_podium.py")
         alone = run_python(script, cwd=tmp_path)
@@ -132,6 +134,7 @@ def test_a_rule_of_ones_own_ends_a_phase(tmp_path: Path) -> None:
     assert result.audit == {"missing": 0, "repeated": 0}
 
 
+@pytest.mark.slow
 def test_the_sweep_ends_with_a_model_that_can_be_loaded(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     said = run_python(str(EXAMPLES / "my_sweep.py"), str(folder), cwd=tmp_path)

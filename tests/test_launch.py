@@ -71,6 +71,7 @@ def test_a_rank_takes_the_folder_that_another_chose(tmp_path: Path) -> None:
     assert (script.run_dir, script.config.run_dir) == (tmp_path, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_named_folder_serves_one_run(tmp_path: Path) -> None:
     words = ("--task", TASK, *settings({"run_dir": tmp_path / "a", "steps": 2, "threads": 1}))
     code, _, err = torchrun(2, *words)
@@ -190,6 +191,7 @@ def test_a_last_validation_that_is_not_finite_leaves_a_result_with_a_word(value:
     assert "warning    the last validation's loss, odd are not finite: check the test data" in told
 
 
+@pytest.mark.slow
 def test_the_command_line_reports_a_last_validation_that_is_not_finite(tmp_path: Path) -> None:
     (tmp_path / "spoilt.py").write_text("from tests.test_launch import spoilt_task as make\n")
     words = ("train", f"{tmp_path}/spoilt.py:make", "--launcher", "threads", "--set", f"out={tmp_path}/runs")

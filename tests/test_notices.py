@@ -119,6 +119,7 @@ class TestRulesThatCannotFire:
             train("strategy-switch", epochs=2, out=str(tmp_path))
         assert "cannot fire in this run" in caplog.text
 
+    @pytest.mark.slow
     def test_a_comparison_logs_it_once_and_says_afterwards_that_it_came_true(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -226,6 +227,7 @@ class TestTheCommandLine:
         assert found.exit_code == 0
         assert "note: strategy-switch: the rule plateau:window=3 cannot fire in this run" in found.stderr
 
+    @pytest.mark.slow
     def test_train_says_it_before_the_first_validation_and_in_its_summary(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "podium", "train", "digits-mlp", *self.SHORT, "--out", str(tmp_path)]
         found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -237,6 +239,7 @@ class TestTheCommandLine:
         found = CliRunner().invoke(main, [*words, "--launcher", "threads", "--out", str(tmp_path), "--dry-run"])
         assert found.exit_code == 0 and found.stderr.count("cannot fire in this run") == 1
 
+    @pytest.mark.slow
     def test_a_loop_of_ones_own_says_it(self, tmp_path: Path) -> None:
         script = tmp_path / "loop.py"
         script.write_text(LOOP, encoding="utf-8")

@@ -130,6 +130,7 @@ def test_so_it_is_between_processes_with_any_collective(collective: str) -> None
     check_sums(Real().run(partial(reduce_often, specs=FED_BACK, collective=collective), WORKERS))
 
 
+@pytest.mark.slow
 def test_threads_virtual_time_and_shared_memory_give_the_same_bits() -> None:
     """Sums run in rank order in all of them."""
     main = partial(reduce_often, specs=FED_BACK)

@@ -708,6 +708,7 @@ def test_a_model_may_do_this_or_is_told_that_it_may_not(name: str, strategy: str
     check(Memory(), name, strategy, workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["BatchNorm in evaluation mode", "buffers of odd numbers", "a buffer that grows"])
 def test_the_same_in_processes(name: str, strategy: str) -> None:

@@ -184,6 +184,7 @@ def test_real_processes_draw_from_one_counter() -> None:
     assert audit_of(trained) == Audit(0, 0)
 
 
+@pytest.mark.slow
 def test_a_step_that_lost_a_worker_is_drawn_anew_by_those_who_are_left(tmp_path: Path) -> None:
     alone = runs.train(tmp_path / "alone", workers=1, strategy="solo")
     result = runs.train(tmp_path / "lost", Faults().kill(1, step=6), workers=3, balance="steal:micro=2")

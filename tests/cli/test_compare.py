@@ -26,6 +26,7 @@ def compare(*words: str) -> Result:
     return CliRunner().invoke(main, ["compare", "digits-mlp", *SMALL, *words])
 
 
+@pytest.mark.slow
 def test_a_comparison_ends_with_its_table_its_answer_and_its_report(tmp_path: Path) -> None:
     folder = tmp_path / "study"
     result = compare("--strategies", "solo,all-reduce", "--seeds", "2", "--out", str(folder))
@@ -39,6 +40,7 @@ def test_a_comparison_ends_with_its_table_its_answer_and_its_report(tmp_path: Pa
     assert "\x1b" not in result.output
 
 
+@pytest.mark.slow
 def test_json_holds_the_rows_of_every_run(tmp_path: Path) -> None:
     words = ("--strategy", "parameter-server:mode=async,servers=2", "--strategy", "solo", "--seeds", "1")
     result = compare(*words, "--target", "0.5", "--out", str(tmp_path / "study"), "--json")
@@ -66,6 +68,7 @@ def test_a_comparison_with_a_failed_run_fails_and_still_reports(tmp_path: Path) 
     assert (tmp_path / "study" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_one_interrupt_reports_what_there_is_and_the_same_command_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "study"
     words = ["compare", *SMALL, "--strategies", "solo,all-reduce", "--seeds", "500", "--out", str(folder)]
@@ -87,6 +90,7 @@ def test_one_interrupt_reports_what_there_is_and_the_same_command_goes_on(tmp_pa
     assert (folder / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_report_can_be_written_anew(tmp_path: Path) -> None:
     folder = tmp_path / "study"
     compare("--strategies", "solo", "--seeds", "1", "--out", str(folder), "--quiet")
@@ -172,6 +176,7 @@ def test_a_check_without_a_browser_says_so(studies: Path, tmp_path: Path, monkey
     assert "must be installed to look at a page" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_demo_leads_from_nothing_to_a_report_in_eighty_columns(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["demo", "--quick", "--out", str(tmp_path / "d")])
     assert result.exit_code == 0, result.output

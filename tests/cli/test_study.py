@@ -83,6 +83,7 @@ def kill_on_the_way(study: Path, out: Path, draw: random.Random, *more: str) -> 
     return len(Store(out).rows())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--jobs", "2")], ids=["one by one", "two at once"])
 def test_killed_at_random_moments_and_run_again_it_is_as_if_never_interrupted(
     study: Path, tmp_path: Path, more: tuple[str, ...]
@@ -110,6 +111,7 @@ def test_two_at_a_time_in_one_folder_are_refused(study: Path, tmp_path: Path) ->
         run_study(study, out=out)
 
 
+@pytest.mark.slow
 def test_precision_decides_how_many_seeds_there_are(study: Path, tmp_path: Path) -> None:
     def seeds(half_width: float, response: str) -> int:
         asked = f'{{ least = 2, most = 4, half_width = {half_width}, response = "{response}" }}'
@@ -122,6 +124,7 @@ def test_precision_decides_how_many_seeds_there_are(study: Path, tmp_path: Path)
     assert seeds(1e-6, "loss") == 4
 
 
+@pytest.mark.slow
 def test_a_run_ends_at_the_first_validation_beyond_its_seconds(study: Path, tmp_path: Path) -> None:
     text = STUDY.replace("epochs = 1\neval_every = 0", "epochs = 6").replace('"parameter-server:mode=async", ', "")
     study.write_text(text)

@@ -109,6 +109,7 @@ def test_a_dry_run_says_what_would_be_trained_and_the_report_how_to_ask_for_it_a
     assert json.loads(sweep(*shlex.split(again)[2:], "--dry-run", "--json").stdout) == document
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_is_taken_up_again_and_trains_each_trial_once(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     words = ["sweep", "--space", "lr=1e-3..1:log", "--random", "60", "--executor", "sequential:threads=1", "--device",

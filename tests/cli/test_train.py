@@ -46,6 +46,7 @@ def test_quiet_shows_the_summary_alone(tmp_path: Path) -> None:
     assert "accuracy" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["local", "threads", "virtual"])
 def test_json_is_the_result_and_nothing_else(launcher: str, tmp_path: Path) -> None:
     words = ("--launcher", launcher, "-n", "2", "--steps", "3", "--out", str(tmp_path), "--json")
@@ -93,6 +94,7 @@ def test_a_run_that_fails_is_a_document_with_its_error(tmp_path: Path) -> None:
     assert "no loss today" in result.stderr
 
 
+@pytest.mark.slow
 def test_one_interrupt_finishes_the_step_saves_and_reports(tmp_path: Path) -> None:
     process = start("train", "digits-mlp", *THREADS, "--epochs", "100000", "--out", str(tmp_path))
     assert process.stderr is not None

@@ -101,6 +101,7 @@ def test_run_reports_the_scripts_exit_code_as_json(started: list[Any], tmp_path:
     assert document == {"script": str(script), "args": ["a"], "workers": 2, "strategy": "solo", "exit_code": 3}
 
 
+@pytest.mark.slow
 def test_what_a_script_prints_is_shown_but_does_not_spoil_the_document(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(

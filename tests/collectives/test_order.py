@@ -78,6 +78,7 @@ class TestSearched:
         assert slowest <= 1.1 * best
         assert slowest > best or total <= 1.1 * least
 
+    @pytest.mark.slow
     @settings(max_examples=25, deadline=None)
     @given(st.integers(1, 30), st.integers(0, 1 << 32), st.sampled_from(KINDS))
     def test_it_is_an_order_no_worse_than_that_of_the_indices(self, p: int, seed: int, kind: Kind) -> None:
@@ -86,6 +87,7 @@ class TestSearched:
         assert sorted(order) == list(range(p)) and order[0] == 0
         assert ring_cost(cost, order) <= ring_cost(cost, range(p))
 
+    @pytest.mark.slow
     def test_hundreds_of_members_in_a_plane(self) -> None:
         cost = links(300, 1, "distances")
         order = best_ring(cost)

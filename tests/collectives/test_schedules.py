@@ -119,6 +119,7 @@ def carry_out_late(schedules: Schedules, tensors: Sequence[Tensor], chance: rand
 
 
 class TestTheSum:
+    @pytest.mark.slow
     @settings(max_examples=250, deadline=None)
     @given(st.data(), st.sampled_from([torch.int64, torch.float32, torch.float64]))
     def test_all_members_hold_the_sum(self, data: st.DataObject, dtype: torch.dtype) -> None:

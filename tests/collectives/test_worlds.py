@@ -65,12 +65,14 @@ def reduce_large(comm: Communicator, names: tuple[str, ...]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", range(2, 10))
 @pytest.mark.parametrize("world", [Memory(), Virtual()], ids=lambda world: world.name)
 def test_the_sum_in_one_process(world: World, workers: int) -> None:
     assert world.run(partial(reduce_all, names=BY_SCHEDULE, sizes=SIZES), workers) == [[]] * workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3, 4, 5, 8, 9])
 def test_the_sum_over_sockets(workers: int) -> None:
     names = (*BY_SCHEDULE, "backend", "auto")
@@ -91,6 +93,7 @@ def test_the_sum_of_anything(name: str, workers: int, numel: int, dtype: torch.d
 LARGE = 16 << 20  # floats: 64 MB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 5])
 @pytest.mark.parametrize("world", [Memory(), Real(), Real(shared=True)], ids=["memory", "sockets", "shared"])
 def test_the_sum_of_64_megabytes(world: World, workers: int) -> None:
@@ -121,6 +124,7 @@ def storm(comm: Communicator) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_storm_of_small_exchanges_over_narrow_connections() -> None:
     assert Real().run(storm, 3) == [True] * 3
 

@@ -74,6 +74,7 @@ def test_a_copy_takes_the_arguments_that_the_method_takes() -> None:
     assert torch.equal(one.scaled(torch.tensor(1.0), twice=True), 2 * one.factors)
 
 
+@pytest.mark.slow
 def test_compiled_code_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_KEPT", 3)
     gc.collect()
@@ -98,6 +99,7 @@ def test_what_is_in_use_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert first.is_right() and graphs() == before
 
 
+@pytest.mark.slow
 def test_more_arrays_may_be_compiled_than_torch_compiles_one_code_for(monkeypatch: pytest.MonkeyPatch) -> None:
     # What torch's tracing gives is run as it is: the limit is on tracing, and needs no C++ compiler to be met.
     monkeypatch.setattr(array_module, "compile_method", partial(compile_method, backend="eager"))

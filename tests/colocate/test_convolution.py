@@ -152,6 +152,7 @@ def fused_gradients(nets: list[Net], x: Tensor, y: Tensor, backend: str | None) 
     return found, dict(zip(params, grads, strict=True)) | buffers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_a_swapped_network_computes_what_each_network_computes(backend: str | None) -> None:
     torch.manual_seed(0)

@@ -245,6 +245,7 @@ class TestTakingUp:
         desk_over(source(), tmp_path, keep_models="best")
         assert [path.name for path in (tmp_path / "models").iterdir()] == ["trial-00001.safetensors"]
 
+    @pytest.mark.slow
     def test_a_killed_process_leaves_what_it_had_finished(self, tmp_path: Path) -> None:
         script = (
             "import os, signal, sys; from pathlib import Path; from tests.colocate.test_desk import *\n"

@@ -248,6 +248,7 @@ def test_it_gives_up_when_every_process_dies(trapped: Recipe) -> None:
     assert 8 < len(desk.outcomes) < 12
 
 
+@pytest.mark.slow
 def test_processes_end_when_their_parent_is_killed(trapped: Recipe) -> None:
     script = f"""
 from podium.colocate.processes import Processes

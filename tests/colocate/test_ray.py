@@ -19,6 +19,7 @@ from podium.errors import ConfigError, MissingExtra
 from tests.colocate.test_processes import TRAPPED, ListDesk, alone, assert_same, is_alive
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_trials_in_actors_come_to_the_same_bits_as_alone_also_after_one_is_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -58,6 +59,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("mode", ["disabled", None])
 def test_a_ray_of_our_own_asks_for_a_token_whatever_the_environment_says(

@@ -123,6 +123,7 @@ class TestAWholeSweep:
         folder = tmp_path_factory.mktemp("sweep") / "whole"
         return sweep(folder, grid={"lr": [0.3, 0.1, 0.001], "hidden": [4, 8]}, folds=3, seeds=2, executor="auto")
 
+    @pytest.mark.slow
     def test_every_point_has_a_trial_for_each_fold_and_seed(self, found: Sweep) -> None:
         trials = [(o.trial.point, o.trial.fold, o.trial.seed) for o in found.outcomes]
         assert len(trials) == len(set(trials)) == 6 * 3 * 2
@@ -195,6 +196,7 @@ def test_one_after_another_comes_to_the_same(tmp_path: Path) -> None:
         assert one.options == other.options and one.mean == pytest.approx(other.mean, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_sweep_that_was_stopped_goes_on_and_trains_each_trial_once(tmp_path: Path) -> None:
     stop = threading.Event()
 
@@ -215,6 +217,7 @@ def test_a_sweep_that_was_stopped_goes_on_and_trains_each_trial_once(tmp_path: P
     assert third.samples_per_s is not None
 
 
+@pytest.mark.slow
 def test_another_sweep_in_the_same_folder_is_refused_with_what_differs(tmp_path: Path) -> None:
     sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]})
     with pytest.raises(ConfigError, match=r"with search \{'space': \['lr=0.3\|0.1'\]\}; wanted .*lr=0.3\|0.2"):
@@ -232,6 +235,7 @@ def test_a_manifest_that_was_half_written_is_written_anew(tmp_path: Path) -> Non
         sweep(tmp_path, grid={"lr": [0.3]}, executor="sequential", epochs=1)
 
 
+@pytest.mark.slow
 def test_two_sweeps_in_one_folder_at_once_are_refused_and_a_lock_left_behind_is_none(tmp_path: Path) -> None:
     folder, refused = tmp_path / "a", []
 
@@ -415,6 +419,7 @@ def line(*, lr=0.1):  # a comment
         some = MapDataset(Jittered())
         assert describe_data(Data(some, some))["train"] == {"samples": 3, "each": "float64[2] int64", "ends": None}
 
+    @pytest.mark.slow
     def test_other_data_in_the_same_folder_are_refused(self, tmp_path: Path) -> None:
         sweep(tmp_path / "a", grid={"lr": [0.3]})
         before = json.loads((tmp_path / "a" / "manifest.json").read_text())
@@ -425,6 +430,7 @@ def line(*, lr=0.1):  # a comment
 
 
 class TestSources:
+    @pytest.mark.slow
     def test_draws_come_from_ranges_and_repeat(self, tmp_path: Path) -> None:
         asked = {"space": {"lr": "1e-3..1:log"}, "random": 4, "eval_every": 0}
         one, two = (sweep(tmp_path / name, **asked) for name in "ab")
@@ -435,6 +441,7 @@ class TestSources:
         found = sweep(tmp_path / "a", trials=[{"lr": 0.1}, {"lr": 0.2, "hidden": 5}])
         assert sorted(map(str, (p.options for p in found.points))) == ["{'lr': 0.1}", "{'lr': 0.2, 'hidden': 5}"]
 
+    @pytest.mark.slow
     def test_optuna_may_bring_new_structures_as_it_goes_on(self, tmp_path: Path) -> None:
         pytest.importorskip("optuna")
         space = {"lr": "1e-2..1:log", "hidden": [2, 3, 4, 5]}
@@ -682,6 +689,7 @@ class TestTellingPointsApart:
         (single,) = find_rivals(points([0.9], [0.1]), self.CONFIG)
         assert same.p == 1.0 and single.p is None and not single.is_distinct
 
+    @pytest.mark.slow
     def test_the_answer_says_so(self, tmp_path: Path) -> None:
         level = sweep(tmp_path / "a", grid={"lr": [0.1, 0.1001]}, folds=3)
         assert "the best two cannot be told apart by these folds" in level.answer

@@ -32,6 +32,7 @@ def dose() -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_forty_thousand_frames_crash_nothing_and_let_no_stranger_in(dose: dict[str, Any]) -> None:
     assert dose["crash_samples"] == [] and dose["crashes"] == 0
     assert dose["frames"] >= 40_000 and dose["handshakes"].keys() == {"refused", "cut short"}

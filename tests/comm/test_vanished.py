@@ -114,6 +114,7 @@ def test_a_vanished_host_is_noticed_on_a_connection_that_beats_or_is_idle(
         far.close()
 
 
+@pytest.mark.slow
 def test_a_peer_that_lives_and_reads_nothing_is_not_taken_for_vanished() -> None:
     limits = Limits(inbox_messages=1, inbox_bytes=1)
     far = Channel(0, secret=SECRET, listen="tcp:127.0.0.1:0", deadline_s=30, limits=limits)

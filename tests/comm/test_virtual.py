@@ -145,6 +145,7 @@ def test_mean_staleness_of_equal_workers_is_one_less_than_their_number(
     assert result.staleness["count"] == result.updates - stretches * workers
 
 
+@pytest.mark.slow
 def test_256_asynchronous_workers_run(tmp_path: Path) -> None:
     result = podium.train(
         "digits-mlp",

@@ -36,6 +36,7 @@ def test_a_run_that_raced_replays_to_the_same_bits(launcher: str, servers: int, 
     assert again.loss == raced.loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", ["mode=ssp,staleness=1", "mode=softsync", "mode=backup", "mode=async,drop_beyond=1"]
 )
@@ -47,6 +48,7 @@ def test_so_does_one_with_another_gate(options: str, tmp_path: Path) -> None:
     assert again.param_hash == raced.param_hash
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int8", "top-k:ratio=0.2", "power-sgd"])
 def test_so_does_one_that_packs_both_ways(codec: str, tmp_path: Path) -> None:
     strategy = "parameter-server:mode=async,servers=2,pull=int8"

@@ -204,6 +204,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     return train_in_processes(tmp_path_factory.mktemp("alone"), strategy="solo", launcher="threads")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", ["replicas=2,snapshot_every=0", "snapshot_every=1"])
 def test_a_killed_server_with_weighted_ranges_is_restored(tmp_path: Path, alone: RunResult, copies: str) -> None:
     def strike() -> None:
@@ -220,6 +221,7 @@ def test_a_killed_server_with_weighted_ranges_is_restored(tmp_path: Path, alone:
     assert distance(result, alone) < 1e-5
 
 
+@pytest.mark.slow
 def test_more_servers_come_to_weighted_ranges(tmp_path: Path, alone: RunResult) -> None:
     def more() -> None:
         (run_dir,) = tmp_path.glob("*/control.json")

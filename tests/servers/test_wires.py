@@ -308,6 +308,7 @@ for count in ({counts}):
 """
 
 
+@pytest.mark.slow
 def test_a_wire_that_says_that_it_holds_more_than_it_does_breaks_nothing() -> None:
     """In a process of its own: what is written past the end of a tensor may end it."""
     code = UNCHECKED.format(counts="-1, 51, 60, 100_000, 2_000_000, -(1 << 31), (1 << 31) - 1")

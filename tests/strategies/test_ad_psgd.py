@@ -193,6 +193,7 @@ def test_an_active_worker_waits_for_its_answer_no_longer_than_it_may_run_ahead()
 # Through launchers.
 
 
+@pytest.mark.slow
 def test_digits_come_within_a_point_of_all_reduce(tmp_path: Path) -> None:
     reached = [
         podium.train("digits-mlp", strategy=strategy, workers=4, launcher="virtual", out=str(tmp_path), epochs=10)
@@ -202,6 +203,7 @@ def test_digits_come_within_a_point_of_all_reduce(tmp_path: Path) -> None:
     assert reached[1].metrics["accuracy"] >= reached[0].metrics["accuracy"] - 0.01
 
 
+@pytest.mark.slow
 def test_local_processes_with_checkpoints_go_on_after_each(tmp_path: Path) -> None:
     options: dict[str, Any] = {**FIELDS, "strategy": ADPSGD(), "workers": 3, "checkpoint_every": 13}
     result = podium.train(TASK, out=str(tmp_path), **options)

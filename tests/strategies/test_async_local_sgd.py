@@ -258,6 +258,7 @@ def pushes_of(found: list[Any], workers: int) -> list[int]:
     return [count[worker] for worker in range(workers)]
 
 
+@pytest.mark.slow
 def test_leases_as_long_as_their_worker_is_fast_make_all_push_equally_often() -> None:
     nodes = tuple(Node(name=f"n{i}", speed=speed) for i, speed in enumerate((1.0, 1.0, 0.25, 1.0)))
     world = Virtual(Cluster(nodes=nodes, seconds_per_sample=1e-3))
@@ -274,6 +275,7 @@ def exact() -> float:
     return train_in(Virtual(), DIGITS, AllReduce(), 4)[0].report.metrics["accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [AsyncLocalSGD(), AsyncElastic()], ids=lambda s: s.name)
 def test_digits_come_within_a_point_of_all_reduce(strategy: Leasing, exact: float) -> None:
     assert train_in(Virtual(), DIGITS, strategy, 4)[0].report.metrics["accuracy"] > exact - 0.01
@@ -396,6 +398,7 @@ def _trained(run_dir: str, without: int | None = None) -> set[int]:
     return {n for row in rows for n in range(row["position"] - row["samples"], row["position"])}
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_restored(tmp_path: Path) -> None:
     """From its replica: nothing is lost, nothing done twice."""
     strategy = "async-local-sgd:period=3,servers=2,replicas=2"

@@ -175,6 +175,7 @@ def test_threads_and_virtual_time_give_the_same_bits(spec: str) -> None:
         assert hashes(threads) == hashes(train_in(Virtual(), task_of(samples=36, epochs=1), strategy, 3, codec=spec))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [Real(), Real(shared=True)], ids=["sockets", "shared memory"])
 def test_real_processes_give_the_bits_of_threads(world: World) -> None:
     task = toy(model=everything_model, optimizer="adamw", schedule=halve_every_third)

@@ -302,6 +302,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
     assert resumed.loss == whole.loss
 
 
+@pytest.mark.slow
 def test_digits_come_within_a_point_of_all_reduce(tmp_path: Path) -> None:
     reached = [
         podium.train("digits-mlp", strategy=strategy, workers=4, launcher="virtual", out=str(tmp_path), epochs=10)

@@ -167,6 +167,7 @@ def _trained(run_dir: str, rank: int | None = None) -> set[int]:
 STRATEGY = "parameter-server:mode=async,servers=1,placement=colocated,only_serve=1"
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_by_those_who_train(tmp_path: Path) -> None:
     result = launch(tmp_path, Faults().kill(1, step=6), strategy=STRATEGY, workers=4)
     assert result.status == "finished" and result.lost == [1]

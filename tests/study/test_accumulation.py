@@ -146,6 +146,7 @@ class TestRuns:
         row = run_one(identity(TINY, cell, 0, part="virtual", profile="x"), options, "[[node]]\nname = 'a'\n")
         assert row["status"] == "failed" and "rign" in row["error"]
 
+    @pytest.mark.slow
     def test_what_was_ended_goes_on_and_nothing_is_run_twice(self, tmp_path: Path) -> None:
         one = dataclasses.replace(TINY, networks=TINY.networks[:1], every=(1,))
         store = open_store(tmp_path)
@@ -232,6 +233,7 @@ class TestPage:
             assert line.contrast.value < (1.0 if line.nodes > 1 else 1.001)
             assert len(line.rows) == 4
 
+    @pytest.mark.slow
     def test_the_form_that_made_the_rows_predicts_best(self, rows: list[Row], found: list[Panel]) -> None:
         for panel in found:
             by_name = {one.model: one.median_error for one in panel.judged}
@@ -267,6 +269,7 @@ class TestPage:
         assert first.startswith("**With an exchange every 4 batches instead of every batch")
         assert text.index("What may not be concluded") < text.index("## Design")
 
+    @pytest.mark.slow
     def test_page_and_figure_come_out_the_same_every_time(
         self, rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

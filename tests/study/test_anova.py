@@ -159,6 +159,7 @@ def test_terms_of_a_response_are_corrected_by_holm() -> None:
     assert terms[2].p_holm == pytest.approx(0.0186, abs=1e-4), "the largest of three is not multiplied"
 
 
+@pytest.mark.slow
 def test_holm_gives_the_bits_of_statsmodels() -> None:
     draw = random.Random(0)
     for count in (1, 2, 7):  # statsmodels takes its time
@@ -488,6 +489,7 @@ def test_the_section_of_a_report_shows_terms_levels_and_checks() -> None:
     json.dumps([one.anova.to_dict() for one in found] + [one.checks.to_dict() for one in found])
 
 
+@pytest.mark.slow
 def test_lines_through_a_hypercube_are_judged_by_cells_not_by_runs() -> None:
     """Runs of a cell share what a line misses. Counted one by one, they would find factors that do nothing."""
     draw, wrong, repetitions = random.Random(7), 0, 40

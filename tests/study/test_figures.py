@@ -359,6 +359,7 @@ def test_rows_without_facts_have_neither_timeline_nor_topology() -> None:
     assert timelines(rows) == {} and topologies(rows) == {} and timeline_items(rows, lambda figures: []) == []
 
 
+@pytest.mark.slow
 def test_a_pdf_is_one_and_holds_no_date() -> None:
     panel = convergence(make_rows(TIMES), "loss", "seconds")
     assert panel is not None
@@ -366,6 +367,7 @@ def test_a_pdf_is_one_and_holds_no_date() -> None:
     assert pdf is not None and pdf.startswith(b"%PDF") and b"CreationDate" not in pdf and pdf == to_pdf(panel, ORDER)
 
 
+@pytest.mark.slow
 def test_every_figure_of_a_study_is_written_as_svg_and_pdf_with_the_same_bytes_each_time(tmp_path: Path) -> None:
     lean: dict[str, Any] = {"history": [{"epoch": 1, "accuracy": 0.5}], "samples_per_s": None}
     rows = [ran(2) | {**lean, "sent_bytes": 0, "wait_share": 0.0, "seed": 1}]
@@ -385,6 +387,7 @@ def test_without_matplotlib_figures_cannot_be_written(tmp_path: Path, monkeypatc
         write_figures(folder)
 
 
+@pytest.mark.slow
 def test_a_name_with_dollars_is_a_name_and_no_formula() -> None:
     rows = [make_row("2 $ and $\\alpha_$", seed) for seed in range(2)]
     for figure in [*cost_bars(rows), *convergence_panels(rows, "accuracy")]:

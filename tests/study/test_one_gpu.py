@@ -408,6 +408,7 @@ def test_a_page_without_measurements_is_refused(tmp_path: Path) -> None:
 # On this machine.
 
 
+@pytest.mark.slow
 def test_an_arm_and_a_choice_are_measured_here_and_leave_small_records(tmp_path: Path) -> None:
     small = design("small")
     wanted = [cell for cell in small.cells if cell.key.task == "digits-mlp" and cell.key.part == "times"]

@@ -248,6 +248,7 @@ class TestPage:
         for i, (a, b) in enumerate(boxes):
             assert not any(abs(a - c) < 38.5 and abs(b - d) < 7 for c, d in boxes[:i])
 
+    @pytest.mark.slow
     def test_drawing_needs_rates_jsonl_only(self, rows: list[Row], tmp_path: Path) -> None:
         for row in rows:
             open_store(tmp_path).append(row)
@@ -309,6 +310,7 @@ class TestRunning:
         finally:
             one.kill()
 
+    @pytest.mark.slow
     def test_runs_leave_rows_page_and_figure_and_are_not_repeated(self, tmp_path: Path) -> None:
         study = Rates(workloads=(DIGITS,), codecs=("dense", "top-k:ratio=0.01"), seeds=(0,))
         said: list[str] = []

@@ -75,6 +75,7 @@ def test_it_reads_without_javascript(tmp_path: Path) -> None:
     assert "says nothing about other hardware" in page.text
 
 
+@pytest.mark.slow
 def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:
     write_study(tmp_path, make_rows(TIMES))
     page = page_of(tmp_path, include_plotly=True)
@@ -85,6 +86,7 @@ def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:
     assert "default-src 'none'" in html
 
 
+@pytest.mark.slow
 def test_plotly_is_put_in_once_and_can_be_left_out(tmp_path: Path) -> None:
     write_study(tmp_path, make_rows(TIMES))
     full = write_report(tmp_path).read_text(encoding="utf-8")
@@ -93,6 +95,7 @@ def test_plotly_is_put_in_once_and_can_be_left_out(tmp_path: Path) -> None:
     assert "<script" not in small and len(small) < 1_000_000
 
 
+@pytest.mark.slow
 def test_the_same_study_gives_the_same_bytes_wherever_it_lies(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     rows = [{**row, "run_dir": str(folder / "runs" / f"{i}")} for i, row in enumerate(make_rows(TIMES))]
@@ -213,6 +216,7 @@ def test_rows_from_before_drops_and_restorations_were_counted_still_read(tmp_pat
     assert "lost ranks on the way" not in page_of(tmp_path).text
 
 
+@pytest.mark.slow
 def test_phases_are_told_of_with_switches_cost_figure_and_other_rules(tmp_path: Path) -> None:
     rows = [make_row(STRATEGIES[-1], 0, **phased(None, 0.5, 0.05)), make_row(STRATEGIES[-1], 1, **phased(None, 0.05))]
     write_study(tmp_path, [*without_history(rows[1:]), rows[0]], seeds=2)

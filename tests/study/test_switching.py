@@ -341,6 +341,7 @@ class TestRunning:
         draw(tmp_path)
         assert "## When and why it switched" in (tmp_path / "switching.md").read_text(encoding="utf-8")
 
+    @pytest.mark.slow
     def test_a_study_runs_and_resumes(self, tmp_path: Path) -> None:
         study = Study(parts=(Part(setting=self.SMALL, arms=(ALL_REDUCE,), seeds=(0,)),), deadline_s=50.0)
         said: list[str] = []

@@ -223,6 +223,7 @@ class TestMadeFromRecords:
         known = page.parent in FOLDERS if page.name == "README.md" else page.stem in DRAWN
         assert known, "a page of numbers is made from records: say in DRAWN by whom"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
     def test_a_study_s_page_and_report_are_what_its_committed_records_give(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -238,6 +239,7 @@ class TestMadeFromRecords:
         made = write_report(tmp_path, include_plotly=False).read_text(encoding="utf-8")
         assert without_drawings(made) == without_drawings(kept)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", DRAWN)
     def test_page_and_figures_are_what_the_committed_records_give(self, name: str, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")

@@ -105,6 +105,7 @@ def test_tasks_can_travel_to_another_process(name: str, tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(task)).name == name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits-mlp", "digits-cnn"])
 def test_digits_reach_0_96_with_their_own_recipe(name: str) -> None:
     task = make(name)
@@ -127,6 +128,7 @@ def test_wide_mlp_fits_its_classes_when_made_narrow() -> None:
     assert measure(task, model)["accuracy"] > 0.5
 
 
+@pytest.mark.slow
 def test_lenet5_learns_mnist_within_an_epoch() -> None:
     task = make("mnist-lenet5", epochs=1)
     model, _ = train_plainly(task)
@@ -164,6 +166,7 @@ class TestDigits:
         assert images.shape[1:] == (1, 8, 8)
         assert torch.equal(images.flatten(1), rows)
 
+    @pytest.mark.slow
     def test_a_node_needs_neither_scikit_learn_nor_scipy(self) -> None:
         code = (
             "import sys; from podium.task import load_task; task = load_task('digits-mlp'); task.model(); task.data();"
