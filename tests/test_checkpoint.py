@@ -282,6 +282,7 @@ class TestResumed:
         _, (mine,) = unbroken_and_resumed(Memory(), Solo(), 1, tmp_path, 6)
         assert_same_bits(mine.state, train_plainly(TASK, seed=3).state)
 
+    @pytest.mark.slow
     def test_real_processes_equal_their_unbroken_run(self, tmp_path: Path) -> None:
         whole, rest = unbroken_and_resumed(Real(), AllReduce(), 2, tmp_path, 6)
         assert_same_end(whole, rest)
@@ -401,6 +402,7 @@ def run_on_hosts(world: World, where: Path, workers: int, **config: Any) -> list
     return world.run(partial(train_on_hosts, job=job), workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [Memory(), Real()], ids=lambda world: world.name)
 def test_hosts_without_a_common_disk_send_their_parts_to_the_first(world: World, tmp_path: Path) -> None:
     options: dict[str, Any] = {"checkpoint_every": 3, "keep_checkpoints": 10}

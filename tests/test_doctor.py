@@ -20,6 +20,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, doctor.Check]:
     return {check.name: check for check in doctor.checks(str(out), collective=lambda: "done")}
 
 
+@pytest.mark.slow
 def test_what_every_machine_has_is_exercised(found: dict[str, doctor.Check]) -> None:
     for name in (
         "python",

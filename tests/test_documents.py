@@ -165,6 +165,7 @@ class TestHashes:
         assert found, self.block(command)
         return found[1]
 
+    @pytest.mark.slow
     @same_rounding
     def test_four_workers_end_with_what_the_readme_shows(self, tmp_path: Path) -> None:
         result = podium.train("digits-mlp", strategy="all-reduce", workers=4, launcher="threads", out=str(tmp_path))

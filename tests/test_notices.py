@@ -159,6 +159,7 @@ class TestTheWindowThatIsLeftToTheBudget:
 
 
 class TestMeetings:
+    @pytest.mark.slow
     def test_workers_that_meet_only_at_the_end_are_told_of(self, tmp_path: Path) -> None:
         (said,) = train("diloco:sync_every=50", epochs=2, out=str(tmp_path)).notices
         assert "every 50 steps, and the run has 8: they meet at its end only" in said

@@ -125,6 +125,7 @@ def test_what_was_applied_and_what_workers_keep_is_the_sum_of_the_gradients(worl
     check_sums(world.run(partial(reduce_often, specs=FED_BACK), WORKERS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", ["backend", "halving-doubling"])
 def test_so_it_is_between_processes_with_any_collective(collective: str) -> None:
     check_sums(Real().run(partial(reduce_often, specs=FED_BACK, collective=collective), WORKERS))
@@ -161,6 +162,7 @@ def every_pair(comm: Communicator, collectives: list[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "left_out"),
     [(Threads(), ("shared",)), (Virtual(), ("shared",)), (Real(), ("shared",)), (Real(shared=True), ())],

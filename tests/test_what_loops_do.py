@@ -165,6 +165,7 @@ def test_a_loop_may_do_this_or_is_told_that_it_may_not(name: str, strategy: str,
     check(Memory(), name, strategy, workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_same_in_processes(strategy: str) -> None:
     check(Real(), "unfrozen and frozen again", strategy, 2)

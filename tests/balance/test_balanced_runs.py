@@ -67,6 +67,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     return train(tmp_path_factory.mktemp("alone"), strategy="solo", launcher="threads")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["all-reduce", "parameter-server:servers=2,placement=colocated"])
 def test_a_slow_process_gets_less_to_do(tmp_path: Path, alone: RunResult, strategy: str) -> None:
     result = balanced(tmp_path, FAST, SLOW, strategy=strategy, device="cpu,cpu")
@@ -77,6 +78,7 @@ def test_a_slow_process_gets_less_to_do(tmp_path: Path, alone: RunResult, strate
     assert records_of(result.run_dir, "balance")
 
 
+@pytest.mark.slow
 def test_survivors_of_a_killed_worker_divide_its_part_by_their_speeds(tmp_path: Path, alone: RunResult) -> None:
     result = balanced(tmp_path, FAST, FAST, SLOW, faults=Faults().kill(1, step=16))
     assert result.lost == [1]
@@ -111,6 +113,7 @@ def join_at_gate(folder: Path, workers: int) -> threading.Thread:
     return at_gate(folder, act)
 
 
+@pytest.mark.slow
 def test_a_balanced_run_goes_on_from_its_checkpoint_and_learns_the_speeds_anew(
     tmp_path: Path, alone: RunResult
 ) -> None:

@@ -63,6 +63,7 @@ def test_proportional_gets_there_in_more_changes_where_something_is_fixed() -> N
     assert len(many.decisions) > len(few.decisions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 4, 8])
 @pytest.mark.parametrize("kind", ["alike", "uneven"])
 def test_noise_of_a_fifth_is_not_followed(workers: int, kind: str) -> None:
@@ -94,6 +95,7 @@ def test_a_worker_that_becomes_four_times_slower_and_recovers_is_followed_in_twe
     assert run.shares[-1] >= 0.95
 
 
+@pytest.mark.slow
 def test_under_noise_a_change_by_four_is_followed_as_well() -> None:
     found = []
     for seed in range(5):
@@ -105,6 +107,7 @@ def test_under_noise_a_change_by_four_is_followed_as_well() -> None:
     assert statistics.mean(found) >= 0.9
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_nothing_to_do_is_found_again_when_it_recovers() -> None:
     run = Simulation(team([1, 1, 1, 1], 0.5)).run(40)
     before = run.speeds
@@ -118,6 +121,7 @@ def test_a_worker_that_has_nothing_to_do_is_found_again_when_it_recovers() -> No
     assert run.shares[-1] > 0.95
 
 
+@pytest.mark.slow
 def test_trying_again_whoever_has_nothing_to_do_costs_little() -> None:
     run = Simulation([Speed(0.01, 0.001), Speed(0.5, 0.001)], count=64).run(2000)
     looks = sum(found.why == "look" for _, found in run.decisions)

@@ -192,6 +192,7 @@ def check_that_it_changed(found: Run) -> None:
     assert first > 1.5 * last, f"the first is four times as fast, and did {first} samples to {last} in the last epoch"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "of", "division"), cases())
 def test_unequal_parts_give_the_parameters_of_one_process(spec: str, of: str, division: str) -> None:
     found = run(None, spec, task(**TASKS[of]), **DIVISIONS[division])

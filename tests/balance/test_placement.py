@@ -207,6 +207,7 @@ def test_equal_finish_gives_less_to_whoever_has_a_slow_link(one_slow_link: str) 
     assert [member["exchange_s"] for member in told["members"]] == pytest.approx([0.0064, 0.064], rel=0.1)
 
 
+@pytest.mark.slow
 def test_what_leaves_early_is_not_counted(one_slow_link: str) -> None:
     """In small buckets most of the push lies behind the backward pass: only the way back makes a difference."""
     task = toy(model=partial(deep_model, 100, 8), **UNEVEN_TASK)

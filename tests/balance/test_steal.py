@@ -176,6 +176,7 @@ def test_the_time_of_passes_is_told_without_the_time_of_draws() -> None:
 # Real processes.
 
 
+@pytest.mark.slow
 def test_real_processes_draw_from_one_counter() -> None:
     task = toy()
     trained = train_in(Real(), task, ParameterServer(mode="sync", servers=1), 2, balance="steal:micro=2")

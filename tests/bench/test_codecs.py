@@ -33,6 +33,7 @@ def test_each_codec_has_its_costs_and_its_accuracy_beside_that_of_dense() -> Non
     assert document["link_skipped"]
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @needs_root
 def test_over_a_link_codecs_are_measured_beside_ddp_and_their_bytes_are_counted() -> None:

@@ -23,6 +23,7 @@ def _rows(document: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
     return {(row["collective"], row["nbytes"]): row for row in document["rows"]}
 
 
+@pytest.mark.slow
 def test_on_one_host_every_collective_is_measured_beside_gloo() -> None:
     names = ("auto", "shared", "ring")
     document = bench_collectives(("gloo",), rounds=1, sizes=(1000, 40_000), collectives=names, link_gbits=0)

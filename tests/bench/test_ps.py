@@ -72,6 +72,7 @@ def test_a_peer_elsewhere_does_the_same_work_and_leaves_nobody_behind(peer: str,
         assert marked(script.mark) == []
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @needs_root
 def test_over_shaped_links_podium_is_measured_beside_bare_sockets() -> None:

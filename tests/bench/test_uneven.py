@@ -108,6 +108,7 @@ def test_where_there_is_no_root_the_real_rows_say_why(monkeypatch: pytest.Monkey
         assert "share_of_ideal" not in row
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @needs_root
 def test_the_real_mix_is_held_against_each_worker_alone_and_against_ddp() -> None:

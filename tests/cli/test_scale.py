@@ -48,6 +48,7 @@ def test_a_damaged_control_file_is_named(text: str, tmp_path: Path) -> None:
     assert f"scale: {tmp_path}/control.json is damaged" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_control_file_that_a_killed_launcher_left_is_named(tmp_path: Path) -> None:
     (tmp_path / "control.json").write_text(json.dumps({"coordinator": f"unix:{tmp_path}/k", "secret": "00"}))
     result = invoke(str(tmp_path), "-n", "2")

@@ -140,6 +140,7 @@ def test_a_run_ends_at_the_first_validation_beyond_its_seconds(study: Path, tmp_
     assert row["history"][:3] == rows["all-reduce, workers=2"]["history"][:3]
 
 
+@pytest.mark.slow
 def test_options_set_what_the_study_sets_and_factors_cannot_be_set(study: Path, tmp_path: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[bytes]:
         command = [*COMMAND, str(study), *words]
@@ -156,6 +157,7 @@ def test_options_set_what_the_study_sets_and_factors_cannot_be_set(study: Path, 
     assert refused.returncode == 2 and b"workers is a factor" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_task_that_raises_in_one_cell_is_a_row_and_the_others_go_on(tmp_path: Path, study: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import dataclasses\n"

@@ -35,6 +35,7 @@ def numbers(folder: Path) -> list[int]:
     return [row["trial"]["number"] for row in read_records(path)] if path.is_file() else []
 
 
+@pytest.mark.slow
 def test_one_command_ends_with_the_best_trial_its_state_a_table_and_a_plot(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     grid = ("--grid", "lr=0.3,0.1,0.03", "--grid", "hidden=16|32", "--grid", "momentum=0,0.9")
@@ -133,6 +134,7 @@ def test_a_killed_sweep_is_taken_up_again_and_trains_each_trial_once(tmp_path: P
     assert f"{len(done)} more were trained in a session that was killed" in (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     words = ("--random", "200", "--space", "lr=1e-3..1:log", *FUSED, "--executor", "sequential", "--out", str(folder))

@@ -60,6 +60,7 @@ def test_json_is_the_result_and_nothing_else(launcher: str, tmp_path: Path) -> N
     assert len(set(document["param_hash"].values())) == 1
 
 
+@pytest.mark.slow
 def test_what_processes_print_does_not_spoil_the_document(tmp_path: Path) -> None:
     task = tmp_path / "loud.py"
     task.write_text(

@@ -76,6 +76,7 @@ def test_a_rank_that_hangs_ends_the_run_within_the_deadline_and_is_named(
     assert left == ["rank-1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["threads", "virtual"])
 def test_a_rank_that_validates_has_a_dozen_deadlines(tmp_path: Path, snag: Snag, launcher: str) -> None:
     snag.rank, snag.where, snag.step, snag.seconds = 0, "validation", 1, 2.5 * LIMIT_S
@@ -83,6 +84,7 @@ def test_a_rank_that_validates_has_a_dozen_deadlines(tmp_path: Path, snag: Snag,
     assert result.status == "finished"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["threads", "virtual"])
 def test_a_rank_alone_may_take_its_time(tmp_path: Path, snag: Snag, launcher: str) -> None:
     """Nobody waits for it."""

@@ -415,6 +415,7 @@ def test_the_control_file_is_the_owners_alone_and_goes_with_the_run(place: Make)
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_gone_is_named(place: Make) -> None:
     here = place(1)
     with (

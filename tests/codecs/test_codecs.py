@@ -244,6 +244,7 @@ class TestHalf:
 
 
 class TestInt8:
+    @pytest.mark.slow
     def test_it_is_right_on_average(self) -> None:
         codec, numel, draws = make_codec("int8", {"chunk": 500}), 1100, 4000
         span, tensor, total = span_of(numel), noise(numel), torch.zeros(numel)
@@ -296,6 +297,7 @@ class TestInt8:
 
 
 class TestSigns:
+    @pytest.mark.slow
     @pytest.mark.parametrize("chunk", (0, 8, 2048, 65536, 131072))
     def test_a_sign_is_on_the_scale_of_its_chunks_mean(self, chunk: int) -> None:
         codec, span, tensor = make_codec("sign", {"chunk": chunk}), span_of(150_001), noise(150_001)

@@ -98,6 +98,7 @@ class TestSearched:
         assert total < 1.5 * nearest.sum() / 2
         assert slowest < 2 * nearest.max()
 
+    @pytest.mark.slow
     def test_hundreds_of_members_in_racks(self) -> None:
         cost = links(300, 1, "racks")
         order = best_ring(cost)

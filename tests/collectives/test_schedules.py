@@ -187,6 +187,7 @@ class TestTheSum:
 
 
 class TestTheSchedule:
+    @pytest.mark.slow
     @settings(max_examples=200, deadline=None)
     @given(st.data(), st.sampled_from([1, 2, 4, 8, 16]))
     def test_every_send_has_one_receive_of_the_same_elements(self, data: st.DataObject, itemsize: int) -> None:

@@ -101,6 +101,7 @@ def test_the_sum_of_64_megabytes(world: World, workers: int) -> None:
     assert world.run(partial(reduce_large, names=names), workers) == [[]] * workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3, 4, 9])
 def test_the_sum_in_shared_memory(workers: int) -> None:
     world = Real(shared=True)

@@ -429,6 +429,7 @@ class TestNeighbours:
         assert [(e["before"], e["rows"]) for e in heard if e["event"] == "narrowed"] == [(4, 1)]
         assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(4))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("made", [False, True], ids=["fused", "timed before"])
     def test_an_array_that_was_left_is_gone(self, made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         left: list[weakref.ref[Array]] = []
@@ -752,6 +753,7 @@ class TestFallBack:
         choice = Auto(seconds=5.0).choose(recipe, taken)  # half a second for the first, far more than the trials take
         assert [c.executor.name for c in choice.candidates][:2] == ["sequential", "fused"]
 
+    @pytest.mark.slow
     def test_auto_holds_no_array_of_a_group_while_it_looks_at_the_next(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[int] = []
 

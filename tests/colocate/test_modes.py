@@ -130,6 +130,7 @@ def test_trials_whose_modules_differ_in_mode_do_not_share_an_array() -> None:
     assert structure_of(one) != structure_of(two)
 
 
+@pytest.mark.slow
 def test_empty_parameters_are_trained_as_nothing() -> None:
     def model() -> nn.Module:
         made = nets.net(norm=False)

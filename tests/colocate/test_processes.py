@@ -176,6 +176,7 @@ def test_trials_in_processes_come_to_the_same_bits_as_alone() -> None:
     assert len(found.pids()) == 2
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_or_raises_fails_with_the_cause_and_harms_no_other(trapped: Recipe) -> None:
     options: list[dict[str, Any]] = [
         {},
@@ -241,6 +242,7 @@ def test_an_interrupt_leaves_nobody_behind(trapped: Recipe) -> None:
     assert desk.pids()
 
 
+@pytest.mark.slow
 def test_it_gives_up_when_every_process_dies(trapped: Recipe) -> None:
     desk = ListDesk([Trial(number=i, options={"trap": "kill", "at": 1}) for i in range(40)])
     with pytest.raises(TrainingError, match=r"lost one after the other.*signal 9"):

@@ -189,6 +189,7 @@ class TestAWholeSweep:
         assert document["best"]["number"] == found.points[0].number and len(document["outcomes"]) == 36
 
 
+@pytest.mark.slow
 def test_one_after_another_comes_to_the_same(tmp_path: Path) -> None:
     asked = {"grid": ["lr=0.3,0.03"], "folds": 2}
     fused, alone = (sweep(tmp_path / name, executor=name, **asked) for name in ("fused", "sequential"))
@@ -307,6 +308,7 @@ def test_a_search_without_end_is_trained_and_can_be_stopped(tmp_path: Path, monk
     assert found.status == "stopped" and len(found.outcomes) == 12 and source.asked < 30
 
 
+@pytest.mark.slow
 def test_a_failed_trial_without_the_metric_is_in_the_report(tmp_path: Path) -> None:
     sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, keep="best")
     path = tmp_path / "a" / "results.jsonl"
@@ -437,6 +439,7 @@ class TestSources:
         assert len(one.points) == 4 and [p.options for p in one.points] == [p.options for p in two.points]
         assert all(1e-3 <= p.options["lr"] <= 1 for p in one.points)
 
+    @pytest.mark.slow
     def test_a_list_is_trained_as_written(self, tmp_path: Path) -> None:
         found = sweep(tmp_path / "a", trials=[{"lr": 0.1}, {"lr": 0.2, "hidden": 5}])
         assert sorted(map(str, (p.options for p in found.points))) == ["{'lr': 0.1}", "{'lr': 0.2, 'hidden': 5}"]
@@ -542,6 +545,7 @@ class TestTrouble:
         with pytest.raises(ConfigError, match="these trials cannot be fused"):
             sweep(tmp_path / "a", grid={"lr": [0.3, 0.1]}, options={"moody": True}, stopping="pbt")
 
+    @pytest.mark.slow
     def test_without_matplotlib_the_report_says_which_extra_has_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

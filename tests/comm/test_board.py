@@ -64,6 +64,7 @@ def every_kind(comm: Communicator) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_sums_and_gathers_of_every_dtype_and_size_inside_and_outside_the_arena() -> None:
     assert SHARED.run(every_kind, WORKERS) == [[]] * WORKERS
 

@@ -239,6 +239,7 @@ shapes = st.lists(st.integers(-1, 2**70) | st.integers(0, 4) | json_values, max_
 described = st.lists(st.tuples(st.sampled_from([*DTYPES, "object"]) | json_values, shapes), max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.fixed_dictionaries(dict.fromkeys(("kind", "source", "call", "meta"), json_values) | {"tensors": described}))
 def test_any_json_in_a_header_is_taken_or_refused_but_never_crashes(header: dict[str, Any]) -> None:

@@ -71,6 +71,7 @@ def hosts() -> Iterator[Hosts]:
     made.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @needs_root
 @pytest.mark.parametrize(("guarded", "beats"), [(False, True), (True, True), (False, False)])
@@ -140,6 +141,7 @@ def test_a_peer_that_lives_and_reads_nothing_is_not_taken_for_vanished() -> None
         sender.join(10)
 
 
+@pytest.mark.slow
 def test_a_connection_that_was_idle_for_long_may_send_again() -> None:
     far = Channel(0, secret=SECRET, listen="tcp:127.0.0.1:0", deadline_s=30)
     near = Channel(1, secret=SECRET, listen="tcp:127.0.0.1:0", deadline_s=30)

@@ -124,6 +124,7 @@ def test_no_clock_runs_backwards(sharing: Any) -> None:
         assert times[-1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "checkpoint_every"), [(2, 0), (8, 0), (8, 4), (64, 0)])
 def test_mean_staleness_of_equal_workers_is_one_less_than_their_number(
     workers: int, checkpoint_every: int, tmp_path: Path

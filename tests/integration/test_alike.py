@@ -70,6 +70,7 @@ class TestUnderEveryLauncher:
         assert "samples compared are not the same" in said
         assert "random_state=0" in said, "names the remedy"
 
+    @pytest.mark.slow
     def test_equal_data_train(self, launcher: str, tmp_path: Path) -> None:
         assert refusal_of(launcher, tmp_path, "same") is None
 
@@ -110,6 +111,7 @@ def test_a_run_resumed_on_the_same_data_goes_on(tmp_path: Path) -> None:
     assert podium.train(apart.TASK, resume=first.run_dir, **options).status == "finished"
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_that_were_told_otherwise_are_refused(tmp_path: Path) -> None:
     """Each rank reads a file of its own, as on hosts that share none."""
     for rank in (0, 1):
@@ -134,6 +136,7 @@ class TestOwnLoops:
         names |= {"rate": "the optimizer is", "epochs": "epochs is 2 on rank 1 and 1 on rank 0"}
         assert names.get(how, "rank 1 has other training data than rank 0") in str(raised.value)
 
+    @pytest.mark.slow
     def test_under_torchrun_too(self, tmp_path: Path) -> None:
         code, _, said = torchrun(2, *settings({**FIELDS, "out": tmp_path}), "--script", SCRIPT, "seed")
         assert code != 0

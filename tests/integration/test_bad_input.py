@@ -235,6 +235,7 @@ def test_a_rank_that_never_joins_is_not_waited_for(tmp_path: Path) -> None:
         podium.train(task, workers=2, out=tmp_path, start_deadline_s=2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["all-reduce", "parameter-server"])
 def test_a_rank_that_never_begins_is_not_waited_for(tmp_path: Path, strategy: str) -> None:
     hangs = Faults().and_then("hang", 1, where="data")
@@ -250,6 +251,7 @@ def test_a_task_that_cannot_be_sent_says_what_to_do(tmp_path: Path) -> None:
 # The user's script.
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -265,6 +267,7 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     assert out.split() == ["begun", "3"]
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_that_sends_its_task_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -304,6 +307,7 @@ def run_loop(tmp_path: Path, text: str) -> tuple[int, list[str]]:
     return code, err.splitlines()
 
 
+@pytest.mark.slow
 def test_a_loop_that_fails_before_it_joins_ends_with_its_own_error_and_place(tmp_path: Path) -> None:
     code, err = run_loop(tmp_path, "import podium\nraise ValueError('too soon')\n")
     assert code == 1
@@ -359,6 +363,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_written(tmp_path: Path, sav
             assert find_checkpoint(run_dir).shared()["steps_done"] >= 1
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -43,6 +43,7 @@ def clean_then(folder: Path, *ranks: int, whole: bool = True, blocked: bool = Fa
     return at_gate(folder, act)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["the folder", "its sockets"])
 @pytest.mark.parametrize(
     ("strategy", "ranks"),

@@ -64,6 +64,7 @@ def test_one_after_the_other_may_go_until_one_is_left(tmp_path: Path, alone: Run
     audit_steps(result.run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "strategy"),
     [
@@ -82,6 +83,7 @@ def test_training_goes_on_with_every_codec_that_remembers(tmp_path: Path, calm: 
     audit_steps(result.run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", ["shared", "halving-doubling"])
 def test_codecs_and_collectives_are_lost_together(tmp_path: Path, calm: Calm, collective: str) -> None:
     """Wires are gathered, thin matrices summed twice: a rank may go between any two of these."""
@@ -93,6 +95,7 @@ def test_codecs_and_collectives_are_lost_together(tmp_path: Path, calm: Calm, co
         audit_steps(result.run_dir)
 
 
+@pytest.mark.slow
 def test_asynchronous_workers_keep_what_they_have_not_sent_when_one_is_killed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"strategy": "parameter-server:mode=async", "codec": CODECS["top-k"], "workers": 3}
     calm = train(tmp_path / "calm", checkpoint_every=10, **options)
@@ -117,6 +120,7 @@ def test_a_server_that_packs_its_answers_is_replaced(tmp_path: Path) -> None:
     assert len(set(result.param_hash.values())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
 @pytest.mark.parametrize("strategy", ["all-reduce", "parameter-server:mode=ssp"])
 def test_workers_join_and_leave_a_run_with_a_codec(

@@ -63,6 +63,7 @@ def test_training_goes_on_without_a_stopped_worker(tmp_path: Path, alone: RunRes
     assert "longer than heartbeat_s allows" in lost["cause"]
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_a_worker_that_never_lets_go_of_the_interpreter(
     tmp_path: Path, alone: RunResult
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_worker_that_holds_the_interpreter_for_longer_than_a_heartbeat_is_not_
     assert not records_of(result.run_dir, "regroup")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["validation", "checkpoint"])
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_first_worker_that_validates_or_saves_for_longer_than_the_deadline_is_not_lost(
@@ -94,6 +96,7 @@ def test_a_first_worker_that_validates_or_saves_for_longer_than_the_deadline_is_
     audit_steps(result.run_dir)
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_a_worker_that_hangs_in_the_users_code(tmp_path: Path, alone: RunResult) -> None:
     result = train(tmp_path, Faults().and_then("hang", 1, step=9), workers=3, deadline_s=2.0)
     assert result.lost == [1]

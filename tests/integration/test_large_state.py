@@ -76,6 +76,7 @@ def refused(comm: Communicator, job: Job) -> str | None:
     return str(refusal.value)
 
 
+@pytest.mark.slow
 def test_a_unit_that_no_message_can_hold_is_refused_before_training() -> None:
     task = toy(model=wide)
     settings = RunConfig(task=task.name, workers=2, eval_every=0)
@@ -175,6 +176,7 @@ def test_settings_that_are_numpys_numbers_are_numbers_on_servers_too(kind: str) 
         assert_close(one.state, other.state)
 
 
+@pytest.mark.slow
 def test_parameters_that_no_message_can_hold_are_refused_where_workers_average_in_pairs() -> None:
     task = toy(model=wide)
     settings = RunConfig(task=task.name, workers=2, eval_every=0)

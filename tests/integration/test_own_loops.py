@@ -168,6 +168,7 @@ def test_a_gradient_that_is_no_number_ends_the_run_though_the_loss_is_one(tmp_pa
     assert "is not finite after step 12" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["nan-loss", "nan-gradient"])
 def test_alone_it_ends_with_an_exit_code_of_its_own(tmp_path: Path, mode: str) -> None:
     code, _, err = finish(start(SCRIPT, mode, str(tmp_path)))

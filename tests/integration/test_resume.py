@@ -44,6 +44,7 @@ def test_another_number_of_workers_goes_on_to_the_same_result(
     audit_steps(rest.run_dir, begin=20)
 
 
+@pytest.mark.slow
 def test_dropout_and_batch_normalisation_resume_bit_for_bit(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", task=NOISY, workers=2, checkpoint_every=10)
     rest = train(tmp_path / "rest", task=NOISY, workers=2, resume=str(cut(tmp_path / "cut", 2, task=NOISY)))
@@ -51,6 +52,7 @@ def test_dropout_and_batch_normalisation_resume_bit_for_bit(tmp_path: Path) -> N
     assert distance(rest, whole) == 0.0
 
 
+@pytest.mark.slow
 def test_a_run_resumed_twice_equals_the_unbroken_one(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", workers=2)
     first = train(tmp_path / "first", workers=2, steps=7)
@@ -83,6 +85,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         train(tmp_path / "torn", workers=2, resume=whole.run_dir)
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_passed_over_and_the_user_is_told(tmp_path: Path) -> None:
     run_dir = cut(tmp_path / "cut", 2)
     newest = find_checkpoint(run_dir).path / "shared.safetensors"

@@ -69,6 +69,7 @@ def _missing(lease: int, leases: set[int]) -> int:
     return (min(later) if later else EPOCHS * SAMPLES) - lease
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", LEASED)
 def test_a_killed_workers_slices_are_done_by_others(tmp_path: Path, alone: RunResult, mode: str) -> None:
     result = train(tmp_path, Faults().kill(1, step=6), strategy=f"parameter-server:mode={mode},servers=2", workers=3)
@@ -285,6 +286,7 @@ def _next_pid_of(rank: int, before: int) -> int:
     raise AssertionError("nothing took its place")
 
 
+@pytest.mark.slow
 def test_servers_that_are_lost_together_without_snapshots_end_the_run_and_say_so(tmp_path: Path) -> None:
     acting = strike(tmp_path, 2, 3)
     strategy = "parameter-server:mode=async,servers=2,replicas=2,snapshot_every=0"
@@ -325,6 +327,7 @@ HUNG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", HUNG)
 def test_a_worker_that_hangs_and_goes_on_beating_is_removed(tmp_path: Path, strategy: str) -> None:
     """After one deadline, not after a dozen; and it is named, not the server that waits for it."""

@@ -196,6 +196,7 @@ def test_the_fork_server_outlives_the_thread_that_asked_for_it_first(tmp_path: P
 # Debuggers.
 
 
+@pytest.mark.slow
 def test_a_rank_that_a_debugger_holds_is_not_taken_for_dead(tmp_path: Path) -> None:
     held = threading.Event()
 

@@ -51,6 +51,7 @@ def ns(us: float) -> int:
     return round(us * 1000)
 
 
+@pytest.mark.slow
 def test_every_event_has_what_its_kind_asks_for(folder: Path) -> None:
     trace = read_trace(write_trace(folder))
     assert trace["displayTimeUnit"] == "ms" and trace["otherData"]["clock"] == "virtual"

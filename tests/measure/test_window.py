@@ -93,6 +93,7 @@ def test_processor_time_is_that_of_this_process() -> None:
     assert BURN_S <= window.reading.cpu_s < BURN_S + 0.2
 
 
+@pytest.mark.slow
 def test_processor_time_of_a_child_counts_while_it_runs_and_once_it_has_ended() -> None:
     with Window(None) as living:
         started = child(BURN)

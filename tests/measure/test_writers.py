@@ -143,6 +143,7 @@ class WriterContract:
         """Status, parameters and series of every run, in order of names."""
         raise NotImplementedError
 
+    @pytest.mark.slow
     def test_a_run_that_is_followed_leaves_all_that_it_recorded(self, tmp_path: Path, no_network: list[Any]) -> None:
         with self.make(tmp_path / "log") as log:
             run = train(tmp_path / "run", log)

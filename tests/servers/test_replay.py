@@ -26,6 +26,7 @@ def run(where: Path, launcher: str, servers: int = 1, **options: Any) -> RunResu
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("launcher", ["threads", "local"])
 def test_a_run_that_raced_replays_to_the_same_bits(launcher: str, servers: int, tmp_path: Path) -> None:

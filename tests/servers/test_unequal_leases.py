@@ -205,6 +205,7 @@ def work() -> Meta:
     }
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, phases=[Phase.explicit, Phase.generate])  # a smaller seed is no simpler
 @given(seed=st.integers(0, 2**32))
 def test_every_sample_is_applied_once_by_every_server_whoever_is_lost(

@@ -127,6 +127,7 @@ def test_what_servers_applied_and_what_workers_keep_is_the_sum_of_the_gradients(
     assert float(torch.as_tensor(kept).abs().max()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [Threads(), Virtual(), Real()], ids=lambda w: w.name)
 @pytest.mark.parametrize("servers", [1, 2])
 def test_everyone_takes_the_servers_own_parameters_home_whatever_the_answers_left_out(

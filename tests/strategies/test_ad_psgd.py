@@ -177,6 +177,7 @@ def test_a_slow_worker_does_less_and_holds_up_nobody(slow: int) -> None:
     assert took < 0.4 * took_together  # 4 / 13 of it, were nothing else to be done
 
 
+@pytest.mark.slow
 def test_an_active_worker_waits_for_its_answer_no_longer_than_it_may_run_ahead() -> None:
     """A passive worker answers between its steps; with `ahead` 1 those who drew the slow one wait for it."""
     steps = {

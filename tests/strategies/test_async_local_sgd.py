@@ -240,6 +240,7 @@ def test_any_optimizer_may_run_on_the_workers() -> None:
     assert len(hashes(trained)) == 1
 
 
+@pytest.mark.slow
 def test_a_recorded_run_happens_again_in_virtual_time(tmp_path: Path) -> None:
     for name in ("async-local-sgd", "async-elastic"):
         fields: dict[str, Any] = {"strategy": f"{name}:period=2,servers=2", "workers": 3, "epochs": 3}
@@ -354,6 +355,7 @@ def test_a_cursor_that_is_restored_from_an_old_copy_lends_all_that_is_not_done(
 # Phases.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["virtual", "local"])
 def test_the_same_servers_take_deltas_in_one_phase_and_gradients_in_the_next(launcher: str, tmp_path: Path) -> None:
     """Live: no process is started or ended, every sample is used once, and all end alike."""
@@ -379,6 +381,7 @@ def test_the_same_servers_take_deltas_in_one_phase_and_gradients_in_the_next(lau
 # Real processes.
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_a_killed_worker(tmp_path: Path) -> None:
     result = launch(tmp_path, Faults().kill(1, step=6), strategy="async-local-sgd:period=4,servers=2", workers=3)
     assert result.status == "finished" and result.lost == [1]

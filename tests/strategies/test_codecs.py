@@ -347,6 +347,7 @@ def test_a_checkpoint_without_leftovers_is_gone_on_from(tmp_path: Path, spec: st
     assert len(hashes(rest)) == 1
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_with_another_codec(tmp_path: Path) -> None:
     train(task_of(), AllReduce(), 2, run_dir=tmp_path / "cut", steps=4, codec=RESIDUAL["top-k"])
     for spec in ("dense", *RESIDUAL.values()):

@@ -313,6 +313,7 @@ def test_digits_come_within_a_point_of_all_reduce(tmp_path: Path) -> None:
     assert min(accuracies) >= expected - 0.01
 
 
+@pytest.mark.slow
 def test_a_lost_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     task = {"faults": str(Faults().kill(1, step=7))}
     with pytest.raises(Lost, match="worker 1 was lost"):

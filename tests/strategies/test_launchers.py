@@ -12,6 +12,7 @@ from podium.measure.records import read_records
 TASK = "tests.toys:toy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -87,6 +87,7 @@ def test_nobody_times_out_however_long_it_lasts() -> None:
     assert not found[2].losses and len(hashes(found[:3])) == 1
 
 
+@pytest.mark.slow
 def test_without_being_told_to_ask_again_a_sitting_worker_does_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Server, "_hear_sitters", lambda _self: None)
     with pytest.raises(DeadlineExceeded):

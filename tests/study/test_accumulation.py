@@ -104,6 +104,7 @@ class TestProfile:
         assert found.per_pass_s == Estimate(0.0)
         assert found.per_sample_s.value > 0
 
+    @pytest.mark.slow
     def test_it_is_measured_and_survives_being_written_down(self) -> None:
         found = measure_profile("tiny-imagenet-resnet50", {"width": 4}, batches=(2, 6), repeats=2)
         assert len(found.passes) == 4 and {one.batch for one in found.passes} == {2, 6}
@@ -128,6 +129,7 @@ class TestRuns:
         assert row["seconds"] == pytest.approx(8 * PROFILE.seconds(2) + row["steps"] * update_s, rel=1e-3)
         assert row["epoch_s"] == pytest.approx(row["seconds"] / 16 * 100_000, rel=1e-5)
 
+    @pytest.mark.slow
     def test_a_quarter_of_the_exchanges_sends_a_quarter_of_the_bytes(self) -> None:
         found = []
         for every in (1, 4):

@@ -515,6 +515,7 @@ def test_an_empty_combination_leaves_the_rest_of_an_interaction_in_the_model() -
     assert any("3 of its 4 degrees of freedom" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_copies_of_runs_prove_no_more_than_the_runs() -> None:
     """A synchronous strategy learns the same on every link: two links are no second observation."""
     draw, wrong, repetitions = random.Random(11), 0, 60

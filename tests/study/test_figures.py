@@ -167,6 +167,7 @@ def test_a_rule_that_nobody_evaluated_has_no_panel_and_rows_without_phases_no_st
     assert phase_stacks([*make_rows(TIMES), failed_row(PHASED, 0)], "accuracy") == {}
 
 
+@pytest.mark.slow
 def test_a_stack_is_drawn_on_paper_and_on_the_screen_from_the_same_numbers() -> None:
     (stack,) = phase_stacks([make_row(PHASED, 0, **phased(2.0, 0.5, 0.05))], "accuracy").values()
     plot = json.loads(json.dumps(to_plotly(stack, {PHASED: 0})))
@@ -190,6 +191,7 @@ def test_a_long_name_leaves_its_bar_room() -> None:
     assert to_svg(figure, {cell: 0, "all-reduce": 1}) is not None, "and no warning, which would be an error"
 
 
+@pytest.mark.slow
 def test_paper_is_one_svg_element_without_date_or_outside_reference() -> None:
     panel = convergence(make_rows(TIMES), "loss", "seconds")
     assert panel is not None
@@ -271,6 +273,7 @@ def test_ratio_responses_are_drawn_on_a_logarithmic_axis_where_all_is_above_zero
     assert not interactions(rows, "seconds", lambda row: row["seconds"] - 6)[0].log
 
 
+@pytest.mark.slow
 def test_an_interaction_is_drawn_on_paper_and_on_the_screen_from_the_same_numbers() -> None:
     for figure in interactions(factorial(), "seconds", seconds_of):
         plot = json.loads(json.dumps(to_plotly(figure, {})))
@@ -322,6 +325,7 @@ def ran(workers: int, *, servers: int = 0, fields: dict[str, Any] | None = None)
     return make_row("all-reduce", 0, timeline=timeline(records), topology=facts, launcher="virtual", **(fields or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "servers"), [(2, 0), (2, 1), (16, 4), (16, 0), (40, 20)])
 def test_timelines_and_topologies_are_drawn_for_few_and_many_ranks(workers: int, servers: int) -> None:
     row = ran(workers, servers=servers)

@@ -98,6 +98,7 @@ class TestTables:
         assert fp16.gap.low == pytest.approx(-1.0) and fp16.gap.high == pytest.approx(-1.0)
         assert fp16.accuracy.low is not None and fp16.accuracy.low < 80
 
+    @pytest.mark.slow
     @given(st.lists(st.tuples(RIGHT, RIGHT), min_size=2, max_size=6))
     def test_gaps_are_the_mean_of_differences_and_lie_in_their_interval(self, pairs: list[tuple[float, float]]) -> None:
         rows = [make_row("dense", seed, first) for seed, (first, _) in enumerate(pairs)]
@@ -108,6 +109,7 @@ class TestTables:
         assert gap.mean == pytest.approx(100 * math.fsum(b - a for a, b in pairs) / len(pairs), abs=1e-9)
         assert gap.low <= gap.mean <= gap.high
 
+    @pytest.mark.slow
     @given(st.permutations([*three("dense", 0.97, 1000), *three("fp16", 0.96, 500), failed_row("int8", 0)]))
     def test_the_order_of_the_rows_does_not_matter(self, rows: list[Row]) -> None:
         panel = only(rows)
@@ -223,6 +225,7 @@ class TestPage:
         odd = [*rows, make_row("bf16", 0, 0.9, replicas_equal=False)]
         assert "did not end equal\n\n- MNIST, LeNet-5, `bf16`, seed 0" in page(tabulate(odd), odd)
 
+    @pytest.mark.slow
     def test_the_figure_is_svg_names_all_that_trained_and_repeats_itself(self, rows: list[Row]) -> None:
         svg = figure(tabulate(rows))
         texts = [element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]

@@ -66,6 +66,7 @@ def page_of(folder: Path, *, include_plotly: bool = False) -> Page:
     return Page(write_report(folder, include_plotly=include_plotly).read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_it_reads_without_javascript(tmp_path: Path) -> None:
     write_study(tmp_path, make_rows(TIMES))
     page = page_of(tmp_path)
@@ -144,6 +145,7 @@ def test_a_regression_is_judged_by_its_error(tmp_path: Path) -> None:
     assert "Final mae: the same for all." in page_of(tmp_path).text
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_do_not_break_it(tmp_path: Path) -> None:
     rows = make_rows(TIMES)
     rows[0] |= {"loss": float("nan"), "metrics": {"accuracy": float("nan")}, "history": [{"loss": float("inf")}]}

@@ -243,6 +243,7 @@ def test_an_asynchronous_run_leaves_its_staleness_by_worker_and_range_in_its_row
     assert f"Staleness, {cell}" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_run_ends_at_the_target_by_the_studys_own_direction(tmp_path: Path) -> None:
     """No accuracy is as low as 0.01 after an epoch, and every one is as high."""
     ended = {}

@@ -235,6 +235,7 @@ def test_it_can_be_written_as_json(versus: Callable[..., Versus]) -> None:
     assert [change["verdict"] for change in document["changes"] if change["measure"] == "seconds"][1] == "larger"
 
 
+@pytest.mark.slow
 def test_where_nothing_changed_few_cells_are_said_to(tmp_path: Path) -> None:
     """At a level of 5 % for all cells of a measure, 2 or 3 of 50 may err; 10 would come 2 times in 10,000."""
     study = write_study(tmp_path, []).read_study()

@@ -71,6 +71,7 @@ def _all(data: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
     return data.gather(np.arange(len(data)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_each_task_takes_plain_steps_to_finite_parameters(name: str) -> None:
     smaller = {"width": 64} if name == "wide-mlp" else {}
@@ -113,6 +114,7 @@ def test_digits_reach_0_96_with_their_own_recipe(name: str) -> None:
     assert measure(task, model)["accuracy"] >= 0.96
 
 
+@pytest.mark.slow
 def test_regression_explains_most_of_the_variance() -> None:
     task = make("regression")
     model, _ = train_plainly(task)
