@@ -11,7 +11,7 @@ PEER_PACKAGES := ray tensorflow-cpu
 MACHINE := tests/bench tests/cluster tests/integration tests/test_doctor.py tests/test_choosing.py
 SLOWEST := --durations=10 --durations-min=5
 
-.PHONY: demo test test-slow test-all check bench peers clean
+.PHONY: demo test test-slow test-all golden check bench peers clean
 
 demo: $(STAMP)
 	$(BIN)/podium demo
@@ -29,6 +29,10 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest $(SLOWEST) -m slow $(MACHINE)
 
 test-all: test test-slow
+
+# What must stay as it is while code moves.
+golden: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/golden/golden.py
 
 check: $(STAMP)
 	$(BIN)/ruff check
