@@ -136,6 +136,7 @@ def report(out: Path) -> dict[str, Any]:
 
 def plain(text: str, out: Path) -> str:
     text = text.replace(str(out), "OUT")
+    text = re.sub(r"(commit</dt><dd>)[0-9a-f]+\+?", r"\1", text)
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?([+-]\d{4}| UTC)?", "WHEN", text)
     return re.sub(r"-\d{4}-\d{6}-[0-9a-f]{4}", "-RUN", text)
 
