@@ -8,7 +8,7 @@ PEERS := .venv-peers
 PIP_INSTALL := python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PIP := $(BIN)/$(PIP_INSTALL)
 PEER_PACKAGES := ray tensorflow-cpu
-MACHINE := tests/bench tests/cluster tests/integration tests/test_doctor.py tests/test_choosing.py
+MACHINE := tests/lab/bench tests/launch tests/integration tests/cli/test_checkup.py tests/exchange/test_codec_choice.py
 SLOWEST := --durations=10 --durations-min=5
 
 .PHONY: demo test test-slow test-all golden check bench peers clean

@@ -2,10 +2,11 @@
 
     podium train digits-mlp --strategy "all-reduce until examples/my_rule.py:good_enough | local-sgd" -n 2
 
-It is called after every step and every validation with what the first worker sees; `podium/triggers/base.py` lists it.
+It is called after every step and every validation with what the first worker sees;
+`podium/strategies/triggers/base.py` lists it.
 """
 
-from podium.triggers.base import Seen
+from podium.strategies.triggers.base import Seen
 
 
 def good_enough(seen: Seen) -> bool:

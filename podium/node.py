@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 -m podium.node --task digits-mlp --strategy all-reduce
 
-What such a process then does is in `podium.cluster.torchrun` and `podium.cluster.process`.
+What such a process then does is in `podium.launch.torchrun` and `podium.launch.process`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 def main(argv: list[str] | None = None) -> int:
     """Take part in torchrun's run as one rank of it; returns the exit code."""
-    from podium.cluster.torchrun import run_under_torchrun
+    from podium.launch.torchrun import run_under_torchrun
 
     return run_under_torchrun(sys.argv[1:] if argv is None else argv)
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from podium.config import convert
 from podium.data.base import Data
 from podium.errors import ConfigError, UnknownName
-from podium.names import folder_alone_names, load_named
+from podium.imports import folder_alone_names, load_named
 
 Metric = Callable[[Tensor, Tensor], float]
 """(outputs, targets) of the whole validation set, on the CPU, to one number."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from podium.errors import PodiumError
-from podium.study.accumulation import design, draw, require_drawing, run_real, run_virtual
+from podium.lab.published.accumulation import design, draw, require_drawing, run_real, run_virtual
 
 PARTS = ("virtual", "real", "report")
 

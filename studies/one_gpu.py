@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from podium.errors import PodiumError
-from podium.study.one_gpu import PARTS, SIZES, Ended, design, draw, from_bench, open_store, require_drawing, run
+from podium.lab.published.one_gpu import PARTS, SIZES, Ended, design, draw, from_bench, open_store, require_drawing, run
 
 
 @click.command(help="Measure many trainings on one GPU: MPS, Ray, fusion, branches; and say which is how much better.")

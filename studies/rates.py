@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from podium.errors import PodiumError
-from podium.study.rates import QUICK, Rates, draw, run
+from podium.lab.published.rates import QUICK, Rates, draw, run
 
 
 @click.command(help="Train with every codec, and say what each costs in accuracy for the bytes it saves.")

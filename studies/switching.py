@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from podium.errors import PodiumError
-from podium.study.switching import ABLATIONS, QUICK, Study, draw, require_drawing, run
+from podium.lab.published.switching import ABLATIONS, QUICK, Study, draw, require_drawing, run
 
 
 @click.command(help="Train with a straggler under all-reduce, Strategy-Switch and others, and say what each costs.")

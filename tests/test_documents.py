@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import podium
-from podium.collectives import COLLECTIVES
 from podium.comm.torch_dist import backend_for
+from podium.exchange.collectives import COLLECTIVES
+from podium.lab.published.switching import panels, timings
+from podium.lab.published.switching.clock import Timing
+from podium.lab.report.answer import limits
 from podium.strategies import STRATEGIES, find_strategy
-from podium.study.answer import limits
-from podium.study.switching import panels, timings
-from podium.study.switching.clock import Timing
 
 ROOT = Path(__file__).parent.parent
 STUDIES = ROOT / "docs" / "studies"

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import podium
-from podium.cluster.description import read_cluster
-from podium.files import load_tensors
+from podium.engine.files import load_tensors
+from podium.launch.clusters.description import read_cluster
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

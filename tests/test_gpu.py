@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import podium
-from podium.collectives import make_collective
 from podium.comm.base import Communicator
 from podium.data.order import GlobalOrder
-from podium.files import load_tensors
-from podium.measure.records import read_records
+from podium.engine.files import load_tensors
+from podium.exchange.collectives import make_collective
+from podium.records.recorder import read_records
 from podium.task import load_task
 from tests.worlds import Real
 

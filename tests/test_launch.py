@@ -14,11 +14,11 @@ import torch
 
 import podium
 from podium.cli.summary import summary
-from podium.cluster.launch import label_of, plan_script, prepare
 from podium.config import RunConfig, RunResult, parse_strategy
 from podium.data.base import ArrayDataset, Data
 from podium.errors import ConfigError
-from podium.measure.records import read_records
+from podium.launch.run import label_of, plan_script, prepare
+from podium.records.recorder import read_records
 from podium.strategies import make_strategy
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.parameter_server import ParameterServer

@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from torch import nn
 
 import podium
-from podium.building import Job
 from podium.cli import main
-from podium.cluster.launch import check, foreseen
 from podium.config import RunConfig, parse_strategy
-from podium.notices import notices
+from podium.engine.build import Job
+from podium.launch.notices import notices
+from podium.launch.run import check, foreseen
 from tests.test_examples import run_python
 from tests.toys import CLASSES, FEATURES, halve_every_third, toy
 

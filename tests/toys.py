@@ -18,16 +18,16 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from podium.building import Job, make_server
 from podium.comm.base import Communicator
 from podium.config import RunConfig
 from podium.data.base import ArrayDataset, Data
 from podium.data.order import GlobalOrder
-from podium.measure.records import Record, Recorder
-from podium.recovery import Control
+from podium.engine.build import Job, make_server
+from podium.engine.recovery import Control
+from podium.engine.training import Report, Training, run_server
+from podium.records.recorder import Record, Recorder
 from podium.strategies.base import Strategy
 from podium.task import Task, accuracy
-from podium.training import Report, Training, run_server
 from tests.worlds import Memory, World
 
 FEATURES, CLASSES = 6, 3

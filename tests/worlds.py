@@ -14,9 +14,6 @@ from typing import Any, final
 
 import torch
 
-from podium.cluster.description import Cluster, uniform
-from podium.cluster.inprocess import raise_first
-from podium.cluster.local import fork_server, nullified_main, rendezvous_folder
 from podium.comm.arena import Arena
 from podium.comm.base import Communicator
 from podium.comm.channel import Channel
@@ -25,6 +22,9 @@ from podium.comm.memory import MemoryWorld, WallClock
 from podium.comm.real import RealCommunicator
 from podium.comm.torch_dist import Group, file_store, look_up, publish
 from podium.comm.virtual import VirtualWorld
+from podium.launch.clusters.description import Cluster, uniform
+from podium.launch.inprocess import raise_first
+from podium.launch.local import fork_server, nullified_main, rendezvous_folder
 
 Main = Callable[[Communicator], Any]
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 TEXT = {".py", ".md", ".toml", ".txt", ".cfg", ".yml", ".html", ""}
-KEEP = ("docs/studies/", "docs/log.md", "CHANGELOG.md")  # what was, under the names of its time
+KEEP = ("docs/log.md", "CHANGELOG.md")  # what was, under the names of its time
 
 
 def git(*arguments: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from podium.balance.base import Balancer
 from podium.config import RunConfig, build, parse_spec
 from podium.errors import ConfigError
-from podium.names import find_class
+from podium.imports import find_class
 
 BALANCERS: dict[str, str] = {
     "equal": "podium.balance.equal:Equal",

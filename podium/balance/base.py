@@ -1,8 +1,8 @@
 """A balancer: who gets how much of a global step, so that all are through with it at the same time.
 
 It looks at what workers have told each other of their speed (`podium.balance.speed`) and divides samples. Weights by
-samples keep the mathematics unchanged, whatever the division: see `podium.worker`. When it is asked, and whether its
-answer is taken up, is not its business but that of `podium.balancing`.
+samples keep the mathematics unchanged, whatever the division: see `podium.engine.worker`. When it is asked, and whether
+its answer is taken up, is not its business but that of `podium.balance.runtime`.
 """
 
 from __future__ import annotations

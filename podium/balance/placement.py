@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from podium.errors import ConfigError
 
 if TYPE_CHECKING:
-    from podium.cluster.description import Cluster
+    from podium.launch.clusters.description import Cluster
 
 Path = Callable[[int, int], tuple[float, float, int]]
 """What a message from one node to another meets: rates up and down, latency in nanoseconds."""

@@ -27,7 +27,7 @@ def bench(out: Output, name: str | None, peers: str, rounds: int | None, overrid
     \b
     podium bench step --peers ddp
     """
-    from podium.bench import BENCHES
+    from podium.lab.bench import BENCHES
 
     if name is None:
         out.document({"benches": sorted(BENCHES)})

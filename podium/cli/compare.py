@@ -16,8 +16,8 @@ from podium.config import RunConfig
 from podium.errors import ConfigError, as_request
 
 if TYPE_CHECKING:
-    from podium.study.design import Design
-    from podium.study.run import Comparison
+    from podium.lab.study.design import Design
+    from podium.lab.study.run import Comparison
 
 STRATEGIES = ("solo", "all-reduce", "parameter-server", "parameter-server:mode=async")
 """What is compared when nobody says."""
@@ -80,7 +80,7 @@ def compare(
         --strategy parameter-server:mode=async,servers=2
     podium compare studies/strategies.toml --size small
     """
-    from podium.study.file import is_study_file
+    from podium.lab.study.file import is_study_file
 
     strategies = (*split_strategies(listed or ""), *single)
     where, size = given.pop("out"), given.pop("size")
@@ -95,7 +95,7 @@ def compare(
     for config in configs:
         check_names(config)
     if not (quiet or out.json):
-        from podium.cluster.launch import foreseen
+        from podium.launch.run import foreseen
 
         out.note(*(text for config in configs for text in foreseen(config)))
     if dry_run:
@@ -115,7 +115,7 @@ def compare(
 def _task_design(
     strategies: Sequence[str], seeds: int | None, target: float | None, maximize: bool | None, **given: Any
 ) -> Design:
-    from podium.study.design import strategies_design
+    from podium.lab.study.design import strategies_design
 
     config = _resolve(**given)
     shared = {name: value for name, value in changed(config).items() if name not in ("task", "out", *OWN)}
@@ -137,7 +137,7 @@ def _study_design(
     overrides: tuple[str, ...],
     **given: Any,
 ) -> Design:
-    from podium.study.file import read_study
+    from podium.lab.study.file import read_study
 
     for name, value in (("--strategies", strategies), ("--config", config_file)):
         if value:
@@ -153,7 +153,7 @@ def _study_design(
 
 
 def study_folder_of(design: Design) -> str:
-    from podium.study.run import study_folder
+    from podium.lab.study.run import study_folder
 
     return str(study_folder(design))
 
@@ -178,9 +178,9 @@ def split_strategies(text: str) -> tuple[str, ...]:
 
 def run_shown(design: Design, out: str | None, *, quiet: bool, jobs: int = 1, logs: Sequence[str] = ()) -> Comparison:
     """Run a design with progress shown and Ctrl-C heeded."""
-    from podium.measure.writers import Together, open_log
-    from podium.study.run import new_folder, run_design
-    from podium.ui import progress
+    from podium.cli.progress import progress
+    from podium.lab.study.run import new_folder, run_design
+    from podium.records.writers import Together, open_log
 
     folder = out or str(new_folder(design.name))
     with as_request():
@@ -195,8 +195,8 @@ def run_shown(design: Design, out: str | None, *, quiet: bool, jobs: int = 1, lo
 
 def describe(comparison: Comparison) -> list[Any]:
     """The table, the answer with what may not be concluded, and where the rest lies."""
-    from podium.study.table import format_plain, format_table
-    from podium.ui import console
+    from podium.cli.progress import console
+    from podium.lab.study.table import format_plain, format_table
 
     table = format_table(comparison) if console(sys.stdout).width >= WIDE else format_plain(comparison)
     lines: list[Any] = ["", table, "", wrapped(comparison.answer), ""]

@@ -26,7 +26,7 @@ def demo(out: Output, /, quick: bool, quiet: bool, **where: str | None) -> int:
     seeds = 1 if quick else SEEDS
     out.say(*header(seeds))
     # One thread per rank: on so small a model a second thread costs more than it gives, and not the same every time.
-    from podium.study.design import strategies_design
+    from podium.lab.study.design import strategies_design
 
     settings = {"workers": WORKERS, "launcher": "local", "threads": 1}
     design = strategies_design(TASK, STRATEGIES, seeds, settings, retries=0)

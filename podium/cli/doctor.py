@@ -10,7 +10,7 @@ from podium.cli.options import options
 from podium.cli.output import Output
 
 if TYPE_CHECKING:
-    from podium.doctor import Check
+    from podium.cli.checkup import Check
 
 MARKS = {"ok": "✓", "failed": "✗", "skipped": "–"}
 
@@ -20,7 +20,7 @@ MARKS = {"ok": "✓", "failed": "✗", "skipped": "–"}
 @click.pass_obj
 def doctor(out: Output) -> int:
     """Try what Podium needs, here and now. A tick means that it was done, not that it was found."""
-    from podium.doctor import checks, to_dict
+    from podium.cli.checkup import checks, to_dict
 
     found = checks()
     failed = [check.name for check in found if check.status == "failed"]

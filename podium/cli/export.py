@@ -11,7 +11,7 @@ from podium.cli.output import Output
 from podium.errors import as_request
 
 if TYPE_CHECKING:
-    from podium.study.export import Export
+    from podium.lab.report.export import Export
 
 
 @click.command(short_help="Write results as CSV or Parquet, or for TensorBoard or MLflow.")
@@ -31,7 +31,7 @@ def export(out_: Output, /, folder: str, to: str, out: str | None) -> None:
     podium export runs/… --to parquet --out tables
     podium export runs/… --to tensorboard --out tb && tensorboard --logdir tb
     """
-    from podium.study.export import export as write
+    from podium.lab.report.export import export as write
 
     with as_request():
         done = write(folder, to=to, out=out)

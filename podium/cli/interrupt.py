@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from podium.cluster.signals import ASKING, BURST_S, end_as_usual
+from podium.launch.signals import ASKING, BURST_S, end_as_usual
 
 ASKED = "finishing the step, saving… (Ctrl-C again stops at once)"
 
@@ -54,7 +54,7 @@ def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
 
     def on_suspend(number: int, frame: FrameType | None) -> None:
         """Ctrl-Z: those that were forked live in a session of their own, which the terminal does not reach."""
-        from podium.cluster.forking import forked_here
+        from podium.launch.forking import forked_here
 
         pids = forked_here() if os.getpid() == owner else []
         _send(pids, signal.SIGSTOP)

@@ -19,15 +19,15 @@ from podium.cli.output import Output
 def list_names(out: Output) -> None:
     """List tasks, strategies, triggers, codecs, collectives, balancers, launchers, and what a sweep takes."""
     from podium.balance import BALANCERS, find_balancer
-    from podium.codecs import CODECS, find_codec
-    from podium.collectives import COLLECTIVES, find_collective
-    from podium.colocate import EXECUTORS
-    from podium.colocate.search import SOURCES, find_source
-    from podium.colocate.stopping import STOPPINGS, find_stopping
     from podium.config import LAUNCHERS
+    from podium.exchange.codecs import CODECS, find_codec
+    from podium.exchange.collectives import COLLECTIVES, find_collective
     from podium.strategies import STRATEGIES, find_strategy
+    from podium.strategies.triggers import TRIGGERS
+    from podium.sweeps import EXECUTORS
+    from podium.sweeps.search import SOURCES, find_source
+    from podium.sweeps.stopping import STOPPINGS, find_stopping
     from podium.tasks import describe_tasks
-    from podium.triggers import TRIGGERS
 
     found = {
         "tasks": describe_tasks(),
@@ -54,17 +54,17 @@ def _described(names: Iterable[str], find: Callable[[str], type[Any]]) -> dict[s
 
 
 def _find_trigger(name: str) -> type[Any]:
-    from podium.names import find_class
-    from podium.triggers import TRIGGERS
+    from podium.imports import find_class
+    from podium.strategies.triggers import TRIGGERS
 
     return find_class("trigger", name, TRIGGERS)
 
 
 def _find_executor(name: str) -> type[Any]:
-    from podium.colocate import EXECUTORS
-    from podium.names import find_class
+    from podium.imports import find_class
+    from podium.sweeps import EXECUTORS
 
-    return find_class("executor", name, {"auto": "podium.colocate.auto:Auto", **EXECUTORS})
+    return find_class("executor", name, {"auto": "podium.sweeps.executors.auto:Auto", **EXECUTORS})
 
 
 def _options(cls: type[Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from types import TracebackType
 from typing import IO, Any, final
 
-from podium.measure.records import to_json
+from podium.records.recorder import to_json
 
 
 @final
@@ -52,7 +52,7 @@ class Output:
         """Print text or anything rich can draw, for a person."""
         if self.json:
             return
-        from podium.ui import console
+        from podium.cli.progress import console
 
         screen = console(sys.stdout)
         for part in parts:

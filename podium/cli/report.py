@@ -11,7 +11,7 @@ from podium.cli.output import Output, wrapped
 from podium.errors import as_request
 
 if TYPE_CHECKING:
-    from podium.study.versus import Versus
+    from podium.lab.report.versus import Versus
 
 
 @click.command(short_help="Write a report anew, or compare two sets of results.")
@@ -49,7 +49,7 @@ def report(
         with as_request():
             document, said = _one(folders[0], figures=figures, markdown=markdown)
     if check:
-        from podium.study.browser import check_report
+        from podium.lab.report.browser import check_report
 
         document["problems"] = check_report(document["report"])
         said += [f"problem: {text}" for text in document["problems"]] or ["check: nothing wrong in a browser"]
@@ -65,29 +65,29 @@ def _one(folder: str, *, figures: bool, markdown: bool) -> tuple[dict[str, Any],
     if folder.endswith(".md"):
         if figures or markdown:
             raise click.UsageError("report: --figures and --markdown are for comparisons and studies, got a page")
-        from podium.study.html import write_html
+        from podium.lab.report.html import write_html
 
         path = str(write_html(folder))
         return {"report": path}, [f"report: {path}"]
     if (Path(folder) / "trials.jsonl").is_file():
         if figures or markdown:
             raise click.UsageError("report: --figures and --markdown are for comparisons and studies, got a sweep")
-        from podium.study.sweeps import write_all
+        from podium.lab.sweeps import write_all
 
         path = write_all(folder).report
         return {"report": path}, [f"report: {path}"]
-    from podium.study.report import write_report
+    from podium.lab.report.report import write_report
 
     document: dict[str, Any] = {"report": str(write_report(folder))}
     said = [f"report: {document['report']}"]
     if figures:
-        from podium.study.drawing.files import write_figures
+        from podium.lab.report.drawing.files import write_figures
 
         written = write_figures(folder)
         document["figures"] = [str(path) for path in written]
         said.append(f"figures: {len(written)} files in {Path(folder) / 'figures'}")
     if markdown:
-        from podium.study.page import write_page
+        from podium.lab.report.page import write_page
 
         document["page"] = str(write_page(folder))
         said.append(f"page: {document['page']}")
@@ -95,7 +95,7 @@ def _one(folder: str, *, figures: bool, markdown: bool) -> tuple[dict[str, Any],
 
 
 def _two(first: str, second: str, out: str | None) -> tuple[dict[str, Any], list[str]]:
-    from podium.study.versus import write_versus
+    from podium.lab.report.versus import write_versus
 
     found, path = write_versus(first, second, out)
     return {**found.to_dict(), "report": str(path)}, [*describe(found), "", f"report: {path}"]
@@ -103,6 +103,6 @@ def _two(first: str, second: str, out: str | None) -> tuple[dict[str, Any], list
 
 def describe(found: Versus) -> list[str]:
     """The answer with what may not be concluded, then the numbers."""
-    from podium.study.versus import lines
+    from podium.lab.report.versus import lines
 
     return [wrapped(found.answer), "", wrapped(found.limits), "", *lines(found)]

@@ -65,8 +65,8 @@ def run(
         out.document({**asked, "config": config.to_dict()})
         out.say(f"# {script} {' '.join(args)}".rstrip(), to_toml(config))
         return 0
-    from podium.cluster.launch import run_script
-    from podium.ui import progress
+    from podium.cli.progress import progress
+    from podium.launch.run import run_script
 
     with stop_on_interrupt() as stop, progress(quiet=quiet or out.json) as shown:
         code = run_script(config, script, args, on_event=shown, stop=stop, given=named_in(overrides, given))

@@ -23,7 +23,7 @@ def scale(out: Output, run_dir: str, workers: int | None, servers: int | None) -
     \b
     podium scale runs/digits-mlp-all-reduce-1115-090427-61a2 --workers 4
     """
-    from podium.cluster.scale import scale as ask
+    from podium.launch.scale import scale as ask
 
     asked = ask(run_dir, workers=workers, servers=servers)
     out.document(asked._asdict())

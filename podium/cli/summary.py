@@ -8,11 +8,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from podium.cli.progress import format_bytes, format_number, format_seconds
 from podium.config import RunConfig, RunResult
-from podium.study.balance import MOST_PARTS, advice, division, is_told
-from podium.study.format import change, pushes, reason, restoration, switch_cost
-from podium.study.rows import other_rules
-from podium.ui import format_bytes, format_number, format_seconds
+from podium.lab.report.balance import MOST_PARTS, advice, division, is_told
+from podium.lab.report.format import change, pushes, reason, restoration, switch_cost
+from podium.lab.study.rows import other_rules
 
 MOST_SWITCHES = 4
 """A run that goes to and fro has too many to tell of all."""

@@ -16,7 +16,7 @@ from podium.cli.output import Output, wrapped
 from podium.errors import ConfigError
 
 if TYPE_CHECKING:
-    from podium.colocate.swept import Sweep
+    from podium.sweeps.swept import Sweep
 
 ASKED = "stopping, what is finished is kept… (Ctrl-C again stops at once)"
 LINE_EVERY_S = 10.0
@@ -70,7 +70,7 @@ def sweep(out: Output, /, task: str, overrides: tuple[str, ...], dry_run: bool, 
         out.say(*(f"{name}: {value}" for name, value in plan.items() if value not in (None, {}, [])))
         return 0
     with stop_on_interrupt(ASKED) as stop, shown(quiet=quiet or out.json) as on_event:
-        from podium.study.sweeps import sweep as run_sweep
+        from podium.lab.sweeps import sweep as run_sweep
 
         found = run_sweep(**asked, on_event=on_event, stop=stop)
     out.document(found.to_dict())
@@ -80,7 +80,7 @@ def sweep(out: Output, /, task: str, overrides: tuple[str, ...], dry_run: bool, 
 
 def task_options(overrides: Sequence[str]) -> dict[str, Any]:
     """`--set task.NAME=VALUE`, read as values of a search are."""
-    from podium.colocate.search.space import read_value
+    from podium.sweeps.search.space import read_value
 
     found = {}
     for text in overrides:
@@ -94,14 +94,14 @@ def task_options(overrides: Sequence[str]) -> dict[str, Any]:
 
 def plan_of(**asked: Any) -> dict[str, Any]:
     """What would be trained."""
-    from podium.colocate.plan import plan
+    from podium.sweeps.plan import plan
 
     return plan(**{name: value for name, value in asked.items() if name != "out"}).to_dict()
 
 
 def describe(found: Sweep) -> list[Any]:
     """The table, the answer with what may not be concluded, how it was trained, and where the rest lies."""
-    from podium.study.sweeps.table import MOST, format_table
+    from podium.lab.sweeps.table import MOST, format_table
 
     lines: list[Any] = []
     if found.points:
@@ -120,7 +120,7 @@ def describe(found: Sweep) -> list[Any]:
 
 def told(found: Sweep) -> Iterator[str]:
     """How trials were trained: what was chosen, what could not be, how fast it went, what it cost."""
-    from podium.ui import format_seconds
+    from podium.cli.progress import format_seconds
 
     for choice in dict.fromkeys(map(chosen, found.choices)):
         yield f"chosen   {choice}"
@@ -160,7 +160,7 @@ def exit_code(found: Sweep) -> int:
 @contextmanager
 def shown(*, quiet: bool) -> Iterator[Any]:
     """Takes a sweep's events: a bar on a terminal, a line now and then elsewhere, nothing when asked."""
-    from podium.ui import is_live
+    from podium.cli.progress import is_live
 
     if quiet:
         yield lambda event: None
@@ -191,7 +191,7 @@ class _Lines:
             print(text, file=sys.stderr, flush=True)
 
     def _paced(self, *, is_last: bool) -> str | None:
-        from podium.ui import format_seconds
+        from podium.cli.progress import format_seconds
 
         now, done, total = time.monotonic(), self._done, self._total
         if now - self._last < LINE_EVERY_S and not is_last:
@@ -231,7 +231,7 @@ def _count(done: int, total: int | None) -> str:
 def _bar() -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from podium.ui import console
+    from podium.cli.progress import console
 
     facts = TextColumn("{task.fields[evaluations]:,} evaluations", markup=False)
     columns = (TextColumn("trials"), BarColumn(bar_width=20), MofNCompleteColumn(), facts)

@@ -21,7 +21,7 @@ def trace(out: Output, /, run_dir: str, steps: str | None, **given: str | None) 
     \b
     podium trace runs/digits-mlp-all-reduce-1115-090427-61a2 --steps 100:150
     """
-    from podium.measure.trace import parse_steps, read_trace, write_trace
+    from podium.records.trace import parse_steps, read_trace, write_trace
 
     with as_request():
         path = write_trace(run_dir, given["out"], parse_steps(steps) if steps is not None else None)

@@ -69,7 +69,7 @@ def train(
 
 def _dry_run(out: Output, config: RunConfig) -> int:
     from podium.cli.summary import to_toml
-    from podium.cluster.launch import foreseen
+    from podium.launch.run import foreseen
 
     out.document(config.to_dict())
     out.say(to_toml(config))
@@ -78,10 +78,10 @@ def _dry_run(out: Output, config: RunConfig) -> int:
 
 
 def _run(out: Output, config: RunConfig, logs: tuple[str, ...], quiet: bool) -> int:
+    from podium.cli.progress import progress
     from podium.cli.summary import summary
-    from podium.cluster.launch import launch
-    from podium.measure.writers import Together, open_log
-    from podium.ui import progress
+    from podium.launch.run import launch
+    from podium.records.writers import Together, open_log
 
     with as_request():
         writers = [open_log(text, config.out) for text in logs]

@@ -19,8 +19,8 @@ from torch import Tensor
 from podium.comm.base import DEPARTED, Clock, Communicator, Counters, Handle, Message, Meta, nbytes_of
 from podium.comm.inprocess import Exchanges, Number, Pending, Round, Watch, gathered, land, sum_in_order, taken
 from podium.comm.schedule import Chain, Key, Running
+from podium.engine.generators import several_in_one_process
 from podium.errors import ConfigError, DeadlineExceeded, Lost
-from podium.generators import several_in_one_process
 
 Parcel = tuple[Number, int, Key, Tensor]
 """Part of an exchange: which, from which member, its name, its elements."""

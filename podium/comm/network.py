@@ -29,7 +29,7 @@ class Node(Protocol):
 
 
 class Terrain(Protocol):
-    """What the virtual world needs to know of a cluster; `podium.cluster.description.Cluster` is one."""
+    """What the virtual world needs to know of a cluster; `podium.launch.clusters.description.Cluster` is one."""
 
     @property
     def nodes(self) -> Sequence[Node]: ...

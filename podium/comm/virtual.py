@@ -34,8 +34,8 @@ from podium.comm.base import DEPARTED, Clock, Communicator, Counters, Handle, Me
 from podium.comm.inprocess import Exchanges, Number, Pending, Round, Watch, gathered, land, sum_in_order, taken
 from podium.comm.network import Network, Terrain, make_network
 from podium.comm.schedule import Chain, Key, Running
+from podium.engine.generators import several_in_one_process
 from podium.errors import CommError, DeadlineExceeded, Lost
-from podium.generators import several_in_one_process
 
 _LOOK_S = 0.25
 """How often a virtual world looks for a rank that hangs, by the wall's clock."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from podium.balance.ranges import Parcel, Way, exposed_s, ways_from
-from podium.codecs.base import Codec, Span, Turn
 from podium.errors import ConfigError, Lost
-from podium.reducing import span_of
+from podium.exchange.codecs.base import Codec, Span, Turn
+from podium.exchange.reducing import span_of
 from podium.servers.folding import fold
 from podium.servers.moments import pack, parts_of, unpack
 from podium.servers.parcels import MOST_TENSORS, START, Assembly, Kept, Place, cut, parcel_bytes, place_of
@@ -28,8 +28,8 @@ from podium.servers.units import per_step, per_update
 
 if TYPE_CHECKING:
     from podium.comm.base import Handle, Message, Meta
-    from podium.flat import Piece
-    from podium.worker import Batch, Worker
+    from podium.engine.flat import Piece
+    from podium.engine.worker import Batch, Worker
 
 UNIT_BYTES, SHARED_UNIT_BYTES = 8 << 20, 32 << 20
 """How much travels in one message: over a network, and in shared memory."""

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from podium.comm.base import Message, Meta
+from podium.engine.files import bytes_to_tree, save_tree, tree_to_bytes
 from podium.errors import CheckpointError, CommError, Lost
-from podium.files import bytes_to_tree, save_tree, tree_to_bytes
 from podium.servers.applied import Applied, Span, joined
 from podium.servers.folding import fold, unfold
 from podium.servers.parcels import START, Assembly, Place, cut, parcel_bytes, place_of

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from podium.flat import Flat, Piece
+from podium.engine.flat import Flat, Piece
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import final
 
 from podium.comm.base import DEPARTED, Communicator, Message
 from podium.errors import RecordError
-from podium.measure.records import Record
+from podium.records.recorder import Record
 
 ORDERED = ("draw", "push", "pull", "have")
 

@@ -41,13 +41,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from podium.codecs.base import Codec
-from podium.codecs.dense import Dense
 from podium.comm.base import DEPARTED, Communicator, Message, Meta
 from podium.data.order import GlobalOrder
+from podium.engine.flat import Flat
 from podium.errors import CommError, DeadlineExceeded, Lost
-from podium.flat import Flat
-from podium.measure.records import Recorder
+from podium.exchange.codecs.base import Codec
+from podium.exchange.codecs.dense import Dense
+from podium.records.recorder import Recorder
 from podium.servers.applied import Span
 from podium.servers.copies import Copies
 from podium.servers.cursor import Cursor

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.sparse import check_sparse_tensor_invariants
 
 from podium.comm.base import Meta
+from podium.engine.flat import Flat, Piece
+from podium.engine.optim import FlatOptimizer, is_elementwise, refuse_step_hooks
 from podium.errors import ConfigError
-from podium.flat import Flat, Piece
-from podium.optim import FlatOptimizer, is_elementwise, refuse_step_hooks
 from podium.servers.moments import pack, unpack
 from podium.servers.outer import DelayedNesterov
 from podium.servers.parcels import MOST_TENSORS, Kept

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from podium.codecs import CODECS
-from podium.codecs.base import Codec, Memory, Span, Turn
 from podium.comm.base import Message
 from podium.config import parse_spec
+from podium.engine.flat import Flat
 from podium.errors import CommError, UnknownName
-from podium.flat import Flat
-from podium.reducing import make_packing, span_of
+from podium.exchange.codecs import CODECS
+from podium.exchange.codecs.base import Codec, Memory, Span, Turn
+from podium.exchange.reducing import make_packing, span_of
 from podium.servers.ranges import Range
 
 

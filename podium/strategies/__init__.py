@@ -7,7 +7,7 @@ from typing import Any
 
 from podium.config import build
 from podium.errors import ConfigError
-from podium.names import find_class
+from podium.imports import find_class
 
 STRATEGIES: dict[str, str] = {
     "solo": "podium.strategies.solo:Solo",

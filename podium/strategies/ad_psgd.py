@@ -38,7 +38,7 @@ from podium.strategies.gossip import average, need_dense
 
 if TYPE_CHECKING:
     from podium.comm.base import Handle, Message, Meta
-    from podium.worker import Batch, Worker
+    from podium.engine.worker import Batch, Worker
 
 
 @dataclass

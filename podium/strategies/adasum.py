@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from podium.averaging import mean_moments, need_plain_codec, turn_of
 from podium.errors import ConfigError
-from podium.leftovers import Sends
+from podium.exchange.residuals import Sends
+from podium.strategies.averaging import mean_moments, need_plain_codec, turn_of
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from podium.codecs.base import Turn
     from podium.comm.base import Handle
-    from podium.worker import Batch, Worker
+    from podium.engine.worker import Batch, Worker
+    from podium.exchange.codecs.base import Turn
 
 
 def adasum(a: Tensor, b: Tensor) -> Tensor:

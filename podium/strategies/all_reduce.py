@@ -19,7 +19,7 @@ from podium.errors import ConfigError
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from podium.worker import Batch, Worker
+    from podium.engine.worker import Batch, Worker
 
 
 @final

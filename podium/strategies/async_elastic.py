@@ -22,7 +22,7 @@ from podium.strategies.async_local_sgd import Leasing, State
 
 if TYPE_CHECKING:
     from podium.comm.base import Meta
-    from podium.worker import Batch, Worker
+    from podium.engine.worker import Batch, Worker
 
 
 @final

@@ -24,19 +24,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, final
 import torch
 from torch import Tensor
 
-from podium.averaging import mean_moments, need_plain_codec
 from podium.balance.ranges import check_ranges, weights_of
 from podium.errors import ConfigError
-from podium.leftovers import Sends
-from podium.rounds import Round
+from podium.exchange.residuals import Sends
 from podium.servers import client
 from podium.servers.gate import Rules
 from podium.servers.ranges import Range
+from podium.strategies.averaging import mean_moments, need_plain_codec
 from podium.strategies.base import Strategy
+from podium.strategies.rounds import Round
 
 if TYPE_CHECKING:
     from podium.comm.base import Meta
-    from podium.worker import Batch, Worker
+    from podium.engine.worker import Batch, Worker
 
 _KEPT = "outer "
 """What a worker keeps of the outer optimizer begins with this."""

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from torch import Tensor
 
-from podium.codecs import make_codec
-from podium.codecs.base import Codec
 from podium.config import parse_spec
 from podium.errors import ConfigError
-from podium.leftovers import Sends, Unit
+from podium.exchange.codecs import make_codec
+from podium.exchange.codecs.base import Codec
+from podium.exchange.residuals import Sends, Unit
 
 if TYPE_CHECKING:
+    from podium.engine.worker import Batch, Worker
     from podium.strategies.phases import Phase
-    from podium.worker import Batch, Worker
 
 S = TypeVar("S")
 

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from podium.averaging import Anchor, mean_moments
 from podium.errors import ConfigError
-from podium.leftovers import Sends
+from podium.exchange.residuals import Sends
+from podium.strategies.averaging import Anchor, mean_moments
 from podium.strategies.base import Strategy
 from podium.strategies.local_sgd import Pace, check_steps, check_workers, feed_of
 
 if TYPE_CHECKING:
-    from podium.worker import Batch, Worker
+    from podium.engine.worker import Batch, Worker
 
 MOMENTUM = "outer momentum"
 """Its name among what the worker keeps."""

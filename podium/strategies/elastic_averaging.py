@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from torch import Tensor
 
-from podium.averaging import Anchor, mean_moments
 from podium.errors import ConfigError
-from podium.leftovers import Sends
+from podium.exchange.residuals import Sends
+from podium.strategies.averaging import Anchor, mean_moments
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from podium.worker import Batch, Worker
+    from podium.engine.worker import Batch, Worker
 
 CENTRE = "centre"
 """Its name among what the worker keeps."""

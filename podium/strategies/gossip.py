@@ -4,7 +4,7 @@
 
 Lian et al., 2017, Can Decentralized Algorithms Outperform Centralized Algorithms?, arXiv 1705.09056 (D-PSGD). A step
 costs each worker as many messages of the model's size as it has neighbours, however many workers there are, and nobody
-waits for others than these. `podium/graphs.py` has the graphs and their weights.
+waits for others than these. `podium/strategies/graphs.py` has the graphs and their weights.
 
 With `overlap`, as in the paper's box, what is mixed are the parameters before the step: they travel while the gradient
 is computed. Without, the step comes first and its result is mixed, x_i <- sum of W_ij (x_j - eta g_j): the network is
@@ -32,16 +32,16 @@ from typing import TYPE_CHECKING, ClassVar, final
 import torch
 from torch import Tensor
 
-from podium.averaging import mean_moments
 from podium.comm.schedule import Chain, Move
 from podium.errors import ConfigError
-from podium.graphs import NEEDS_PUSH_SUM, Graph, Mixing, mixing
-from podium.rounds import Round
+from podium.strategies.averaging import mean_moments
 from podium.strategies.base import Strategy
+from podium.strategies.graphs import NEEDS_PUSH_SUM, Graph, Mixing, mixing
+from podium.strategies.rounds import Round
 
 if TYPE_CHECKING:
     from podium.comm.base import Communicator, Handle
-    from podium.worker import Batch, Worker
+    from podium.engine.worker import Batch, Worker
 
 
 @dataclass

@@ -28,17 +28,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from podium.averaging import Anchor, mean_moments
+from podium.balance.runtime import SURE
 from podium.balance.speed import UNKNOWN_NOISE, Speed, SpeedModel
-from podium.balancing import SURE
 from podium.errors import ConfigError, UnknownName
-from podium.leftovers import Sends
-from podium.rounds import Round
+from podium.exchange.residuals import Sends
+from podium.strategies.averaging import Anchor, mean_moments
 from podium.strategies.base import Strategy
+from podium.strategies.rounds import Round
 
 if TYPE_CHECKING:
     from podium.comm.base import Handle
-    from podium.worker import Batch, Worker
+    from podium.engine.worker import Batch, Worker
 
 AVERAGED = ("parameters", "moments", "buffers")
 LONGEST = 1 << 30

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from podium.balance.ranges import check_ranges, weights_of
 from podium.errors import ConfigError
-from podium.leftovers import Unit
+from podium.exchange.residuals import Unit
 from podium.servers import client
 from podium.servers.gate import Rules
 from podium.servers.options import options_of, scaled
@@ -34,7 +34,7 @@ from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from podium.comm.base import Meta
-    from podium.worker import Batch, Worker
+    from podium.engine.worker import Batch, Worker
 
 Mode = Literal["sync", "async", "ssp", "dssp", "softsync", "backup", "gba"]
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from podium.config import build, lift, parse_spec
 from podium.errors import ConfigError
 from podium.strategies.base import Strategy
-from podium.triggers import make_trigger
-from podium.triggers.base import Trigger
+from podium.strategies.triggers import make_trigger
+from podium.strategies.triggers.base import Trigger
 
 if TYPE_CHECKING:
-    from podium.worker import Batch, Worker
+    from podium.engine.worker import Batch, Worker
 
 
 class Phase(NamedTuple):

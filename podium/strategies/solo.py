@@ -10,7 +10,7 @@ from torch import Tensor
 from podium.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from podium.worker import Batch, Worker
+    from podium.engine.worker import Batch, Worker
 
 
 @final

@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from podium.averaging import mean_moments, need_plain_codec, turn_of
-from podium.codecs.base import Span
 from podium.errors import ConfigError
-from podium.leftovers import Sends
-from podium.reducing import matrices_of
-from podium.rounds import Round
+from podium.exchange.codecs.base import Span
+from podium.exchange.reducing import matrices_of
+from podium.exchange.residuals import Sends
+from podium.strategies.averaging import mean_moments, need_plain_codec, turn_of
 from podium.strategies.base import Strategy
 from podium.strategies.diloco import MOMENTUM, Outer
+from podium.strategies.rounds import Round
 
 if TYPE_CHECKING:
-    from podium.codecs.base import Turn
     from podium.comm.base import Handle
-    from podium.flat import Flat
-    from podium.worker import Batch, Worker
+    from podium.engine.flat import Flat
+    from podium.engine.worker import Batch, Worker
+    from podium.exchange.codecs.base import Turn
 
 
 @dataclass

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from podium.balance.base import Learning, Member
 from podium.balance.equal_finish import EqualFinish
+from podium.balance.runtime import Decision, decide, in_vain, members_of, told_of
 from podium.balance.speed import Speed, SpeedModel
-from podium.balancing import Decision, decide, in_vain, members_of, told_of
 
 Noise = Callable[[random.Random], float]
 

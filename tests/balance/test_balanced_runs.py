@@ -12,10 +12,10 @@ import pytest
 from torch import Tensor
 
 import podium
-from podium.cluster.launch import run_script
 from podium.config import RunConfig, RunResult
-from podium.measure.audit import audit
-from podium.measure.records import read_records
+from podium.launch.run import run_script
+from podium.records.audit import audit
+from podium.records.recorder import read_records
 from podium.task import Task
 from tests.integration.faults import BATCH, STEPS, Faults, Gate, own_rank, small
 from tests.integration.runs import at_gate, audit_steps, distance, records_of, train

@@ -13,9 +13,9 @@ from podium.balance.base import Learning, Member
 from podium.balance.equal_finish import EqualFinish
 from podium.balance.memory import Memory, fitting
 from podium.balance.proportional import Proportional
+from podium.balance.runtime import CURIOSITY, DOUBT, decide, members_of
 from podium.balance.speed import UNKNOWN_NOISE, Speed
-from podium.balancing import CURIOSITY, DOUBT, decide, members_of
-from podium.measure.records import read_records
+from podium.records.recorder import read_records
 from tests.balance.simulator import Simulation, lognormal
 
 MIXES = {"2:1": [2, 1], "4:1": [4, 1], "4:2:1:1": [4, 2, 1, 1], "eight": [4, 3, 2, 2, 1, 1, 1, 1]}

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from podium.cluster.description import Cluster, Node
 from podium.config import lift, parse_spec
 from podium.data.base import ArrayDataset, Data
 from podium.data.order import GlobalOrder, share_of
-from podium.measure.audit import audit
+from podium.launch.clusters.description import Cluster, Node
+from podium.records.audit import audit
 from podium.strategies import make_strategy
 from podium.task import Task
 from tests.toys import (

@@ -16,15 +16,15 @@ from torch import nn
 from podium.balance import placement
 from podium.balance.placement import best_server_nodes, describe, step_seconds
 from podium.balance.ranges import Parcel, Way, exposed_s
-from podium.building import Job
-from podium.cluster.description import Cluster, Link, Node, read_cluster, uniform
-from podium.cluster.inprocess import run_virtual
 from podium.comm.base import Communicator
 from podium.config import RunConfig
+from podium.engine.build import Job
+from podium.engine.training import Training, run_server
 from podium.errors import ConfigError
-from podium.measure.records import Record, Recorder
+from podium.launch.clusters.description import Cluster, Link, Node, read_cluster, uniform
+from podium.launch.inprocess import run_virtual
+from podium.records.recorder import Record, Recorder
 from podium.strategies.parameter_server import ParameterServer
-from podium.training import Training, run_server
 from tests.toys import Uncontrolled, toy
 from tests.worlds import Real
 
@@ -247,7 +247,7 @@ def test_collectives_are_waited_for_by_all_alike(tmp_path: Path) -> None:
 def exposure_of(comm: Communicator, job: Job) -> tuple[float, float] | None:
     recorder = Recorder(comm.rank)
     if comm.rank in comm.servers:
-        from podium.building import make_server
+        from podium.engine.build import make_server
 
         run_server(make_server(job, comm, recorder))
         return None

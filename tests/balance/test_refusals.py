@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from podium.cluster.launch import check, plan_script, prepare
 from podium.config import RunConfig
 from podium.errors import ConfigError, UnknownName
+from podium.launch.run import check, plan_script, prepare
 from tests.balance.test_equality import task
 
 

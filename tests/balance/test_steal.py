@@ -12,15 +12,15 @@ import torch
 
 from podium.balance import make_balancer
 from podium.balance.steal import Steal
-from podium.cluster.description import Cluster, uniform
 from podium.data.order import Slice
+from podium.engine.worker import Batch, Draws, OpenBatch
 from podium.errors import ConfigError
-from podium.measure.audit import Audit, audit
+from podium.launch.clusters.description import Cluster, uniform
+from podium.records.audit import Audit, audit
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.local_sgd import LocalSGD
 from podium.strategies.parameter_server import ParameterServer
-from podium.worker import Batch, Draws, OpenBatch
 from tests.integration import runs
 from tests.integration.faults import Faults
 from tests.toys import Trained, assert_close, batch_norm_model, hashes, toy, train_in, train_plainly

@@ -12,9 +12,9 @@ import pytest
 import podium
 from podium.cli.summary import summary
 from podium.config import RunConfig, RunResult
-from podium.measure.balance import balance
-from podium.measure.records import read_records
-from tests.measure.test_balance import change, run
+from podium.records.balance import balance
+from podium.records.recorder import read_records
+from tests.records.test_balance import change, run
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "balance.md"

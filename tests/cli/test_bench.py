@@ -24,11 +24,11 @@ def one_bench(monkeypatch: pytest.MonkeyPatch) -> None:
         options = {"steps": steps, "tasks": tasks, "overlap": overlap}
         return {"peers": peers, "rounds": rounds, "options": options, "rows": rows, "worst": float("inf")}
 
-    benches, steps = ModuleType("podium.bench"), ModuleType("podium.bench.steps")
-    benches.BENCHES = {"step": "podium.bench.steps:measure"}  # type: ignore[attr-defined]
+    benches, steps = ModuleType("podium.lab.bench"), ModuleType("podium.lab.bench.steps")
+    benches.BENCHES = {"step": "podium.lab.bench.steps:measure"}  # type: ignore[attr-defined]
     steps.measure = measure  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "podium.bench", benches)
-    monkeypatch.setitem(sys.modules, "podium.bench.steps", steps)
+    monkeypatch.setitem(sys.modules, "podium.lab.bench", benches)
+    monkeypatch.setitem(sys.modules, "podium.lab.bench.steps", steps)
 
 
 def bench(*words: str) -> Result:

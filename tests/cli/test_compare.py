@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from markupsafe import Markup
 
 from podium.cli import main
-from podium.study.browser import find_browser
-from tests.study.synthetic import make_row, write_study
+from podium.lab.report.browser import find_browser
+from tests.lab.synthetic import make_row, write_study
 
 pytest.importorskip("statsmodels")
 
@@ -163,7 +163,7 @@ def test_a_page_that_is_wrong_in_a_browser_fails_the_check(
     good = report(studies / "a", studies / "b", "--out", tmp_path, "--check")
     assert (good.exit_code, good.stdout.splitlines()[-1]) == (0, "check: nothing wrong in a browser")
     picture = Markup('<img src="http://127.0.0.1/x.png">')
-    monkeypatch.setattr("podium.study.versus.page.amount", lambda change: picture)
+    monkeypatch.setattr("podium.lab.report.versus.page.amount", lambda change: picture)
     bad = report(studies / "a", studies / "b", "--out", tmp_path, "--check", "--json")
     assert bad.exit_code == 1
     assert any("127.0.0.1" in problem for problem in json.loads(bad.stdout)["problems"])

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from podium.cli import main
-from podium.names import passes_through
+from podium.imports import passes_through
 
 EVIL = """
 from pathlib import Path
@@ -142,11 +142,11 @@ def test_code_elsewhere_that_the_folder_names_is_told_once(folder: Path, mark: P
     assert line == f"podium: importing {elsewhere}, because {folder}/manifest.json names it"
 
 
-@pytest.mark.parametrize("place", ["subprocess", subprocess.__file__, "podium.names"])
+@pytest.mark.parametrize("place", ["subprocess", subprocess.__file__, "podium.imports"])
 @pytest.mark.parametrize("how", ["--resume", "--replay"])
 def test_a_folder_calls_nothing_but_tasks(folder: Path, mark: Path, how: str, place: str) -> None:
     """With arguments from the folder, too, code that lies anywhere would do whatever the folder wants."""
-    if place == "podium.names":
+    if place == "podium.imports":
         name_code(folder, task=f"{place}:_import", task_options={"place": "antigravity", "spec": "x"})
     else:
         name_code(folder, task=f"{place}:run", task_options={"args": ["touch", str(mark)]})

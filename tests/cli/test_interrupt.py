@@ -11,7 +11,7 @@ import pytest
 
 from podium.cli import interrupt
 from podium.cli.interrupt import ASKED, stop_on_interrupt
-from podium.cluster.signals import ASKING
+from podium.launch.signals import ASKING
 
 
 def test_the_first_interrupt_asks_and_a_later_one_raises(

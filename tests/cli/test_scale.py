@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import podium
-import podium.cluster.scale
+import podium.launch.scale
 from podium.cli import main
-from podium.cluster.scale import Scaled
 from podium.errors import ConfigError
+from podium.launch.scale import Scaled
 
 
 def invoke(*words: str) -> Result:
@@ -71,7 +71,7 @@ def test_the_answer_says_who_comes_and_who_goes(answer: Scaled, said: str, monke
         asked.append((run_dir, numbers))
         return answer
 
-    monkeypatch.setattr(podium.cluster.scale, "scale", scale)
+    monkeypatch.setattr(podium.launch.scale, "scale", scale)
     result = invoke("RUN", "--workers", "4", "--servers", "1")
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == said
@@ -81,7 +81,7 @@ def test_the_answer_says_who_comes_and_who_goes(answer: Scaled, said: str, monke
 
 
 def test_it_is_there_for_python_too() -> None:
-    assert podium.scale is podium.cluster.scale.scale
+    assert podium.scale is podium.launch.scale.scale
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")

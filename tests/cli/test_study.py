@@ -16,8 +16,8 @@ import pytest
 
 import podium
 from podium.errors import ConfigError
-from podium.study.run import run_study
-from podium.study.store import Store
+from podium.lab.study.run import run_study
+from podium.lab.study.store import Store
 
 STUDY = """
 [study]
@@ -186,8 +186,8 @@ def test_a_task_that_raises_in_one_cell_is_a_row_and_the_others_go_on(tmp_path: 
 
 
 def test_the_report_says_how_to_run_the_study_again_with_all_that_was_changed(tmp_path: Path, study: Path) -> None:
-    from podium.study.again import command, python_call
-    from podium.study.file import read_study
+    from podium.lab.study.again import command, python_call
+    from podium.lab.study.file import read_study
 
     asked = read_study(study).changed({"task.lr": "0.3", "epochs": 2}, seeds=1, target=0.5).design().to_dict()
     said = command(asked)

@@ -8,7 +8,7 @@ from typing import Any
 from podium.cli.summary import next_command, summary
 from podium.config import RunConfig, RunResult, parse_strategy
 from podium.strategies import make_strategy
-from tests.study.synthetic import phased
+from tests.lab.synthetic import phased
 
 
 def _result(launcher: str = "local", **fields: Any) -> RunResult:

@@ -19,8 +19,8 @@ from click.testing import CliRunner, Result
 
 from podium.cli import main
 from podium.cli.sweep import line_of, shown
-from podium.measure.records import read_records
-from podium.study.sweeps.again import command
+from podium.lab.sweeps.again import command
+from podium.records.recorder import read_records
 
 FUSED = ("--executor", "fused", "--device", "cpu", "--epochs", "1")
 
@@ -181,7 +181,7 @@ def test_what_is_worth_a_line(event: dict[str, Any], line: str | None) -> None:
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("podium.ui.is_live", lambda stream: True)
+    monkeypatch.setattr("podium.cli.progress.is_live", lambda stream: True)
     with shown(quiet=False) as hear:
         hear({"event": "sweep", "folder": "f", "total": 2, "done": 0})
         hear({"event": "report"})

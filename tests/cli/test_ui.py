@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from podium.ui import Bars, Lines, Progress, console, format_bytes, format_seconds, is_live, progress
+from podium.cli.progress import Bars, Lines, Progress, console, format_bytes, format_seconds, is_live, progress
 
 START = {"event": "start", "run_dir": "runs/x", "workers": 2, "servers": 0}
 STEP = {

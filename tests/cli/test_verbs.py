@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-import podium.doctor
+import podium.cli.checkup
 from podium.cli import main
+from podium.cli.checkup import Check
 from podium.config import RunConfig
-from podium.doctor import Check
 
 
 def invoke(*words: str) -> Result:
@@ -44,7 +44,7 @@ BROKEN = Check(name="loopback TCP", status="failed", detail="refused", fix="ip l
 
 @pytest.mark.parametrize(("found", "code"), [([FINE, SKIPPED], 0), ([FINE, BROKEN, SKIPPED], 1)])
 def test_doctor_fails_when_one_check_did(found: list[Check], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(podium.doctor, "checks", lambda: found)
+    monkeypatch.setattr(podium.cli.checkup, "checks", lambda: found)
     assert invoke("doctor").exit_code == code
     result = invoke("doctor", "--json")
     assert result.exit_code == code
@@ -52,7 +52,7 @@ def test_doctor_fails_when_one_check_did(found: list[Check], code: int, monkeypa
 
 
 def test_doctor_puts_the_fix_beside_the_cross(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(podium.doctor, "checks", lambda: [FINE, BROKEN, SKIPPED])
+    monkeypatch.setattr(podium.cli.checkup, "checks", lambda: [FINE, BROKEN, SKIPPED])
     lines = invoke("doctor").stdout.splitlines()
     assert [line[0] for line in lines[:2]] == ["✓", "✗"]
     assert lines[2].strip() == "fix: ip link set lo up"
@@ -63,7 +63,7 @@ def test_doctor_puts_the_fix_beside_the_cross(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunConfig, str, tuple[str, ...]]]:
     """What `podium run` asks the launcher for; the launcher has tests of its own."""
-    import podium.cluster.launch
+    import podium.launch.run
 
     asked = []
 
@@ -71,7 +71,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunConfig, str, tuple
         asked.append((config, script, tuple(args)))
         return 3
 
-    monkeypatch.setattr(podium.cluster.launch, "run_script", run_script, raising=False)
+    monkeypatch.setattr(podium.launch.run, "run_script", run_script, raising=False)
     return asked
 
 

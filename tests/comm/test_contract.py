@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from podium.cluster.description import uniform
 from podium.comm.base import DEPARTED, Communicator, Message
 from podium.errors import CommError, DeadlineExceeded, Lost
+from podium.launch.clusters.description import uniform
 from tests.worlds import Memory, Real, Virtual, World
 
 DTYPES = (

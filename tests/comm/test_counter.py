@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from podium.cluster.description import uniform
 from podium.comm.base import Communicator, Counters
 from podium.comm.real import _FileCounter, _StoreCounter
 from podium.comm.torch_dist import client_store, named_part
 from podium.errors import CommError, Lost
+from podium.launch.clusters.description import uniform
 from tests.worlds import Memory, Real, Virtual, World
 
 DRAWS = 40

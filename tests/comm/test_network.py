@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from podium.cluster.description import Cluster, Link, Node
 from podium.comm.network import make_network
+from podium.launch.clusters.description import Cluster, Link, Node
 
 US = 1_000
 MS = 1_000_000

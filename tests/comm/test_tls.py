@@ -21,15 +21,15 @@ import pytest
 import torch
 
 from podium.cli.certs import make_certificates
-from podium.cluster.coordinator import Coordinator, Rules
-from podium.cluster.membership import Membership
 from podium.comm.base import DEPARTED, Message
 from podium.comm.channel import Channel
 from podium.comm.frames import ACCEPTED, Limits, Refused, encode_frame, prove, read_frame, write_frame
 from podium.comm.tls import Guard, Tls, TlsStream, tls_of
 from podium.config import RunConfig, build
 from podium.errors import ConfigError, DeadlineExceeded
-from podium.measure.records import Recorder
+from podium.launch.coordinator import Coordinator, Rules
+from podium.launch.membership import Membership
+from podium.records.recorder import Recorder
 from tests.comm.test_channel import (  # noqa: F401  # the channel's contract, over TLS; pytest collects it from here
     LIES,
     SECRET,

@@ -12,12 +12,12 @@ from typing import TypeVar
 import pytest
 import torch
 
-from podium.cluster.netns import enter_namespace, find_tool, run_command
 from podium.comm.base import DEPARTED
 from podium.comm.channel import Channel
 from podium.comm.frames import Limits
 from podium.comm.tls import Tls
 from podium.errors import CommError
+from podium.launch.clusters.namespaces import enter_namespace, find_tool, run_command
 from tests.comm.test_tls import tls  # noqa: F401  # a fixture
 from tests.integration.shaping import needs_root
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import podium
-from podium.building import Job
-from podium.cluster.description import Cluster, Node, uniform
 from podium.comm.base import Communicator, nbytes_of
 from podium.comm.virtual import HEADER_BYTES, VirtualWorld
 from podium.config import RunConfig
 from podium.data.order import GlobalOrder, divide
+from podium.engine.build import Job
+from podium.engine.flat import TAIL, Flat
 from podium.errors import DeadlineExceeded
-from podium.flat import TAIL, Flat
-from podium.measure.records import read_records
+from podium.launch.clusters.description import Cluster, Node, uniform
+from podium.records.recorder import read_records
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.parameter_server import ParameterServer
 from tests.toys import BATCH, SAMPLES, Trained, toy, train_in, train_rank

@@ -193,7 +193,7 @@ def _task(name: str, layers: Callable[[], nn.Module], strike: Strike, lr: float)
 
 
 def _strike_when_saving(strike: Strike) -> None:
-    from podium import checkpoint
+    from podium.engine import checkpoint
 
     save = checkpoint.save_shared
 

@@ -13,8 +13,8 @@ import torch
 import podium
 from podium.config import RunResult
 from podium.data.order import GlobalOrder
-from podium.files import load_tensors
-from podium.measure.records import Record, read_records
+from podium.engine.files import load_tensors
+from podium.records.recorder import Record, read_records
 from tests.integration.faults import BATCH, EPOCHS, SAMPLES, STEPS, TASK, Faults, Gate
 
 FIELDS: dict[str, Any] = {"heartbeat_s": 5.0, "deadline_s": 20.0, "threads": 1}

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import podium
-from podium.cluster.launch import run_script
 from podium.config import RunConfig
 from podium.data.base import ArrayDataset
+from podium.engine.fingerprints import BUDGET_S, Digest
 from podium.errors import CheckpointError, ConfigError, DataError, PodiumError
-from podium.fingerprints import BUDGET_S, Digest
-from podium.measure.records import read_records
+from podium.launch.run import run_script
+from podium.records.recorder import read_records
 from tests.integration import apart
 from tests.integration.processes import settings, torchrun
 from tests.integration.runs import FIELDS

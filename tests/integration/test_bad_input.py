@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import podium
-from podium.checkpoint import find_checkpoint
 from podium.data.base import ArrayDataset, Data
+from podium.engine.checkpoint import find_checkpoint
 from podium.errors import (
     CheckpointError,
     ConfigError,
@@ -31,7 +31,7 @@ from podium.errors import (
     TrainingError,
     UnknownName,
 )
-from podium.measure.records import read_records
+from podium.records.recorder import read_records
 from podium.task import Task
 from tests.integration.faults import TASK, Faults
 from tests.integration.processes import document, finish, free_port, start

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import podium
-from podium.checkpoint import find_checkpoint
+from podium.engine.checkpoint import find_checkpoint
 from podium.errors import Lost
 from tests.integration.runs import FIELDS, pid_of, records_of
 from tests.integration.shaping import CLUSTER, needs_root

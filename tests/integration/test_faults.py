@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from podium.checkpoint import find_checkpoint
 from podium.config import RunResult
+from podium.engine.checkpoint import find_checkpoint
 from tests.integration.faults import NOISY, STEPS, TASK, Faults
 from tests.integration.processes import finish, podium, settings
 from tests.integration.runs import audit_steps, distance, records_of, train

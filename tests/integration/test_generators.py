@@ -13,7 +13,14 @@ import torch
 import podium
 from podium.config import RunResult
 from podium.data.order import GlobalOrder
-from podium.generators import Others, held_generators, others_state, set_others_state, several_in_one_process, undrawn
+from podium.engine.generators import (
+    Others,
+    held_generators,
+    others_state,
+    set_others_state,
+    several_in_one_process,
+    undrawn,
+)
 from tests.integration import drawing
 from tests.integration.processes import document, settings, torchrun
 from tests.integration.runs import FIELDS

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from podium.checkpoint import find_checkpoint
 from podium.cli.interrupt import ASKED
-from podium.cluster.rendezvous import rendezvous_folder
-from podium.cluster.signals import BURST_S
+from podium.engine.checkpoint import find_checkpoint
+from podium.launch.rendezvous import rendezvous_folder
+from podium.launch.signals import BURST_S
 from tests.integration import leftovers
 from tests.integration.faults import STEPS, TASK, Faults, Gate
 from tests.integration.processes import document, finish, podium, settings, start, wait_until_gone

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from podium.building import Job, build_worker
 from podium.comm.base import Communicator
 from podium.comm.frames import Limits
 from podium.config import RunConfig
 from podium.data.order import GlobalOrder
+from podium.engine.build import Job, build_worker
+from podium.engine.feed import make_feed
+from podium.engine.training import Training
 from podium.errors import ConfigError
-from podium.feed import make_feed
-from podium.measure.records import Recorder
+from podium.records.recorder import Recorder
 from podium.strategies.ad_psgd import ADPSGD
 from podium.strategies.async_elastic import AsyncElastic
 from podium.strategies.async_local_sgd import AsyncLocalSGD
 from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import Mode, ParameterServer
-from podium.training import Training
 from tests.toys import BATCH, CLASSES, FEATURES, Uncontrolled, assert_close, toy, train, train_in, train_rank
 from tests.worlds import Real
 

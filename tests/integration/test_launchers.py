@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from podium.cluster.launch import run_script
 from podium.config import RunConfig
+from podium.launch.run import run_script
 from tests.integration.faults import BATCH, EPOCHS, SAMPLES, STEPS, TASK, Faults
 from tests.integration.processes import document, settings, torchrun
 from tests.integration.runs import FIELDS, audit_samples, audit_steps, records_of, train

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from podium.cluster.launch import run_script
 from podium.config import REFUSED_BY_SCRIPTS, RunConfig, resolve
 from podium.errors import ConfigError, DataError, PodiumError, TrainingError
+from podium.launch.run import run_script
 from tests.integration import own_loop
 from tests.integration.processes import finish, podium, settings, start
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from podium.checkpoint import find_checkpoint
 from podium.config import RunResult
-from podium.measure.audit import audit
-from podium.measure.records import Record, read_records
+from podium.engine.checkpoint import find_checkpoint
+from podium.records.audit import audit
+from podium.records.recorder import Record, read_records
 from tests.integration import leftovers
 from tests.integration.faults import BATCH, EPOCHS, SAMPLES, STEPS, TASK, Faults, Gate
 from tests.integration.processes import finish, podium, settings, wait_until_gone

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import podium
-from podium.checkpoint import find_checkpoint
 from podium.config import RunResult
+from podium.engine.checkpoint import find_checkpoint
 from podium.errors import CheckpointError, RankFailed
 from tests.integration.faults import BATCH, NOISY, SAMPLES, STEPS, Faults
 from tests.integration.runs import audit_steps, distance, train

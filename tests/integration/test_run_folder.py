@@ -12,7 +12,7 @@ import pytest
 
 import podium
 from podium.errors import CheckpointError, ConfigError, PodiumError, RecordError
-from podium.measure.records import read_records
+from podium.records.recorder import read_records
 from tests.integration.faults import TASK
 from tests.integration.processes import document, finish
 from tests.integration.processes import podium as cli

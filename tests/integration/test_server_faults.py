@@ -19,8 +19,8 @@ import pytest
 import podium
 from podium.config import RunResult
 from podium.errors import Lost
-from podium.measure.audit import audit as audit_of
-from podium.measure.records import Record
+from podium.records.audit import audit as audit_of
+from podium.records.recorder import Record
 from tests.integration.faults import EPOCHS, SAMPLES, Faults, Gate
 from tests.integration.runs import at_gate, distance, pid_of, records_of, train
 
@@ -403,7 +403,7 @@ def _wait_for(out: Path, position: int) -> int:
 
 
 def _all(run_dir: str) -> list[Record]:
-    from podium.measure.records import read_records
+    from podium.records.recorder import read_records
 
     return list(read_records(Path(run_dir)))
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from podium.checkpoint import find_checkpoint
 from podium.cli.interrupt import ASKED
-from podium.cluster.rendezvous import rendezvous_folder
+from podium.engine.checkpoint import find_checkpoint
 from podium.errors import Lost
+from podium.launch.rendezvous import rendezvous_folder
 from tests.integration import leftovers
 from tests.integration.faults import STEPS, TASK, Faults, Gate
 from tests.integration.processes import finish, free_port, settings, start, wait_until_gone

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from podium.cluster.rendezvous import rendezvous_folder
-from podium.cluster.secret import find_secret, leave_secret, need_secret
 from podium.comm.channel import Channel
 from podium.errors import ConfigError
+from podium.launch.rendezvous import rendezvous_folder
+from podium.launch.secret import find_secret, leave_secret, need_secret
 from tests.integration import leftovers
 from tests.integration.faults import TASK, Faults, Gate
 from tests.integration.processes import ROOT, finish, free_port, settings, start
@@ -308,7 +308,7 @@ def test_a_name_from_the_store_leads_to_no_folder_but_the_runs_own(
 
 BROKEN = """
 import sys
-from podium.cluster.coordinator import Coordinator
+from podium.launch.coordinator import Coordinator
 
 def fails(self, message):
     raise KeyError("a mistake of the coordinator's")

@@ -16,7 +16,7 @@ from podium.comm.base import Meta
 from podium.comm.channel import Channel
 from podium.comm.memory import WallClock
 from podium.comm.real import RealCommunicator
-from podium.measure.records import Recorder
+from podium.records.recorder import Recorder
 from podium.servers.copies import Copies
 from podium.servers.gate import Rules
 from podium.servers.server import Server

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from podium.engine.flat import Flat
 from podium.errors import ConfigError
-from podium.flat import Flat
 from podium.servers.moments import pack, unpack
 from podium.servers.outer import DelayedNesterov, make_outer
 from podium.servers.ranges import lay_out

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
-from podium.flat import Bucket, Flat, Piece
+from podium.engine.flat import Bucket, Flat, Piece
 from podium.servers.ranges import Range, divide_ranges, lay_out
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from podium.comm.base import DEPARTED, Communicator, Handle, Message, Meta
+from podium.engine.flat import Flat
 from podium.errors import DeadlineExceeded
-from podium.flat import Flat
-from podium.measure.records import Record, Recorder
+from podium.records.recorder import Record, Recorder
 from podium.servers.copies import Copies
 from podium.servers.gate import Rules
 from podium.servers.options import options_of

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from podium.engine.flat import Flat
 from podium.errors import ConfigError
-from podium.flat import Flat
 from podium.servers.moments import pack, parts_of, unpack
 from podium.servers.options import options_of
 from podium.servers.ranges import Layout, Unit, lay_out

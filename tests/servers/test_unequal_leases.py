@@ -22,9 +22,9 @@ from torch.optim import SGD
 
 from podium.comm.base import DEPARTED, Communicator, Message, Meta
 from podium.comm.memory import WallClock
+from podium.engine.flat import Flat
 from podium.errors import Lost
-from podium.flat import Flat
-from podium.measure.records import Recorder
+from podium.records.recorder import Recorder
 from podium.servers.copies import Copies
 from podium.servers.gate import Rules
 from podium.servers.ranges import lay_out

@@ -18,13 +18,13 @@ from torch.optim import SGD
 
 import podium
 from podium.balance.ranges import speed_weights, weights_of
-from podium.building import Job
-from podium.cluster.description import Cluster, Node
-from podium.cluster.inprocess import run_virtual
 from podium.comm.base import Communicator, Ground
 from podium.config import RunConfig, RunResult
+from podium.engine.build import Job
+from podium.engine.flat import Flat, Piece
 from podium.errors import ConfigError
-from podium.flat import Flat, Piece
+from podium.launch.clusters.description import Cluster, Node
+from podium.launch.inprocess import run_virtual
 from podium.servers.ranges import divide_ranges, lay_out
 from podium.strategies import make_strategy
 from podium.strategies.async_local_sgd import AsyncLocalSGD
@@ -175,9 +175,9 @@ def test_local_steps_meet_servers_with_weighted_ranges() -> None:
 
 
 def bytes_held(comm: Communicator, job: Job) -> int:
-    from podium.building import make_server
-    from podium.measure.records import Recorder
-    from podium.training import Training, run_server
+    from podium.engine.build import make_server
+    from podium.engine.training import Training, run_server
+    from podium.records.recorder import Recorder
     from tests.toys import Uncontrolled
 
     if comm.rank in comm.servers:

@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from podium.building import Job, build_worker, make_server
-from podium.codecs import CODECS, make_codec
-from podium.codecs.base import Memory, Turn
-from podium.codecs.dense import Dense
 from podium.comm.base import Communicator, Message
 from podium.config import RunConfig, parse_spec
+from podium.engine.build import Job, build_worker, make_server
+from podium.engine.flat import Flat
+from podium.engine.training import run_server
+from podium.engine.worker import Batch
 from podium.errors import CommError, ConfigError
-from podium.flat import Flat
-from podium.measure.records import Recorder
-from podium.reducing import span_of
+from podium.exchange.codecs import CODECS, make_codec
+from podium.exchange.codecs.base import Memory, Turn
+from podium.exchange.codecs.dense import Dense
+from podium.exchange.reducing import span_of
+from podium.records.recorder import Recorder
 from podium.servers.ranges import Range, lay_out
 from podium.servers.wires import Wires
 from podium.strategies.parameter_server import ParameterServer
-from podium.training import run_server
-from podium.worker import Batch
 from tests.toys import CLASSES, FEATURES, toy
 from tests.worlds import Memory as Threads
 from tests.worlds import Real, Virtual, World
@@ -294,7 +294,7 @@ def test_a_turn_long_before_the_beginning_is_refused() -> None:
 
 UNCHECKED = """
 import torch
-from podium.codecs.sparse import pack, unpack, choose
+from podium.exchange.codecs.sparse import pack, unpack, choose
 from podium.errors import CommError
 
 tensor = torch.randn(5000)

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 import podium
-from podium.cluster.description import Cluster, Node
 from podium.comm.base import Communicator
 from podium.data.order import Slice
+from podium.engine.generators import generator_state
+from podium.engine.worker import Batch, Worker
 from podium.errors import ConfigError, Lost
-from podium.generators import generator_state
-from podium.measure.records import Recorder
+from podium.launch.clusters.description import Cluster, Node
+from podium.records.recorder import Recorder
 from podium.servers.server import Server
 from podium.strategies.ad_psgd import ADPSGD
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.task import Task
-from podium.worker import Batch, Worker
 from tests.integration.faults import TASK, Faults
 from tests.integration.runs import FIELDS, audit_samples, records_of
 from tests.strategies.contract import ClippingContract, OneWorkerContract

@@ -9,12 +9,12 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from podium.cluster.description import uniform
 from podium.comm.base import Communicator
+from podium.engine.worker import Batch, Worker
 from podium.errors import CommError, ConfigError
+from podium.launch.clusters.description import uniform
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
-from podium.worker import Batch, Worker
 from tests.strategies.contract import SynchronousClippingContract, SynchronousContract
 from tests.toys import (
     CLASSES,

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Optimizer
 
 import podium
-from podium.building import Job
-from podium.cluster.description import Cluster, Node
 from podium.config import RunConfig
 from podium.data.order import GlobalOrder
+from podium.engine.build import Job
 from podium.errors import ConfigError
+from podium.launch.clusters.description import Cluster, Node
 from podium.servers.cursor import Cursor, Lease
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.async_elastic import AsyncElastic

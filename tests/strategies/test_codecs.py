@@ -16,23 +16,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 import podium
-from podium.building import Job, make_server
-from podium.checkpoint import find_checkpoint
-from podium.codecs import CODECS
 from podium.comm.base import Communicator
 from podium.config import RunConfig, parse_spec, resolve
+from podium.engine.build import Job, make_server
+from podium.engine.checkpoint import find_checkpoint
+from podium.engine.files import load_tree, save_tree
+from podium.engine.recovery import Control, Regroup
+from podium.engine.training import Training, run_server
+from podium.engine.worker import Worker
 from podium.errors import ConfigError, UnknownName
-from podium.files import load_tree, save_tree
-from podium.measure.records import Recorder
-from podium.recovery import Control, Regroup
-from podium.reducing import make_packing
+from podium.exchange.codecs import CODECS
+from podium.exchange.reducing import make_packing
+from podium.records.recorder import Recorder
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import ParameterServer
 from podium.task import Task
 from podium.tasks.digits import digits_mlp
-from podium.training import Training, run_server
-from podium.worker import Worker
 from tests.toys import (
     CLASSES,
     FEATURES,
@@ -536,7 +536,7 @@ OWN_CODEC = '''
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from podium.codecs.base import Codec
+from podium.exchange.codecs.base import Codec
 
 
 @final

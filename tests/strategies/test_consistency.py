@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adagrad, Optimizer
 
-from podium.building import Job
-from podium.cluster.description import Cluster, uniform
 from podium.config import RunConfig
 from podium.data.base import ArrayDataset, Data
+from podium.engine.build import Job
 from podium.errors import ConfigError
-from podium.measure.records import Record
+from podium.launch.clusters.description import Cluster, uniform
+from podium.records.recorder import Record
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import ParameterServer

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from podium.building import Job
 from podium.comm.base import Communicator
 from podium.config import RunConfig
+from podium.engine.build import Job
+from podium.engine.training import Training
 from podium.errors import ConfigError
-from podium.measure.records import Recorder
+from podium.records.recorder import Recorder
 from podium.strategies.base import Strategy
 from podium.strategies.diloco import MOMENTUM, DiLoCo
 from podium.strategies.local_sgd import LocalSGD
 from podium.task import Task
-from podium.training import Training
 from tests.strategies.test_local_sgd import UNEVEN, Replicas, RoundsContract, flat_of, samples_used, waiting
 from tests.toys import BATCH, Uncontrolled, assert_close, assert_same_bits, toy, train, train_in, train_plainly
 from tests.worlds import Memory, Virtual

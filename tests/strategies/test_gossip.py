@@ -16,13 +16,13 @@ from torch import nn
 
 import podium
 from podium.comm.base import Communicator
+from podium.engine.generators import generator_state
+from podium.engine.worker import Batch, Worker
 from podium.errors import ConfigError, Lost
-from podium.generators import generator_state
-from podium.graphs import Graph, mixing
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.gossip import Gossip
-from podium.worker import Batch, Worker
+from podium.strategies.graphs import Graph, mixing
 from tests.integration.faults import TASK, Faults
 from tests.integration.runs import FIELDS
 from tests.strategies.contract import ClippingContract, OneWorkerContract

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import podium
-from podium.measure.records import read_records
+from podium.records.recorder import read_records
 
 TASK = "tests.toys:toy"
 

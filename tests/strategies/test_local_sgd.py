@@ -21,20 +21,20 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from podium.building import Job
-from podium.checkpoint import folder_for
-from podium.cluster.description import Cluster, Node
 from podium.comm.base import Communicator
 from podium.config import RunConfig
 from podium.data.order import GlobalOrder, share_of
+from podium.engine.build import Job
+from podium.engine.checkpoint import folder_for
+from podium.engine.feed import make_feed, parts_from, plan_round
+from podium.engine.training import Training
 from podium.errors import ConfigError
-from podium.feed import make_feed, parts_from, plan_round
-from podium.measure.records import Record, Recorder
+from podium.launch.clusters.description import Cluster, Node
+from podium.records.recorder import Record, Recorder
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.local_sgd import LOSSES, LocalSGD, Pace
 from podium.task import Task
-from podium.training import Training
 from tests.integration.faults import EPOCHS, SAMPLES, Faults
 from tests.integration.runs import records_of
 from tests.integration.runs import train as train_faulty

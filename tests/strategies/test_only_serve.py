@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from podium.building import Job, build_worker, make_server
-from podium.cluster.base import Plan
-from podium.cluster.description import uniform
-from podium.cluster.local import endpoints_of
 from podium.comm.base import Communicator
 from podium.config import RunConfig
 from podium.data.order import GlobalOrder
+from podium.engine.build import Job, build_worker, make_server
+from podium.engine.feed import CursorFeed
+from podium.engine.training import run_server
 from podium.errors import ConfigError, DeadlineExceeded
-from podium.feed import CursorFeed
-from podium.measure.records import Recorder
+from podium.launch.base import Plan
+from podium.launch.clusters.description import uniform
+from podium.launch.local import endpoints_of
+from podium.records.recorder import Recorder
 from podium.servers.server import PATIENCE, Server
 from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import ParameterServer
 from podium.task import Task
-from podium.training import run_server
 from tests.integration.faults import EPOCHS, SAMPLES, Faults
 from tests.integration.runs import records_of
 from tests.integration.runs import train as launch

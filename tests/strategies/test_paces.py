@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from podium.balance.speed import Speed
-from podium.cluster.description import Change, Cluster, Node
-from podium.measure.records import Record
+from podium.launch.clusters.description import Change, Cluster, Node
+from podium.records.recorder import Record
 from podium.strategies.base import Strategy
 from podium.strategies.diloco import DiLoCo
 from podium.strategies.local_sgd import LocalSGD, Pace, steps_by_speed

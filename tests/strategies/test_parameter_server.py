@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from podium.building import Job
 from podium.config import RunConfig
+from podium.engine.build import Job
 from podium.errors import ConfigError
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy

@@ -13,18 +13,18 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 
 import podium
-from podium.building import Job, make_server
-from podium.checkpoint import find_checkpoint
-from podium.cluster.description import Cluster, uniform
 from podium.comm.base import Communicator
 from podium.config import RunConfig
+from podium.engine.build import Job, make_server
+from podium.engine.checkpoint import find_checkpoint
+from podium.engine.training import Training, run_server
 from podium.errors import ConfigError
-from podium.measure.audit import audit
-from podium.measure.records import Recorder
+from podium.launch.clusters.description import Cluster, uniform
+from podium.records.audit import audit
+from podium.records.recorder import Recorder
 from podium.strategies import make_strategy
 from podium.strategies.base import Strategy
 from podium.strategies.phases import Phases
-from podium.training import Training, run_server
 from tests.toys import (
     SAMPLES,
     Trained,

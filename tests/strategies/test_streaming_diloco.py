@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from podium.cluster.description import uniform
+from podium.engine.flat import Flat
 from podium.errors import ConfigError
-from podium.flat import Flat
+from podium.launch.clusters.description import uniform
 from podium.strategies.base import Strategy
 from podium.strategies.diloco import DiLoCo
 from podium.strategies.streaming_diloco import StreamingDiLoCo, layers_of

@@ -12,7 +12,7 @@ from PIL import Image
 import podium
 from podium.data.tiny_imagenet import tiny_imagenet
 from podium.errors import ConfigError, DataError, UnknownName
-from podium.measure.records import read_records
+from podium.records.recorder import read_records
 from podium.task import load_task
 from podium.tasks.images64 import EfficientNetB0, ResNet50
 

@@ -1,0 +1,288 @@
+"""Who does how much of a global step, while training goes on.
+
+Every worker learns its own speed from its own passes. Every few steps they tell each other what they know, in one small
+exchange that lies behind the next step; then all ask the balancer the same question, get the same answer, and take it
+up with the step after, if it promises enough. Nothing else of this is shared or saved: whoever joins is taken to be
+like the others until it has told, and after a resume all learn anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from podium.balance.base import Balancer, Learning, Member, finish_s
+from podium.balance.memory import Memory
+from podium.balance.speed import UNKNOWN_NOISE, Speed, SpeedModel
+
+if TYPE_CHECKING:
+    from podium.comm.base import Handle
+    from podium.engine.worker import Worker
+    from podium.records.recorder import Recorder
+
+SURE = 2.0
+"""How many standard errors a promised gain must be beyond."""
+PATIENCE = 3
+"""Looks after which a worker that has nothing to do is tried again, at the earliest."""
+CURIOSITY = 0.02
+"""What part of the time may go into trying workers again that have nothing to do."""
+DOUBT = 24
+"""Looks after which it is tried again whatever that costs: what was believed of it may have been wrong. Twice as many
+after each time that it was in vain."""
+SEEN, KNOWN = 16, 0.05
+"""Passes, and the standard error, that must be known of a worker before its last sample is taken away."""
+
+
+class Decision(NamedTuple):
+    """Another division of steps."""
+
+    counts: list[int]
+    why: Literal["gain", "memory", "look"]
+    """It saves time; or somebody had more than fits; or somebody who had nothing is tried again."""
+    before_s: float
+    after_s: float
+    """What a step is thought to take, now and then."""
+    least: float
+    """What part of a step had to be saved."""
+
+
+class Balancing:
+    """One worker's part in dividing global steps."""
+
+    def __init__(self, balancer: Balancer, worker: Worker, recorder: Recorder) -> None:
+        self.balancer, self.worker, self._recorder = balancer, worker, recorder
+        self.model = SpeedModel()
+        self.memory = Memory(worker.device)
+        self._members: list[Member] = []
+        self._counts: list[int] = []
+        """Each worker's part of a whole global step, by place."""
+        self._idle: list[int] = []
+        """Looks since each had nothing to do, by place."""
+        self._vain: list[int] = []
+        """How often each was tried again in vain, by place."""
+        self._steps = 0  # since the last exchange
+        self._steps_s = 0.0  # what these took
+        self._step_s = 0.0  # what a step takes, as all know
+        self._told: tuple[Tensor, Handle] | None = None
+
+    @property
+    def learns(self) -> bool:
+        return isinstance(self.balancer, Learning) and self.worker.comm.size > 1
+
+    def counts(self, count: int) -> list[int]:
+        """How many of a step's `count` samples each worker takes, by place."""
+        self._meet()
+        if self.learns and count == self.worker.batch_size:
+            return self._counts
+        return self.balancer.divide(count, self._members)
+
+    def saw_step(self, samples: int, seconds: float, step_s: float = 0.0, *, may_tell: bool = True) -> None:
+        """This worker took so long for a pass over so many samples, their loading included, and `step_s` for the step.
+
+        `may_tell`: all workers are at this point.
+        """
+        if not self.learns:
+            return
+        if samples:
+            self.model.observe(samples, seconds)
+            self.memory.observe(-(-samples // self._parts))
+        self._steps, self._steps_s = self._steps + 1, self._steps_s + step_s
+        if not may_tell:
+            return
+        self.settle()
+        assert isinstance(self.balancer, Learning)
+        if self._steps >= self.balancer.every:
+            self._tell()
+            self._steps, self._steps_s = 0, 0.0
+
+    def settle(self) -> None:
+        """Hear what the others have told, where they have, and decide. Collective."""
+        if self._told is None:
+            return
+        (told, handle), self._told = self._told, None
+        self.worker.comm.wait(handle)
+        self._members = members_of(self.worker.comm.workers, told[:, :-1].tolist())
+        self._step_s = float(told[:, -1].max())
+        self._decide()
+
+    def drop(self) -> None:
+        """Others go on together than before, or the same: some may have heard what was told, and others not.
+
+        So all begin as equals.
+        """
+        self._told, self._steps, self._steps_s, self._members = None, 0, 0.0, []
+
+    # Inside.
+
+    @property
+    def _parts(self) -> int:
+        """Passes that a step of this worker is made of: what fits at a time fits into each."""
+        return self.worker.accumulate
+
+    def _meet(self) -> None:
+        """Where others are there than before, all begin as equals, but for what they go on to tell."""
+        ranks, batch_size = list(self.worker.comm.workers), self.worker.batch_size
+        if [member.rank for member in self._members] != ranks:
+            self._members = [Member(rank, UNKNOWN, self._limit(rank)) for rank in ranks]
+        elif sum(self._counts) == batch_size:
+            return
+        self._counts = self.balancer.divide(batch_size, self._members)
+        self._idle, self._vain = [0] * len(ranks), [0] * len(ranks)
+
+    def _limit(self, rank: int) -> int | None:
+        """What the user says that a worker can hold, in a whole step."""
+        limit = self.balancer.limit(rank) if isinstance(self.balancer, Learning) else None
+        return None if limit is None else limit * self._parts
+
+    def _tell(self) -> None:
+        comm, speed, most = self.worker.comm, told_of(self.model), self.memory.most
+        limits = [self._limit(comm.rank), None if most is None else most * self._parts]
+        limit = min((each for each in limits if each is not None), default=-1)
+        mine = [*speed, limit, self.worker.exchange_s, self._steps_s / self._steps]
+        told = torch.zeros(comm.size, len(mine), dtype=torch.float64)
+        told[comm.index] = torch.tensor(mine, dtype=told.dtype)
+        self._told = (told, comm.all_reduce(told))
+
+    def _decide(self) -> None:
+        assert isinstance(self.balancer, Learning)
+        self._idle = [0 if count else idle + 1 for count, idle in zip(self._counts, self._idle, strict=True)]
+        looks = (self._idle, self._vain)
+        found = decide(self.balancer, self.worker.batch_size, self._counts, self._members, *looks, step_s=self._step_s)
+        if found is not None:
+            self._vain = in_vain(self._vain, self._counts, found)
+            before, self._counts = self._counts, found.counts
+            self._record(before, found)
+
+    def _record(self, before: Sequence[int], found: Decision) -> None:
+        worker = self.worker
+        if worker.comm.index != 0:
+            return
+        self._recorder.write(
+            "balance",
+            worker.comm.clock.now_ns(),
+            step=worker.steps_done,
+            position=worker.position,
+            balancer=self.balancer.name,
+            ranks=[member.rank for member in self._members],
+            before=list(before),
+            after=list(found.counts),
+            why=found.why,
+            predicted_s={"before": found.before_s, "after": found.after_s},
+            least=found.least,
+            members=[
+                {**member.speed._asdict(), "most": member.most, "exchange_s": member.exchange_s}
+                for member in self._members
+            ],
+        )
+
+
+def decide(
+    balancer: Learning,
+    count: int,
+    now: Sequence[int],
+    members: Sequence[Member],
+    idle: Sequence[int],
+    vain: Sequence[int] = (),
+    *,
+    step_s: float = 0.0,
+) -> Decision | None:
+    """Whether to divide steps of `count` samples otherwise than `now`, and how.
+
+    A change must promise to save the balancer's `gain` and more than what may be noise: `SURE` standard errors of what
+    is known of those whom it concerns. Somebody's memory being too small needs no promise. `step_s`: what a step takes
+    with all that belongs to it; what is saved must be worth it beside that.
+
+    Whoever has nothing to do is no longer seen. So one sample is left where that costs less than `gain`, or where too
+    little is known to say; otherwise it gets one now and then, the more seldom the more that costs. `idle`: looks since
+    each had nothing to do; `vain`: how often each was then tried again, and lost it again.
+    """
+    if not any(member.speed.passes for member in members):
+        return None
+    wanted = _leave_one(balancer.divide(count, members), now, members, balancer.gain)
+    before_s, after_s = finish_s(now, members), finish_s(wanted, members)
+    least = max(balancer.gain, SURE * _error(now, wanted, members, balancer.gain))
+    if wanted != list(now):
+        if any(m.most is not None and have > m.most for m, have in zip(members, now, strict=True)):
+            return Decision(wanted, "memory", before_s, after_s, least)
+        worth = before_s - after_s >= balancer.gain * step_s
+        if before_s > 0 and worth and 1 - after_s / before_s >= least:
+            return Decision(wanted, "gain", before_s, after_s, least)
+    tried = _look(now, members, idle, vain, before_s)
+    return None if tried == list(now) else Decision(tried, "look", before_s, finish_s(tried, members), least)
+
+
+def in_vain(vain: Sequence[int], before: Sequence[int], found: Decision) -> list[int]:
+    """How often each was tried again in vain, now that steps are divided otherwise."""
+    if found.why == "look":
+        return [times + (had == 0 and has > 0) for times, had, has in zip(vain, before, found.counts, strict=True)]
+    return [0 if has > 1 else times for times, has in zip(vain, found.counts, strict=True)]
+
+
+def _look(
+    now: Sequence[int], members: Sequence[Member], idle: Sequence[int], vain: Sequence[int], before_s: float
+) -> list[int]:
+    """The same, with a sample for those without any whose turn it is; for others too, if they need no longer for it."""
+    without = [i for i, member in enumerate(members) if now[i] == 0 and member.most != 0 and before_s > 0]
+    costs = {i: members[i].finish_s(1) / before_s - 1 for i in without}
+    waits = {i: max(PATIENCE, min(costs[i] / CURIOSITY, DOUBT * 2 ** (vain[i] if vain else 0))) for i in without}
+    due = [costs[i] for i in without if idle[i] >= waits[i]]
+    counts = list(now)
+    for i in without:
+        if due and costs[i] <= max(due) and max(counts) > 1:
+            counts = _give_one(counts, i)
+    return counts
+
+
+def _leave_one(wanted: list[int], now: Sequence[int], members: Sequence[Member], gain: float) -> list[int]:
+    """The same, but that whoever would lose its last sample keeps one, where that costs little, or may do so."""
+    end_s = finish_s(wanted, members)
+    for i, member in enumerate(members):
+        unsure = member.speed.passes < SEEN or member.speed.error > KNOWN
+        if wanted[i] == 0 < now[i] and (unsure or member.finish_s(1) <= (1 + gain) * end_s):
+            wanted = _give_one(wanted, i)
+    return wanted
+
+
+def _give_one(counts: Sequence[int], i: int) -> list[int]:
+    """One sample to worker i from whoever has most."""
+    giver = max(range(len(counts)), key=lambda k: (counts[k], -k))
+    return [count + (k == i) - (k == giver) for k, count in enumerate(counts)]
+
+
+def _error(now: Sequence[int], wanted: Sequence[int], members: Sequence[Member], gain: float) -> float:
+    """How well the speed is known of those whom a change concerns: the last one, and all who would take longer or less.
+
+    Somebody who seems to be faster than it is would be the last one then.
+    """
+    last = max(range(len(now)), key=lambda i: members[i].finish_s(now[i]))
+    return max(
+        member.speed.error
+        for i, member in enumerate(members)
+        if i == last or abs(member.finish_s(wanted[i]) - member.finish_s(now[i])) > gain * member.finish_s(now[i])
+    )
+
+
+UNKNOWN = Speed(0.0, 1.0)
+"""What is thought of all as long as nothing is known of anybody: only proportions matter."""
+
+
+def told_of(model: SpeedModel) -> Speed:
+    """What a worker tells of itself: nothing while two stalled passes of four would pass for slowness."""
+    return model.speed if model.knows_noise else Speed(0.0, 0.0)
+
+
+def members_of(ranks: Sequence[int], told: Sequence[Sequence[float]]) -> list[Member]:
+    """What all have told; one that knows nothing of itself yet is taken to be like the others."""
+    speeds = [Speed(row[0], row[1], row[2], row[3], int(row[4]), int(row[5])) for row in told]
+    known = [speed for speed in speeds if speed.passes]
+    like = UNKNOWN
+    if known:
+        middle = sorted(known, key=lambda speed: speed.seconds(speed.samples) / max(1, speed.samples))[len(known) // 2]
+        like = middle._replace(error=UNKNOWN_NOISE, passes=0)
+    return [
+        Member(rank, speed if speed.passes else like, None if row[6] < 0 else int(row[6]), row[7])
+        for rank, speed, row in zip(ranks, speeds, told, strict=True)
+    ]

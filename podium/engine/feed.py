@@ -1,0 +1,288 @@
+"""Where a worker's batches come from: its share of each global step or round, or leases from the servers' cursor."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any, NamedTuple, final
+
+import torch
+
+from podium.balance.fixed import Fixed
+from podium.balance.runtime import Balancing
+from podium.balance.steal import Steal
+from podium.comm.base import Meta
+from podium.data.base import Dataset, read_pair
+from podium.data.order import GlobalOrder, Slice, divide, part_of
+from podium.engine.pytree import map_tensors
+from podium.engine.worker import Batch, Draws, OpenBatch, Worker
+from podium.errors import ConfigError
+from podium.servers.server import PATIENCE
+
+
+class Feed(ABC):
+    """Hands out the batches of one worker until the horizon."""
+
+    def __init__(self, dataset: Dataset, order: GlobalOrder, worker: Worker, device: torch.device) -> None:
+        self.dataset, self.order, self.worker, self.device = dataset, order, worker, device
+
+    took_s = 0.0
+    """What it took to have the last batch at hand, but for waiting for others."""
+
+    def fetch(self) -> Batch | None:
+        """The next batch, or None when this stretch of training is over; `took_s` says how long that took."""
+        comm = self.worker.comm
+        began, waited = comm.clock.now_ns(), comm.waited_ns
+        batch = self.next()
+        self.took_s = (comm.clock.now_ns() - began - (comm.waited_ns - waited)) / 1e9
+        return batch
+
+    @abstractmethod
+    def next(self) -> Batch | None:
+        """The next batch, or None when this stretch of training is over."""
+
+    def batch(self, mine: Slice, weight: float, end: int, lease: int = -1) -> Batch:
+        """These samples, on the device; `end`: where the step ends that they are part of."""
+        if mine.count == 0:
+            return Batch(None, None, 0, 0.0, mine, end, lease)
+        drawing = self.worker.computing() if self.worker.rng is not None else nullcontext()
+        with drawing:  # augmentation may draw from the global generators
+            inputs, targets = read_pair(self.dataset, self.order.indices(mine), self.order.keys(mine))
+        return Batch(
+            to_device(inputs, self.device), to_device(targets, self.device), mine.count, weight, mine, end, lease
+        )
+
+
+@final
+class StepFeed(Feed):
+    """This worker's share of each global step."""
+
+    def __init__(self, *args: Any, balancing: Balancing | None = None, weighed: bool = False) -> None:
+        """`weighed`: by what the task says that targets weigh; one more, small, exchange per step.
+
+        It also says that workers go through every step together, so that they can draw from it (`Steal`).
+        """
+        super().__init__(*args)
+        self._balancing, self._weighed = balancing, weighed and self.worker.weigh is not None
+        balancer = None if balancing is None else balancing.balancer
+        self._steal = balancer if isinstance(balancer, Steal) and weighed else None
+        if self._steal is not None and self._weighed:
+            raise ConfigError(
+                "balance steal: workers that draw do not know what the whole step weighs, so the task must have no "
+                "weigh; use balance=equal-finish"
+            )
+
+    def next(self) -> Batch | None:
+        worker = self.worker
+        if worker.position >= worker.horizon:
+            return None
+        step = self.order.rest_of_step(worker.position, worker.batch_size, worker.horizon)
+        size = worker.comm.size
+        if self._steal is not None and size > 1:
+            most = -(-worker.batch_size // (size * worker.accumulate))
+            return OpenBatch.of(step, _Stolen(self, step, self._steal.sizes(step.count, size, most)))
+        counts = divide(step.count, [1.0] * size) if self._balancing is None else self._balancing.counts(step.count)
+        mine = part_of(step, counts, worker.comm.index)
+        batch = self.batch(mine, mine.count / step.count, step.position + step.count)
+        return batch._replace(weight=self._weight(batch)) if self._weighed else batch
+
+    def _weight(self, batch: Batch) -> float:
+        """This batch's part of what the whole step weighs. Collective."""
+        weigh, comm = self.worker.weigh, self.worker.comm
+        assert weigh is not None
+        mine = float(weigh(batch.targets)) if batch.samples else 0.0
+        if not 0 <= mine < math.inf:
+            raise ConfigError(f"weigh must say how much targets count, a number of at least 0, got {mine}")
+        total = torch.tensor([mine], dtype=torch.float64)
+        if comm.size > 1:
+            comm.wait(comm.all_reduce(total))
+        return mine / float(total) if total > 0 else 0.0
+
+
+@final
+class _Stolen(Draws):
+    """Micro-batches of one step, of these sizes, for whoever comes for the next."""
+
+    def __init__(self, feed: Feed, step: Slice, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self._feed, self._step, self._sizes = feed, step, sizes
+
+    def _draw(self) -> Batch | None:
+        feed, step = self._feed, self._step
+        number = feed.worker.comm.draw(step.position)
+        if number >= len(self._sizes):
+            return None
+        piece = part_of(step, self._sizes, number)
+        return feed.batch(piece, piece.count / step.count, step.position + step.count)
+
+
+class RoundPlan(NamedTuple):
+    """What one worker does in a round."""
+
+    begin: int
+    end: int
+    """Sample positions of the whole round, over all workers."""
+    mine: list[Slice]
+    """One per step, in order; never empty, but the only one may hold no samples."""
+    steps: float
+    """How many global steps the round makes up."""
+
+    def step_at(self, k: int) -> int:
+        """The global steps, counted from the round's first, that are behind when its k-th step is done here."""
+        return round(k * self.steps / len(self.mine))
+
+
+def parts_from(order: GlobalOrder, position: int, end: int, batch_size: int, size: int) -> Iterator[Slice]:
+    """The order from here on, each global step cut in `size` parts, up to `end` or the end of the epoch.
+
+    Where a step has fewer samples than parts, some are empty. One that is begun is gone on with.
+    """
+    while position < end:
+        offset = position % order.samples
+        begin = position - offset % batch_size
+        step = order.slice_at(begin, min(batch_size, end - begin))
+        at = begin
+        for count in divide(step.count, [1.0] * size):
+            start, at = max(at, position), at + count
+            if at > position or (count == 0 and position == begin):
+                yield order.slice_at(start, at - start)
+        position = at
+        if position % order.samples == 0:
+            return
+
+
+def plan_round(
+    order: GlobalOrder, position: int, horizon: int, batch_size: int, paces: Sequence[int], index: int
+) -> RoundPlan:
+    """What the worker at `index` does in the round that begins here, where worker i does `paces[i]` parts of it.
+
+    A part is what one of them would get of a global step. The last round of an epoch or stretch has fewer parts, which
+    are divided in the same proportion.
+    """
+    parts = list(islice(parts_from(order, position, horizon, batch_size, len(paces)), sum(paces)))
+    counts = list(paces) if len(parts) == sum(paces) else divide(len(parts), paces)
+    before = sum(counts[:index])
+    mine = parts[before : before + counts[index]]
+    end = parts[-1].position + parts[-1].count
+    held = [part for part in mine if part.count] or [order.slice_at(position, 0)]
+    return RoundPlan(position, end, held, len(parts) / len(paces))
+
+
+@final
+class RoundFeed(Feed):
+    """This worker's parts of each round, where workers do unequal numbers of steps: `worker.round_steps` says how many.
+
+    The worker's position is that of the round's beginning until it has done its last step of it. With one step for
+    everybody it is the division of a `StepFeed`.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._plan: RoundPlan | None = None
+
+    def next(self) -> Batch | None:
+        worker, k = self.worker, self.worker.round.steps
+        if worker.position >= worker.horizon:
+            worker.follow_schedule(self._step_at(worker.position))
+            return None
+        if k == 0 or self._plan is None:
+            self._plan = plan_round(
+                self.order, worker.position, worker.horizon, worker.batch_size, worker.round_steps, worker.comm.index
+            )
+        plan = self._plan
+        worker.follow_schedule(self._step_at(plan.begin) + plan.step_at(k))
+        piece, is_last = plan.mine[k], k == len(plan.mine) - 1
+        weight, end = piece.count / (plan.end - plan.begin), plan.end if is_last else plan.begin
+        return self.batch(piece, weight, end, lease=0)  # any lease: the schedule is followed here
+
+    def _step_at(self, position: int) -> int:
+        """The global step that begins here, or is under way."""
+        epochs, offset = divmod(position, self.order.samples)
+        return self.order.steps(self.worker.batch_size, 1) * epochs + offset // self.worker.batch_size
+
+
+@final
+class CursorFeed(Feed):
+    """Leases from the cursor on the first server: one comes with the answer to a push, where there is one left.
+
+    A lease of several slices is a batch for each; what is left of it stays the worker's next lease.
+    """
+
+    def next(self) -> Batch | None:
+        worker = self.worker
+        lease, worker.next_lease = worker.next_lease, None
+        if lease is None:
+            lease = self._draw()
+        if lease.get("cuts"):
+            lease, worker.next_lease = _first_of(lease)
+        if "lease" not in lease:
+            worker.position = lease["position"]
+            worker.heed(lease["agreed"])
+            return None
+        piece = Slice(*lease["piece"])
+        self._follow_schedule(piece)
+        return self.batch(piece, piece.count / lease["of"], piece.position + piece.count, lease["lease"])
+
+    def _draw(self) -> Meta:
+        """Ask for a lease; the answer may have to wait until all others are through with theirs.
+
+        A worker that only serves is told to ask again after so many pushes of others, each of which may take as long.
+        """
+        worker, comm, patience = self.worker, self.worker.comm, 1
+        while True:
+            asked = {"done": worker.lease_done, "wishes": list(worker.wishes), "patience": patience}
+            worker.lease_done = -1
+            call = comm.call(comm.servers[0], "draw", asked)
+            (answer,) = comm.wait(call, deadline_s=patience * PATIENCE * comm.deadline_s)
+            assert answer is not None
+            if "again" not in answer.meta:
+                return {**answer.meta, "cuts": answer.body[0].tolist()} if answer.body else answer.meta
+            patience = answer.meta["again"]
+
+    def _follow_schedule(self, piece: Slice) -> None:
+        """The learning rate is that of the global step in which the lease lies."""
+        worker = self.worker
+        if worker.schedule is None:
+            return
+        steps_per_epoch = -(-self.order.samples // worker.batch_size)
+        worker.follow_schedule(piece.epoch * steps_per_epoch + piece.offset // worker.batch_size)
+
+
+def make_feed(
+    kind: str,
+    dataset: Dataset,
+    order: GlobalOrder,
+    worker: Worker,
+    device: torch.device,
+    balancing: Balancing | None = None,
+    *,
+    weighed: bool = False,
+) -> Feed:
+    """The feed that a strategy asks for.
+
+    Where it is fed by global steps, `balancing` divides them, and they are `weighed` as the task says.
+    """
+    if kind == "cursor":
+        return CursorFeed(dataset, order, worker, device)
+    if kind == "round":
+        if balancing is not None and isinstance(balancing.balancer, Fixed):
+            raise ConfigError("shares divide a global step, and here workers do unequal numbers of steps; use steps")
+        return RoundFeed(dataset, order, worker, device)
+    return StepFeed(dataset, order, worker, device, balancing=balancing, weighed=weighed)
+
+
+def _first_of(lease: Meta) -> tuple[Meta, Meta | None]:
+    """The first slice of a lease of several, and the rest."""
+    (count, of), *cuts = lease["cuts"]
+    piece = Slice(*lease["piece"])
+    first = {"lease": lease["lease"], "piece": piece._replace(count=count), "of": of}
+    rest = Slice(piece.position + count, piece.count - count, piece.epoch, piece.offset + count)
+    return first, {**first, "piece": rest, "cuts": cuts} if cuts else None
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Every tensor of a nest, on this device."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)

@@ -1,0 +1,270 @@
+"""Which codec pays, if any: measured, predicted, and checked afterwards.
+
+Compression helps where the network is slow, and costs where it is not; most networks are not. So the workers measure
+together, once: what a sum and a gather of a few sizes take among them (alpha + beta bytes), and what each codec takes
+to pack and unpack a real bucket. For each bucket the time of its exchange is then predicted with each codec,
+
+    pack + alpha + beta * wire bytes + unpack
+
+and the fastest is chosen if it is faster than without by `least_gain`. All workers decide alike, by the slowest of
+them. After some steps what exchanges have really taken is held against the prediction, and packing is given up where it
+takes longer than going without was predicted to.
+
+Not in the prediction: that exchanges may hide behind backward, which packing cannot. Where they would hide wholly,
+packing is chosen too early; the check does not notice that either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from podium.errors import ConfigError
+from podium.exchange.codecs.base import Memory, RoundsCodec, Span, Turn
+from podium.exchange.reducing import Packing, make_packing
+
+if TYPE_CHECKING:
+    from podium.comm.base import Communicator
+    from podium.exchange.codecs.auto import AutoCodec
+    from podium.exchange.collectives.base import Collective
+
+SIZES = (4 << 10, 64 << 10, 512 << 10)
+"""Bytes that are sent to learn what the network does."""
+_MORE, _QUICK_S = 16, 0.02
+"""Up to so many times the largest of them are sent, too, where that one took less than this."""
+_PACKINGS = 3
+_EXCHANGES = (6, 4, 2)
+"""How often each size is sent: packing loses something, so it must not be chosen because of one late packet."""
+
+
+class Line(NamedTuple):
+    """Seconds as a line over bytes."""
+
+    alpha: float
+    beta: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.alpha + self.beta * nbytes
+
+
+class Rate(NamedTuple):
+    """What a codec does to a bucket."""
+
+    seconds: float
+    """To pack, remember what is left out, and unpack, for each byte of the bucket."""
+    wire: float
+    """Bytes on the wire for each of the bucket's."""
+
+
+@dataclass
+class Choice:
+    """What was chosen for each bucket, and why."""
+
+    packings: list[Packing]
+    specs: list[str]
+    dense: float
+    """Predicted seconds of a step's exchanges without packing."""
+    predicted: float
+    """The same as chosen."""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def packs(self) -> bool:
+        return any(not packing.codec.exact for packing in self.packings)
+
+
+def choose(
+    auto: AutoCodec,
+    comm: Communicator,
+    collective: Collective,
+    spans: Sequence[Span],
+    grads: Sequence[Tensor],
+) -> Choice:
+    """Measure and decide. Collective."""
+    packings = {spec: make_packing(spec) for spec in auto.candidates}
+    for spec, packing in packings.items():
+        if packing.codec.takes_momentum or packing.codec.name == "auto":
+            raise ConfigError(f"codec auto: {spec} changes more than how gradients are packed, so it is no candidate")
+    plain = make_packing("dense")
+    sizes = [span.numel * grads[span.buffer].element_size() for span in spans]
+    if comm.size == 1:
+        return Choice([plain] * len(spans), ["dense"] * len(spans), 0.0, 0.0, {"why": "one worker sends nothing"})
+    trial = spans[sizes.index(max(sizes))]
+    largest, like = max(sizes), grads[trial.buffer]
+    if comm.servers:
+        line_sum = line_gather = _line(comm, lambda n: _to_servers(comm, n), like.device, largest)
+    else:
+        line_sum = _line(comm, lambda n: (collective.all_reduce(comm, _bytes(n, like.device)),), like.device, largest)
+        line_gather = _line(comm, lambda n: (_gather(comm, collective, n, like.device),), like.device, largest)
+    rates = {spec: _rate(comm, packing, trial, largest, like) for spec, packing in packings.items()}
+    line_sum, line_gather, rates = _slowest(comm, line_sum, line_gather, rates)
+
+    def seconds(spec: str, nbytes: int) -> float:
+        if spec == "dense":
+            return line_sum.seconds(nbytes)
+        codec, rate = packings[spec].codec, rates[spec]
+        line = line_sum if codec.reduction == "sum" else line_gather
+        sums = 2 if isinstance(codec, RoundsCodec) and not comm.servers else 1
+        return rate.seconds * nbytes + (sums - 1) * line.alpha + line.seconds(rate.wire * nbytes)
+
+    def best(parts: Sequence[int]) -> str:
+        """The codec for buckets of these sizes together."""
+        cost = {spec: sum(seconds(spec, n) for n in parts) for spec in ("dense", *auto.candidates)}
+        found = min(auto.candidates, key=lambda spec: cost[spec])
+        return found if cost["dense"] >= auto.least_gain * cost[found] else "dense"
+
+    # Servers cut the parameters in their own way, so that buckets do not matter there.
+    specs = [best(sizes)] * len(sizes) if comm.servers else [best([nbytes]) for nbytes in sizes]
+    chosen = [plain if spec == "dense" else packings[spec] for spec in specs]
+    dense = sum(seconds("dense", n) for n in sizes)
+    predicted = sum(seconds(spec, n) for spec, n in zip(specs, sizes, strict=True))
+    totals = {spec: sum(seconds(spec, n) for n in sizes) for spec in ("dense", *auto.candidates)}
+    facts = {
+        "chosen": sorted(set(specs)),
+        "by_bucket": specs,
+        "predicted_ms": {spec: seconds_ * 1e3 for spec, seconds_ in totals.items()},
+        "link": {"sum": line_sum._asdict(), "gather": line_gather._asdict()},
+        "rates": {spec: {"gbs": 1e-9 / max(rate.seconds, 1e-15), "ratio": rate.wire} for spec, rate in rates.items()},
+    }
+    choice = Choice(chosen, specs, dense, predicted, facts)
+    facts["why"] = _why(choice, totals, auto.least_gain)
+    return choice
+
+
+def _why(choice: Choice, totals: dict[str, float], least_gain: float) -> str:
+    """The decision in a sentence."""
+    dense = totals["dense"]
+    best = min((spec for spec in totals if spec != "dense"), key=lambda spec: totals[spec])
+    gain = dense / max(totals[best], 1e-12)
+    if not choice.packs:
+        return (
+            f"off: exchanges are predicted to take {dense * 1e3:.3g} ms a step without packing, "
+            f"{totals[best] * 1e3:.3g} ms with {best} ({gain:.2g}×; {least_gain:g}× is asked for)"
+        )
+    chosen = "+".join(sorted(set(choice.specs)))
+    return (
+        f"{chosen}: exchanges are predicted to take {choice.predicted * 1e3:.3g} ms a step, "
+        f"{dense * 1e3:.3g} ms without packing ({dense / max(choice.predicted, 1e-12):.3g}×)"
+    )
+
+
+class Check:
+    """Holds a prediction against what exchanges really took."""
+
+    def __init__(self, choice: Choice, after: int) -> None:
+        self.choice, self._after = choice, after
+        self._spent: list[int] = []
+
+    def add(self, spent_ns: int, comm: Communicator) -> dict[str, Any] | None:
+        """One step's exchanges. Once enough are known, what came of it; collective at that moment, and never again."""
+        if len(self._spent) >= self._after or not self.choice.packs:
+            return None
+        self._spent.append(spent_ns)
+        if len(self._spent) < self._after:
+            return None
+        usual = sorted(self._spent)[len(self._spent) // 2]
+        measured = torch.tensor([float(usual)], dtype=torch.float64)
+        everyone = torch.empty(comm.size, dtype=torch.float64)
+        comm.wait(comm.all_gather(measured, everyone))
+        seconds = float(everyone.min()) / 1e9  # of the one who came last, and so has waited for nobody
+        keeps = seconds <= self.choice.dense
+        return {
+            "measured_ms": seconds * 1e3,
+            "predicted_ms": self.choice.predicted * 1e3,
+            "dense_ms": self.choice.dense * 1e3,
+            "keeps": keeps,
+        }
+
+
+def _line(comm: Communicator, issue: Callable[[int], tuple[Any, ...]], device: torch.device, largest: int) -> Line:
+    """What an exchange takes, as a line over its bytes: the best of a few tries at each size.
+
+    A network on which half a megabyte is nothing is also tried with what really goes over it.
+    """
+
+    def best(nbytes: int, tries: int) -> float:
+        times = []
+        for _ in range(tries):
+            comm.barrier()
+            began = _now(comm, device)
+            comm.wait(*issue(nbytes))
+            times.append(_now(comm, device) - began)
+        return min(times)
+
+    sizes = list(SIZES)
+    seconds = [best(nbytes, tries) for nbytes, tries in zip(SIZES, _EXCHANGES, strict=True)]
+    more = min(largest, _MORE * SIZES[-1])
+    if more > SIZES[-1] and _of_slowest(comm, seconds[-1:])[0] < _QUICK_S:  # all or none of them
+        sizes.append(more)
+        seconds.append(best(more, _EXCHANGES[-1]))
+    beta = max(0.0, (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]))
+    return Line(max(0.0, seconds[0] - beta * sizes[0]), beta)
+
+
+def _of_slowest(comm: Communicator, mine: Sequence[float]) -> list[float]:
+    """Each number as it is for the worker for whom it is largest."""
+    numbers = torch.tensor(mine, dtype=torch.float64)
+    everyone = torch.empty(comm.size * len(mine), dtype=torch.float64)
+    comm.wait(comm.all_gather(numbers, everyone))
+    worst: list[float] = everyone.view(comm.size, -1).amax(dim=0).tolist()
+    return worst
+
+
+def _gather(comm: Communicator, collective: Collective, nbytes: int, device: torch.device) -> Any:
+    wire = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    into = torch.empty(comm.size * nbytes, dtype=torch.uint8, device=device)
+    return collective.all_gather(comm, wire, into)
+
+
+def _to_servers(comm: Communicator, nbytes: int) -> tuple[Any, ...]:
+    """The same bytes to all servers together, as a push would have them."""
+    part = torch.zeros(max(1, nbytes // len(comm.servers)), dtype=torch.uint8)
+    return tuple(comm.call(server, "probe", {}, [part]) for server in comm.servers)
+
+
+def _bytes(nbytes: int, device: torch.device) -> Tensor:
+    return torch.zeros(nbytes // 4, device=device)
+
+
+def _rate(comm: Communicator, packing: Packing, span: Span, nbytes: int, like: Tensor) -> Rate:
+    """What packing a bucket of noise takes, all in all: the best of a few times after the first, which makes room."""
+    codec, turn = packing.codec, Turn(workers=comm.size)
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(span.numel, generator=generator).to(like.device, like.dtype)
+    alone = span._replace(buffer=0, start=0, stop=span.numel)
+    memory = Memory([noise])
+    out, wire = torch.empty_like(noise), noise
+    times = []
+    for _ in range(_PACKINGS):
+        began = _now(comm, like.device)
+        wire = packing.pack(noise, alone, turn, memory)
+        memory.commit()
+        if codec.reduction == "gather":
+            codec.combine(wire.expand(comm.size, -1), out, alone, turn)
+        else:
+            out.zero_()
+            codec.decode_add(wire, out, alone, turn)
+        comm.clock.touch(round(codec.passes * nbytes))
+        times.append(_now(comm, like.device) - began)
+    return Rate(min(times[1:]) / nbytes, wire.nbytes / nbytes)
+
+
+def _slowest(
+    comm: Communicator, line_sum: Line, line_gather: Line, rates: dict[str, Rate]
+) -> tuple[Line, Line, dict[str, Rate]]:
+    """What all workers agree on: everything as slow as for the slowest."""
+    worst = _of_slowest(comm, [*line_sum, *line_gather, *(rate.seconds for rate in rates.values())])
+    # A message is a message: what a sum and a gather take for none at all differs by chance more than by nature.
+    worst[0] = worst[2] = min(worst[0], worst[2])
+    slow = {spec: rate._replace(seconds=s) for (spec, rate), s in zip(rates.items(), worst[4:], strict=True)}
+    return Line(worst[0], worst[1]), Line(worst[2], worst[3]), slow
+
+
+def _now(comm: Communicator, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return comm.clock.now_ns() / 1e9

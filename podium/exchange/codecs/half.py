@@ -1,0 +1,74 @@
+"""Half precision: two bytes per number, added up as such.
+
+Rounding goes to the nearest, to either side alike, so error feedback is off unless asked for. `fp16` keeps 11 bits and
+reaches from 6e-8 to 65504; `bf16` keeps 8 bits and the range of float32. A finite number beyond the range becomes the
+largest finite one; what is not finite stays so. The sum over the workers is made in half precision too, and may leave
+the range although no term does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from podium.exchange.codecs.base import Codec, Memory, Span, Turn
+from podium.exchange.codecs.blocks import add_into, blocks, scratch
+
+
+class _Half(Codec):
+    """What the two types share."""
+
+    reduction: ClassVar[Literal["sum", "gather"]] = "sum"
+    biased: ClassVar[bool] = False
+    dtype: ClassVar[torch.dtype]
+
+    def encode(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
+        wire = torch.empty(tensor.numel(), dtype=self.dtype, device=tensor.device)
+        for start, stop in blocks(tensor.numel(), tensor.device):
+            block = tensor[start:stop]
+            wire[start:stop].copy_(_within(block, torch.finfo(self.dtype).max))
+        return wire
+
+    def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
+        self._add(wire, out, alpha, out)
+
+    def remainder(self, wire: Tensor, tensor: Tensor, out: Tensor, span: Span, turn: Turn) -> None:
+        self._add(wire, tensor, -1.0, out)
+
+    def _add(self, wire: Tensor, base: Tensor, alpha: float, out: Tensor) -> None:
+        if wire.numel() != base.numel():
+            raise ValueError(f"a wire for {base.numel()} elements must have as many, got {wire.numel()}")
+        # In two steps: torch adds numbers of two types at 2 GB/s, and this way at 7.
+        for start, stop in blocks(wire.numel(), wire.device):
+            wide = scratch(stop - start, torch.float32, wire.device).copy_(wire[start:stop])
+            add_into(base[start:stop], wide, alpha, out[start:stop])
+
+
+def _within(block: Tensor, limit: float) -> Tensor:
+    """Finite numbers cut off at the limit; the block itself where none is beyond."""
+    if block.device.type == "cpu":
+        low, high = torch.aminmax(block)
+        if not (low < -limit or high > limit):
+            return block
+    return torch.where(block.isinf(), block, block.clamp(-limit, limit))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Fp16(_Half):
+    """IEEE half precision."""
+
+    name: ClassVar[str] = "fp16"
+    dtype: ClassVar[torch.dtype] = torch.float16
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Bf16(_Half):
+    """The upper half of float32."""
+
+    name: ClassVar[str] = "bf16"
+    dtype: ClassVar[torch.dtype] = torch.bfloat16

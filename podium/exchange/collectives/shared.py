@@ -1,0 +1,42 @@
+"""All-reduce in the memory that the processes of one host share: see `podium.comm.board`.
+
+2 n bytes of memory traffic per worker, two meetings, nothing sent. Between 5 and 10 times gloo's speed over loopback at
+25 to 100 MB, and more below, where gloo pays for its threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, final
+
+from torch import Tensor
+
+from podium.errors import ConfigError
+from podium.exchange.collectives.backend import Backend
+from podium.exchange.collectives.base import Collective
+
+if TYPE_CHECKING:
+    from podium.comm.base import Communicator, Handle
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Shared(Collective):
+    """Shared memory instead of loopback."""
+
+    name: ClassVar[str] = "shared"
+    needs_channel: ClassVar[bool] = False
+    prefers_memory: ClassVar[bool] = True
+
+    def prepare(self, comm: Communicator) -> Collective:
+        if comm.size == 1:
+            return Backend()
+        if not comm.shares_host:
+            raise ConfigError(
+                "collective shared: all workers must be processes of one x86-64 Linux host that may see each other's "
+                "memory, and they are not; use collective default"
+            )
+        return self
+
+    def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
+        return comm.all_reduce(tensor)

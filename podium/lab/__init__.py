@@ -1,0 +1,1 @@
+"""The laboratory: studies, their statistics and reports, and Podium beside its peers."""

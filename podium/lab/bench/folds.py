@@ -1,0 +1,132 @@
+"""A search with cross-validation, as a user types it, beside the same search in scikit-learn's way.
+
+    podium bench folds --rounds 5
+
+The same grid, folds, model, optimizer, epochs and batch for all: Podium's `sweep` with `auto` and with one trial after
+another, and scikit-learn's `GridSearchCV` around a plain PyTorch loop, with one job and with as many as there are
+cores. Each operation has one thread, which is faster for so small a net than more. Everything from the call to the best
+score counts; imports do not. Rounds are interleaved.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.model_selection import GridSearchCV, StratifiedKFold
+from torch.nn.functional import cross_entropy
+
+from podium.lab.bench.rounds import interleave, ratio
+from podium.records.manifest import hardware, versions
+from podium.sweeps.recipe import with_threads
+from podium.sweeps.sweep import sweep
+from podium.tasks.digits import digits
+from podium.tasks.recipes import mlp
+
+GRID = {"lr": [0.03, 0.1, 0.3], "momentum": [0.0, 0.9], "weight_decay": [0.0, 1e-3]}
+FOLDS = 5
+
+
+def bench_folds(
+    *, peers: Sequence[str] = (), rounds: int | None = None, epochs: int = 20, device: str = "cpu"
+) -> dict[str, Any]:
+    """12 points × 5 folds on the digits; seconds for each way, and ratios to Podium's own choice."""
+    data = digits(flat=True)
+    inputs, targets = data.train.gather(np.arange(len(data.train)))
+    x, y = inputs.numpy(), targets.numpy()
+    scores: dict[str, float] = {}
+    notes: dict[str, str] = {}
+
+    def with_podium(executor: str) -> Callable[[], float]:
+        def run() -> float:
+            with tempfile.TemporaryDirectory() as folder:
+                began = time.perf_counter()
+                found = sweep(
+                    "digits-mlp", grid=GRID, folds=f"stratified:{FOLDS}", epochs=epochs, executor=executor,
+                    device=device, out=f"{folder}/sweep", keep="best", eval_every=0,
+                )  # fmt: skip
+                took = time.perf_counter() - began
+            assert found.best is not None and found.best.mean is not None, "some trial of digits always finishes"
+            scores[f"podium {executor}"] = found.best.mean
+            notes[f"podium {executor}"] = "; ".join(str(choice.get("why", "")) for choice in found.choices)
+            return took
+
+        return run
+
+    def with_sklearn(jobs: int) -> Callable[[], float]:
+        def run() -> float:
+            splits = StratifiedKFold(FOLDS, shuffle=True, random_state=0)
+            search = GridSearchCV(PlainTorch(epochs=epochs), GRID, cv=splits, n_jobs=jobs, refit=False)
+            began = time.perf_counter()
+            with with_threads(1):  # faster here than more, which is what it is to be held against
+                search.fit(x, y)
+            took = time.perf_counter() - began
+            scores[f"scikit-learn, {jobs} jobs"] = float(search.best_score_)
+            return took
+
+        return run
+
+    cores = len(os.sched_getaffinity(0))
+    one_by_one = "sequential:threads=1"
+    contenders = {"podium auto": with_podium("auto"), f"podium {one_by_one}": with_podium(one_by_one)}
+    contenders.update({f"scikit-learn, {jobs} jobs": with_sklearn(jobs) for jobs in sorted({1, cores})})
+    times = interleave(contenders, rounds or 3)
+    ours = times["podium auto"]
+    return {
+        "bench": "folds",
+        "trials": FOLDS * int(np.prod([len(values) for values in GRID.values()])),
+        "epochs": epochs,
+        "rows": [
+            {
+                "way": name,
+                "seconds": float(np.median(seconds)),
+                "best_score": scores.get(name),
+                "note": notes.get(name, ""),
+                **(
+                    {}
+                    if name == "podium auto"
+                    else {"podium_over_this": ratio(ours, seconds), "times_faster": 1 / ratio(ours, seconds)["ratio"]}
+                ),
+            }
+            for name, seconds in times.items()
+        ],
+        "versions": versions(),
+        "hardware": hardware(),
+    }
+
+
+class PlainTorch(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
+    """The digits' perceptron in a plain loop, for `GridSearchCV`."""
+
+    def __init__(
+        self, lr: float = 0.1, momentum: float = 0.0, weight_decay: float = 0.0, epochs: int = 20, seed: int = 0
+    ) -> None:
+        self.lr, self.momentum, self.weight_decay, self.epochs, self.seed = lr, momentum, weight_decay, epochs, seed
+
+    def fit(self, x: np.ndarray, y: np.ndarray) -> PlainTorch:
+        torch.manual_seed(self.seed)
+        self.classes_ = np.unique(y)
+        self.model_ = mlp((x.shape[1], 64, len(self.classes_)))
+        optimizer = torch.optim.SGD(
+            self.model_.parameters(), self.lr, momentum=self.momentum, weight_decay=self.weight_decay
+        )
+        inputs, targets, size = torch.from_numpy(x), torch.from_numpy(y), 64
+        for _ in range(self.epochs):
+            order = torch.randperm(len(inputs))
+            for start in range(0, len(inputs) - size + 1, size):
+                batch = order[start : start + size]
+                optimizer.zero_grad(set_to_none=True)
+                cross_entropy(self.model_(inputs[batch]), targets[batch]).backward()
+                optimizer.step()
+        return self
+
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            found: np.ndarray = self.model_(torch.from_numpy(x)).argmax(1).numpy()
+        return found

@@ -1,0 +1,57 @@
+"""What the machine allows: a round trip's arithmetic and one copy, in one process, with nobody to talk to."""
+
+from __future__ import annotations
+
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import final
+
+import torch
+
+from podium.lab.bench.peers.team import Team, answer
+from podium.lab.bench.peers.work import LR, Contender, Pulled, Tally, pattern, run_for, units
+
+CUT_ELEMENTS = 1 << 19
+"""The update goes through the parameters in cuts of this size, which stay in the cache."""
+
+
+@final
+class Limit(Contender):
+    """Per round trip: the SGD update of all parameters in place, and one copy of them, all in warm buffers."""
+
+    variants = ("limit",)
+
+    def __init__(self, size: int) -> None:
+        self._team = Team("the limit", [partial(_alone, size)])
+
+    def measure(self, variant: str, seconds: float) -> float:
+        ((count, elapsed),) = self._team.ask("round", seconds, members=[0])
+        return float(count / elapsed)
+
+    def tally(self, variant: str) -> Tally:
+        ((pushed, server, copied),) = self._team.ask("tally", members=[0])
+        return Tally(pushed, server, (Pulled(pushed, *copied),))
+
+    def end(self) -> None:
+        self._team.end()
+
+
+def _alone(size: int, pipe: Connection) -> None:
+    params, grad, copy = pattern(size), torch.ones(size), torch.zeros(size)
+    pairs = list(zip(params.split(CUT_ELEMENTS), grad.split(CUT_ELEMENTS), strict=True))
+    pushed = 0
+
+    def round_trip() -> None:
+        nonlocal pushed
+        for part, of_grad in pairs:
+            part.add_(of_grad, alpha=-LR)
+        copy.copy_(params)
+        pushed += 1
+
+    answer(
+        pipe,
+        {
+            "round": lambda seconds: run_for(seconds, round_trip),
+            "tally": lambda: (float(pushed), units(params), units(copy)),
+        },
+    )

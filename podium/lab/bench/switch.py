@@ -1,0 +1,260 @@
+"""`podium bench switch`: what it costs to go from one strategy to the next in a run that is under way.
+
+Real processes train a synthetic task (wide-mlp, SGD with momentum, a few steps per phase) in a cycle of phases: from
+all-reduce to an asynchronous parameter server and back, to local SGD and back. Each run also has phases that begin with
+a broadcast of the parameters (`Transfer`): what one model transfer takes there, by the same clock in the same run. A
+row per change of phase and setting; times in milliseconds, medians over the cycles:
+
+    drain              until the steps under way are done; the same work would have been done without a switch
+    home               bringing parameters and moments home from the servers
+    hand_over, begin   changing over; setting out with the next strategy: seeding its servers, for one
+    total              all of it, of the worker that it cost most
+    broadcast_ms       one broadcast of the parameters, in the same run
+    transfer_ms        one model transfer: the broadcast, or the bytes over the link's rate where that is less
+    beyond_transfer_ms total, less drain, less one transfer: negative where a switch takes less than a transfer
+    first_ms           the first switch of its kind in a run, less drain: new buffers and connections are in it
+    missing, repeated  samples of the whole run that no step used, or more than one, by its records
+
+The state that moves is parameters and moments, here two models. On one host ranks share memory; `shaped` links are
+namespaces of their own, so that ranks meet over TCP at the rate that was asked for, and only there. Each worker has a
+server: beside it (`colocated`), or on a node of its own (`dedicated`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, final
+
+import numpy as np
+from torch import Tensor
+
+from podium.engine.worker import Batch, Worker
+from podium.errors import ConfigError, UnknownName
+from podium.launch.clusters.description import uniform
+from podium.launch.clusters.namespaces import ShapedNetwork
+from podium.launch.rendezvous import rendezvous_folder
+from podium.launch.run import train
+from podium.records.phases import COST
+from podium.records.recorder import Record, read_records
+from podium.strategies.all_reduce import AllReduce
+from podium.strategies.base import Strategy
+from podium.strategies.parameter_server import ParameterServer
+from podium.task import load_task
+
+MODELS: dict[str, dict[str, Any]] = {
+    "1m": {"features": 256, "width": 256, "depth": 4},
+    "25m": {"features": 1248, "width": 1248, "depth": 4},
+    "100m": {},
+}
+"""Options of wide-mlp by about how many megabytes its parameters take."""
+PLACES = ("local", "shaped")
+SERVERS = ("colocated", "dedicated")
+CLAIM_MS = 100.0
+"""What a switch may take beyond one model transfer."""
+
+Change = tuple[str, str]
+"""The strategies that a switch leads from and to."""
+
+_LINK_MBIT = 1000.0
+_LR = 1e-6  # the parameters hardly move, so that all steps are alike
+_TRANSFER = "podium.lab.bench.switch:Transfer"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Transfer(Strategy[None]):
+    """All-reduce that begins with a broadcast of the parameters, to see what one takes."""
+
+    name: ClassVar[str] = "transfer"
+    survives_loss: ClassVar[bool] = True
+
+    def init(self, worker: Worker) -> None:
+        comm = worker.comm
+        comm.barrier()
+        comm.wait(*(comm.broadcast(params, comm.workers[0]) for params in worker.params))
+
+    def step(self, worker: Worker, state: None, batch: Batch) -> Tensor:
+        return AllReduce().step(worker, state, batch)
+
+    def finish(self, worker: Worker, state: None) -> None:
+        """Nothing is kept."""
+
+
+class Setting(NamedTuple):
+    """One run."""
+
+    model: str
+    workers: int
+    place: str
+    servers: str
+    link_mbit: float
+    momentum: float
+    cycles: int
+    steps: int  # of a phase
+    snapshot_every: int
+
+
+def bench_switch(
+    peers: Sequence[str] = (),
+    rounds: int | None = None,
+    *,
+    models: tuple[str, ...] = tuple(MODELS),
+    workers: tuple[int, ...] = (2, 4),
+    places: tuple[str, ...] | None = None,
+    servers: tuple[str, ...] = SERVERS,
+    link_mbit: float = _LINK_MBIT,
+    momentum: float = 0.9,
+    steps: int = 2,
+    snapshot_every: int = ParameterServer.snapshot_every,
+) -> dict[str, Any]:
+    """Rows by model, workers, place and change of phase; `rounds` is the number of cycles in a run, 5 when not given.
+
+    `places`: both when not given, `shaped` only where namespaces can be made. `steps`: of each phase. `snapshot_every`:
+    as the parameter server has it; with 0, servers write nothing to disk when they are seeded.
+    """
+    _check(peers, models, workers, places or (), servers, steps)
+    if not link_mbit > 0:
+        raise ConfigError(f"bench switch: link_mbit must be above 0, got {link_mbit}")
+    if not 0 <= momentum < 1:
+        raise ConfigError(f"bench switch: momentum must be at least 0 and below 1, got {momentum}")
+    chosen, skipped = _possible(places)
+    rows = [
+        row
+        for model in models
+        for place in chosen
+        for count in workers
+        for kind in servers
+        for row in _rows(Setting(model, count, place, kind, link_mbit, momentum, rounds or 5, steps, snapshot_every))
+    ]
+    beyond = [row["beyond_transfer_ms"] for row in rows]
+    summary = {
+        "claim_ms": CLAIM_MS,
+        "within_claim": sum(ms <= CLAIM_MS for ms in beyond),
+        "beyond_claim": sum(ms > CLAIM_MS for ms in beyond),
+        "worst_beyond_transfer_ms": max(beyond, default=0.0),
+        "lost_or_repeated": sum(row["missing"] + row["repeated"] for row in rows),
+    }
+    return {"bench": "switch", **summary, "rows": rows, **skipped}
+
+
+def _check(
+    peers: Sequence[str],
+    models: Sequence[str],
+    workers: Sequence[int],
+    places: Sequence[str],
+    servers: Sequence[str],
+    steps: int,
+) -> None:
+    if peers:
+        raise ConfigError(f"bench switch: it measures Podium alone, got peers {', '.join(peers)}")
+    for what, names, known in (("model", models, MODELS), ("place", places, PLACES), ("servers", servers, SERVERS)):
+        for name in names:
+            if name not in known:
+                raise UnknownName(f"{what} of bench switch", name, known)
+    if min(workers, default=0) < 2 or steps < 1:
+        raise ConfigError(f"bench switch: workers must be at least 2 and steps 1, got {workers} and {steps}")
+
+
+def _possible(places: Sequence[str] | None) -> tuple[Sequence[str], dict[str, str]]:
+    """What was asked for must be; what was not is left out with a reason where namespaces cannot be made."""
+    if places is not None:
+        return places, {}
+    if os.geteuid() != 0:
+        return ("local",), {"shaped_skipped": "shaped links need root (network namespaces)"}
+    try:
+        with ShapedNetwork(uniform(2, mbit=_LINK_MBIT)):
+            return PLACES, {}
+    except ConfigError as error:
+        return ("local",), {"shaped_skipped": str(error)}
+
+
+def _rows(setting: Setting) -> list[dict[str, Any]]:
+    options = {**MODELS[setting.model], "lr": _LR, "momentum": setting.momentum}
+    nbytes = 4 * sum(p.numel() for p in load_task("wide-mlp", options).model().parameters())
+    found, audit = _run(setting, options)
+    begins = [told for (_, after), switches in found.items() if after == "transfer" for told in switches]
+    broadcast = float(np.median([max(row["begin_ns"] for row in told) for told in begins])) / 1e6
+    shared = {"model": setting.model, "model_bytes": nbytes, "workers": setting.workers, "place": setting.place}
+    transfer = broadcast
+    if setting.place == "shaped":
+        shared["link_mbit"] = setting.link_mbit
+        transfer = min(broadcast, nbytes * 8 / setting.link_mbit / 1e3)
+    rows = []
+    for (before, after), switches in found.items():
+        if "transfer" not in (before, after):
+            names = {"from": _named(before, setting), "to": _named(after, setting)}
+            rows.append({**shared, **names, "broadcast_ms": broadcast, **_cost(switches, transfer), **audit})
+    return rows
+
+
+def _run(setting: Setting, options: dict[str, Any]) -> tuple[dict[Change, list[list[Record]]], Mapping[str, int]]:
+    """Each change's switches, every one as its workers have told of it, and what the audit of the run says."""
+    server = f"servers={setting.workers};placement={setting.servers};snapshot_every={setting.snapshot_every}"
+    relaxed = [f"parameter-server:mode=async;{server}"]
+    if setting.servers == "colocated":  # local SGD has no servers: once will do
+        relaxed.append("local-sgd:period=2")
+    phases = [name for one in relaxed for name in ("all-reduce", one)] + ["all-reduce", _TRANSFER]
+    cycle = " | ".join(f"{phase} until step:after={setting.steps}" for phase in phases)
+    with rendezvous_folder() as folder:
+        result = train(
+            "wide-mlp",
+            workers=setting.workers,
+            strategy="phases",
+            strategy_options={"run": cycle, "repeat": True},
+            task_options=options,
+            epochs=10_000,
+            steps=(setting.cycles * len(phases) + 1) * setting.steps,
+            eval_every=0,
+            threads=1,
+            run_dir=folder / "run",
+            **_where(setting, folder),
+        )
+        records = [row for row in read_records(Path(result.run_dir)) if row["kind"] == "switch"]
+    return _by_change(records), result.audit
+
+
+def _named(strategy: str, setting: Setting) -> str:
+    return f"{strategy} ({setting.servers})" if strategy == "parameter-server" else strategy
+
+
+def _where(setting: Setting, folder: Path) -> dict[str, Any]:
+    if setting.place == "local":
+        return {"launcher": "local"}
+    nodes = setting.workers * (2 if setting.servers == "dedicated" else 1)
+    rate = f"up_mbit = {setting.link_mbit}\ndown_mbit = {setting.link_mbit}\n"
+    path = folder / "cluster.toml"
+    path.write_text(f'[[node]]\nname = "node"\ncount = {nodes}\n{rate}')
+    return {"launcher": "shaped", "cluster": path}
+
+
+def _by_change(records: Sequence[Record]) -> dict[Change, list[list[Record]]]:
+    """All workers' records of each switch, in order, by the strategies that it leads from and to."""
+    found: dict[Change, dict[int, list[Record]]] = {}
+    for row in records:
+        before, after = (_strategy_of(row[name]) for name in ("before", "after"))
+        found.setdefault((before, after), {}).setdefault(row["position"], []).append(row)
+    return {change: [told[at] for at in sorted(told)] for change, told in found.items()}
+
+
+def _strategy_of(phase: str) -> str:
+    text = phase.partition(" until ")[0]
+    return "transfer" if text == _TRANSFER else text.partition(":")[0]
+
+
+def _cost(switches: Sequence[Sequence[Record]], transfer: float) -> dict[str, Any]:
+    parts = [{part: max(row[f"{part}_ns"] for row in told) / 1e6 for part in COST} for told in switches]
+    totals = [max(sum(row[f"{part}_ns"] for part in COST) for row in told) / 1e6 for told in switches]
+    moved = [max(sum(row[f"{part}_ns"] for part in COST[1:]) for row in told) / 1e6 for told in switches]
+    beyond = [ms - transfer for ms in moved]
+    medians = {part: float(np.median([one[part] for one in parts])) for part in COST}
+    return {
+        "cost_ms": {**medians, "total": float(np.median(totals))},
+        "transfer_ms": transfer,
+        "beyond_transfer_ms": float(np.median(beyond)),
+        "beyond_transfer_range": [min(beyond), max(beyond)],
+        "first_ms": moved[0],
+        "switches": len(switches),
+    }

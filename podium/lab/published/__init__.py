@@ -1,0 +1,1 @@
+"""Studies that were published, each with its own design, tables and page."""

@@ -1,0 +1,1 @@
+"""How results are told: tables, sentences, figures, pages, files for other programs."""

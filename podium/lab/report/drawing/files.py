@@ -1,0 +1,94 @@
+"""Every figure of a study as files for papers: SVG and PDF, in black, the same bytes from the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from podium.errors import MissingExtra, RecordError
+from podium.lab.report.drawing import to_pdf, to_svg_file
+from podium.lab.report.figures import (
+    Figure,
+    balance_courses,
+    convergence_panels,
+    cost_bars,
+    interactions,
+    phase_stacks,
+    staleness_bars,
+    staleness_histograms,
+    timelines,
+    topologies,
+)
+from podium.lab.study.responses import response_of
+from podium.lab.study.rows import arranged, cells, crossed, default_target, metric_name
+from podium.lab.study.store import Row, Store
+
+MOST_LETTERS = 80
+"""A file's name is cut after as many."""
+
+
+def stem_of(name: str) -> str:
+    """What the file of a figure of this name is called, without its ending; the second of the name gets a number."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name).split()).lower()[:MOST_LETTERS]
+
+
+def write_figures(folder: str | Path) -> list[Path]:
+    """Write every figure of the study in this folder as SVG and PDF into `figures/`; the files, in order."""
+    store = Store(folder)
+    study, rows = store.read_study(), store.runs()
+    names = [str(cell["cell"]) for cell in study.get("cells") or ()] or list(study.get("strategies") or ())
+    rows = arranged(rows, names)
+    order = {cell: place for place, cell in enumerate(dict.fromkeys([*names, *cells(rows)]))}
+    target = store.folder / "figures"
+    written: list[Path] = []
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, figure in _named(every_figure(study, rows)).items():
+            for ending, drawn in ((".svg", to_svg_file(figure, order)), (".pdf", to_pdf(figure, order))):
+                if drawn is None:
+                    raise MissingExtra("matplotlib", "study", "drawing figures")
+                written.append(target / f"{name}{ending}")
+                written[-1].write_bytes(drawn)
+    except OSError as error:
+        raise RecordError(f"figures cannot be written to {target}: {error.strerror or error}") from error
+    return written
+
+
+def every_figure(study: Mapping[str, Any], rows: Sequence[Row]) -> list[Figure]:
+    """All that a report of these rows can draw, in its order."""
+    metric = metric_name(rows)
+    target, maximize = study.get("target"), study.get("maximize")
+    if target is None:
+        target = default_target(rows, metric, maximize)
+    value_of = partial(_value_of, target=target, maximize=maximize)
+    responses = dict.fromkeys([metric, "seconds", *(study.get("responses") or ())])
+    return [
+        *convergence_panels(rows, metric),
+        *cost_bars(rows),
+        *(figure for name in responses for figure in interactions(crossed(rows), name, value_of(name))),
+        *staleness_bars(rows),
+        *staleness_histograms(rows).values(),
+        *phase_stacks(rows, metric).values(),
+        *balance_courses(rows).values(),
+        *timelines(rows).values(),
+        *topologies(rows).values(),
+    ]
+
+
+def _value_of(response: str, target: float | None, maximize: bool | None) -> Callable[[Row], float | None]:
+    return partial(response_of, name=response, target=target, maximize=maximize)
+
+
+def _named(figures: Sequence[Figure]) -> dict[str, Figure]:
+    """Figures by file name; two that would share one are numbered."""
+    found: dict[str, Figure] = {}
+    for figure in figures:
+        stem = stem_of(figure.name)
+        name, again = stem, 1
+        while name in found:
+            again += 1
+            name = f"{stem}-{again}"
+        found[name] = figure
+    return found

@@ -1,0 +1,496 @@
+"""Results for other programs: tables as CSV or Parquet, or the same numbers for TensorBoard and MLflow.
+
+Tables are tidy: one line per run (`runs`), per validation (`history`) and, of a single run, per step of each worker
+(`steps`). Every number is the one in the records, to the last bit. What is not a number or a text (histograms, who did
+how much of a step, timelines) stays where it is, in `result.json` and `results.jsonl`.
+
+In a CSV file an empty field means that there is no value; `nan`, `inf` and `-inf` are numbers; and a text that begins
+with = + - @ ' or white space has a ' before it, which a spreadsheet takes for text where it would else compute. A
+reader that wants the text back drops the first ' of a field that begins with one. Parquet has types and nulls, and
+needs none of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from podium.errors import ConfigError, MissingExtra, RecordError, UnknownName
+from podium.lab.study.rows import finished
+from podium.lab.study.store import Row, Store, write_whole
+from podium.records.manifest import read_manifest
+from podium.records.recorder import Record, read_records
+from podium.records.writers.base import Run, describe, flat, when
+from podium.records.writers.series import NOT_FINITE, Point, costs, finals, validations
+
+if TYPE_CHECKING:
+    from podium.records.writers import Writer
+    from podium.sweeps.trial import Outcome
+
+FORMATS = ("csv", "parquet", "tensorboard", "mlflow")
+Format = Literal["csv", "parquet", "tensorboard", "mlflow"]
+
+FIRST = (
+    "cell", "trial", "point", "seed", "fold", "level.", "status", "counted", "task", "strategy", "workers", "nodes",
+    "launcher", "executor", "metric.", "loss", "seconds", "setup_s", "samples_per_s", "steps", "epochs", "samples",
+    "updates", "dropped", "sent_bytes", "wait_share", "step_ms.", "staleness.", "parameters", "lost",
+)  # fmt: skip
+"""Columns of `runs`, in this order; others follow. One that ends in a dot stands for all that begin so."""
+LAST = ("run_dir", "model", "error")
+TEXT = ("cell", "status", "task", "strategy", "launcher", "executor", "run_dir", "model", "error")
+"""Columns of text whatever it says: elsewhere the words for what is not finite are numbers."""
+GUARDED = ("=", "+", "-", "@", "'", "\t", "\r", "\n", " ")
+"""How a text begins that a spreadsheet might compute, and the mark itself."""
+OUTSIDE = ("history", "param_hash", "timeline", "topology")
+"""Fields of a row that are no columns of `runs`, whatever they hold."""
+
+Value = bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lines with the same columns. Each column holds one type, and None where a line has no value."""
+
+    name: str
+    columns: Mapping[str, list[Value]]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), []))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What was written. `podium export --json` prints it."""
+
+    folder: str
+    """What was exported."""
+    to: str
+    out: str
+    """The folder it was written to, or MLflow's URI."""
+    files: tuple[str, ...] = ()
+    """Of tables."""
+    lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """How many, by table."""
+    runs: int = 0
+    skipped: int = 0
+    """Runs that MLflow had already."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class Told(NamedTuple):
+    """One run for a writer: what it is, its numbers, and how it ended."""
+
+    run: Run
+    points: Sequence[Point]
+    status: str
+    seconds: float
+
+
+def export(folder: str | Path, *, to: Format | str = "csv", out: str | Path | None = None) -> Export:
+    """Write the results in `folder`, that of a run, a comparison, a study or a sweep, for another program.
+
+    `out` is a folder, for MLflow also a tracking URI; without one it is `export` in the folder. Tables that are there
+    are replaced, and so is what an earlier export wrote for TensorBoard; MLflow keeps the runs that it has.
+    """
+    source = find(Path(folder))
+    if to not in FORMATS:
+        raise UnknownName("format", to, FORMATS)
+    if to in ("csv", "parquet"):
+        return _write_tables(source, str(to), Path(out) if out is not None else source.folder / "export")
+    return _write_runs(source, str(to), str(out) if out is not None else str(source.folder / "export" / to))
+
+
+class Source(NamedTuple):
+    """What can be exported: the folder, its tables and its runs, both made when asked for."""
+
+    folder: Path
+    kind: Literal["run", "study", "sweep"]
+
+    def tables(self) -> list[Table]:
+        return {"run": run_tables, "study": study_tables, "sweep": sweep_tables}[self.kind](self.folder)
+
+    def told(self) -> Iterator[Told]:
+        return {"run": _told_run, "study": _told_study, "sweep": _told_sweep}[self.kind](self.folder)
+
+
+def find(folder: Path) -> Source:
+    """What the folder holds; refuses one that holds nothing."""
+    if (folder / "trials.jsonl").is_file():
+        return Source(folder, "sweep")
+    if (folder / "study.json").is_file():
+        return Source(folder, "study")
+    if (folder / "manifest.json").is_file():
+        return Source(folder, "run")
+    came = "a folder without study.json, manifest.json or trials.jsonl" if folder.is_dir() else "no folder"
+    raise ConfigError(f"export: {folder} must be the folder of a run, a comparison or a sweep, got {came}")
+
+
+# Tables.
+
+
+def run_tables(folder: Path) -> list[Table]:
+    """`runs`, `history` and `steps` of one run, also of one that failed or goes on."""
+    row, records = _run_row(folder)
+    steps = [row for row in records if row["kind"] == "step"]
+    keys = {"seed": row.get("seed")}
+    return [
+        make_table("runs", [{**_line(row), "error": row.get("error")}]),
+        make_table("history", [{**keys, **_validation(point)} for point in row.get("history") or ()]),
+        make_table("steps", [_step(record) for record in steps]),
+    ]
+
+
+def study_tables(folder: Path) -> list[Table]:
+    """`runs` and `history` of a study, every try among them; `counted` are those that results stand on."""
+    study, rows = _read_study(folder)
+    counted = {id(row) for row in finished(rows)}
+    lines, history = [], []
+    for row in rows:
+        keys = {"cell": row["cell"], "seed": row["seed"]}
+        keys |= {f"level.{name}": level for name, level in levels_of(row, study).items()}
+        facts = {"counted": id(row) in counted, "error": row.get("error")}
+        lines.append({**keys, **_line({k: v for k, v in row.items() if k != "levels"}), **facts})
+        history += [{**keys, "counted": facts["counted"], **_validation(point)} for point in row.get("history") or ()]
+    return [make_table("runs", lines), make_table("history", history)]
+
+
+def sweep_tables(folder: Path) -> list[Table]:
+    """`runs` (one line per trial that is over) and `history` of a sweep; its options are levels."""
+    outcomes, config = _read_sweep(folder)
+    lines, history = [], []
+    for outcome in outcomes:
+        keys = _trial_keys(outcome)
+        last = outcome.evaluation
+        lines.append(
+            {
+                **keys,
+                "status": outcome.status,
+                "task": config["task"],
+                "executor": outcome.executor,
+                **({} if last is None else {f"metric.{name}": value for name, value in last.metrics.items()}),
+                "loss": None if last is None else last.loss,
+                "seconds": outcome.seconds,
+                "steps": outcome.steps,
+                "epochs": None if last is None else last.epoch,
+                "samples": outcome.samples,
+                "model": outcome.model or None,
+                "error": outcome.why or None,
+            }
+        )
+        history += [{**keys, **_validation(point._asdict())} for point in outcome.history]
+    return [make_table("runs", lines), make_table("history", history)]
+
+
+def _run_row(folder: Path) -> tuple[Row, list[Record]]:
+    """A run's result and records; of one without a result, what its records come to so far."""
+    manifest, records = read_manifest(folder), list(read_records(folder))
+    config = manifest["config"]
+    try:
+        result: Row = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        from podium.records.summary import summarise
+
+        known = {name: config.get(name) for name in ("task", "strategy", "workers", "seed", "launcher")}
+        result = {**known, "run_dir": str(folder), **_ending(records, manifest), **summarise(records)}
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{folder / 'result.json'}: not a result: {error}") from error
+    return result, records
+
+
+def _ending(records: Iterable[Record], manifest: Mapping[str, Any]) -> Row:
+    """How a run without a result ended, as far as its records tell; a script of one's own leaves no word of its end."""
+    failures = [row for row in records if row["kind"] == "failed"]
+    if failures:
+        return {"status": "failed", "error": f"{failures[-1].get('error')}: {failures[-1].get('message')}"}
+    return {"status": None if "script" in manifest else "unfinished"}
+
+
+def _read_study(folder: Path) -> tuple[Row, list[Row]]:
+    store = Store(folder)
+    return store.read_study(), store.rows()
+
+
+def _read_sweep(folder: Path) -> tuple[list[Outcome], Mapping[str, Any]]:
+    from podium.sweeps.desk import read_outcomes
+
+    return read_outcomes(folder), read_manifest(folder)["config"]
+
+
+def _trial_keys(outcome: Outcome) -> Row:
+    trial = outcome.trial
+    keys = {"trial": trial.number, "point": trial.point, "seed": trial.seed, "fold": trial.fold}
+    return {**keys, **{f"level.{name}": _scalar(value) for name, value in trial.options.items()}}
+
+
+def levels_of(row: Mapping[str, Any], study: Mapping[str, Any]) -> dict[str, Any]:
+    """The levels of a row's cell, by the row itself or by the design; none of a study from before there were any."""
+    found = row.get("levels")
+    if found is None:
+        found = next((cell["levels"] for cell in study.get("cells") or () if cell["cell"] == row["cell"]), {})
+    return {name: _scalar(level) for name, level in found.items()}
+
+
+def _line(row: Mapping[str, Any]) -> Row:
+    """A result's fields as columns: tables of numbers with a dot, and nothing that is deeper."""
+    line: Row = {}
+    for name, value in row.items():
+        if name == "lost":
+            line[name] = json.dumps(value)
+        elif name in OUTSIDE:
+            continue
+        elif isinstance(value, Mapping):
+            if all(_is_scalar(inner) for inner in value.values()):
+                stem = "metric" if name == "metrics" else name
+                line.update({f"{stem}.{key}": inner for key, inner in value.items()})
+        elif _is_scalar(value):
+            line[name] = value
+    return line
+
+
+def _validation(point: Mapping[str, Any]) -> Row:
+    """One row of a history: what it is about by its own name, metrics as in `runs`."""
+    about = ("step", "epoch", "samples", "seconds", "loss")
+    metrics = {k: v for k, v in point.items() if k not in (*about, "metrics")} | dict(point.get("metrics") or {})
+    line = {name: point[name] for name in about if name in point}
+    return line | {f"metric.{name}": value for name, value in metrics.items() if _is_scalar(value)}
+
+
+def _step(record: Record) -> Row:
+    return {name: _scalar(value) for name, value in record.items() if name != "kind"}
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _scalar(value: Any) -> Any:
+    """A value that fits into one field: lists and tables become JSON."""
+    return value if _is_scalar(value) else json.dumps(value)
+
+
+def make_table(name: str, lines: Sequence[Mapping[str, Any]]) -> Table:
+    """A table of these lines: columns in their order, each of one type. A column that nobody has a value for goes."""
+    names = list(dict.fromkeys(key for line in lines for key in line))
+    if name == "runs":
+        names.sort(key=_place)  # stable: columns of one place stay in their order
+    columns = {column: _one_type(column, [line.get(column) for line in lines]) for column in names}
+    return Table(name, {column: values for column, values in columns.items() if any(v is not None for v in values)})
+
+
+def _place(column: str) -> int:
+    if column in LAST:
+        return len(FIRST) + 1 + LAST.index(column)
+    places = [i for i, name in enumerate(FIRST) if column == name or (name.endswith(".") and column.startswith(name))]
+    return places[0] if places else len(FIRST)
+
+
+def _one_type(column: str, values: list[Any]) -> list[Value]:
+    """All of a column as bool, int, float or text, whichever holds every value exactly."""
+    if column not in TEXT and not column.startswith("level."):
+        values = [float(value) if value in NOT_FINITE else value for value in values]
+    known = [value for value in values if value is not None]
+    if all(isinstance(value, bool) for value in known):
+        return values
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
+        if all(isinstance(value, int) and -(2**63) <= value < 2**63 for value in known):
+            return values
+        if all(isinstance(value, float) or _is_exact(value) for value in known):
+            return [None if value is None else float(value) for value in values]
+    return [value if value is None or isinstance(value, str) else as_text(value) for value in values]
+
+
+def _is_exact(value: int) -> bool:
+    try:
+        return int(float(value)) == value
+    except OverflowError:
+        return False
+
+
+def as_text(value: Value) -> str:
+    """A value as CSV has it: the shortest digits that give the same number again."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else repr(value)
+
+
+def to_csv(table: Table) -> str:
+    """A table as CSV (RFC 4180, but lines end in a newline alone), the names of its columns first."""
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([guarded(name) for name in table.columns])
+    for values in zip(*table.columns.values(), strict=True):
+        writer.writerow([guarded(value) if isinstance(value, str) else as_text(value) for value in values])
+    return out.getvalue()
+
+
+def guarded(text: str) -> str:
+    """A text that no spreadsheet takes for a formula."""
+    return f"'{text}" if text.startswith(GUARDED) else text
+
+
+def unguarded(text: str) -> str:
+    """The text that `guarded` was given."""
+    return text[1:] if text.startswith("'") else text
+
+
+def _write_tables(source: Source, to: str, out: Path) -> Export:
+    written = {}
+    for table in source.tables():
+        if table.columns:
+            path = out / f"{table.name}.{to}"
+            write_whole(path, to_csv(table)) if to == "csv" else write_parquet(table, path)
+            written[str(path)] = table
+    if not written:
+        raise RecordError(f"export: {source.folder} must hold at least one run that is over or under way, got none")
+    lines = {table.name: len(table) for table in written.values()}
+    return Export(
+        folder=str(source.folder), to=to, out=str(out), files=tuple(written), lines=lines, runs=lines.get("runs", 0)
+    )
+
+
+def write_parquet(table: Table, path: Path) -> None:
+    """Write a table as Parquet, whole or not at all. Needs duckdb (`podium[study]`)."""
+    try:
+        import duckdb
+    except ImportError:
+        raise MissingExtra("duckdb", "study", "writing Parquet") from None
+    partial = path.with_name(path.name + ".partial")
+    parts = [f"unnest(?::{_sql_type(values)}[]) AS {_quoted(name)}" for name, values in table.columns.items()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with duckdb.connect(config={"threads": 1}) as memory:
+            memory.execute(f"CREATE TABLE made AS SELECT {', '.join(parts)}", list(table.columns.values()))
+            memory.execute(f"COPY made TO '{str(partial).replace(chr(39), chr(39) * 2)}' (FORMAT parquet)")
+        partial.replace(path)
+    except (OSError, duckdb.Error) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise RecordError(f"{path} cannot be written: {error}") from error
+
+
+def _sql_type(values: Sequence[Value]) -> str:
+    first = next(value for value in values if value is not None)
+    return {bool: "BOOLEAN", int: "BIGINT", float: "DOUBLE", str: "VARCHAR"}[type(first)]
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+# Runs for writers.
+
+
+def _write_runs(source: Source, to: str, out: str) -> Export:
+    writer = _writer(to, out)
+    written = skipped = 0
+    for told in source.told():
+        page = writer.open(told.run)
+        if page is None:
+            skipped += 1
+            continue
+        page.write(told.points)
+        page.end(told.status, told.seconds)
+        written += 1
+    if not written + skipped:
+        raise RecordError(f"export: {source.folder} must hold at least one run that is over or under way, got none")
+    return Export(folder=str(source.folder), to=to, out=out, runs=written, skipped=skipped)
+
+
+def _writer(to: str, out: str) -> Writer:
+    from podium.records.writers import MLflow, TensorBoard
+
+    return MLflow(out) if to == "mlflow" else TensorBoard(out, anew=True)
+
+
+def _told_run(folder: Path) -> Iterator[Told]:
+    row, records = _run_row(folder)
+    manifest = read_manifest(folder)
+    points = [*costs(records, manifest["config"]), *validations(row["history"]), *finals(row)]
+    yield Told(describe(folder, manifest), points, str(row["status"]), _seconds(row))
+
+
+def _told_study(folder: Path) -> Iterator[Told]:
+    study, rows = _read_study(folder)
+    for number, row in enumerate(rows):
+        points = [*validations(row.get("history") or ()), *finals(row)]
+        levels = levels_of(row, study)
+        run_dir = _run_dir(folder, row)
+        if run_dir is not None:
+            manifest = read_manifest(run_dir)
+            points = [*costs(read_records(run_dir), manifest["config"]), *points]
+            run = describe(run_dir, manifest, cell=str(row["cell"]), levels=levels)
+        else:
+            run = _without_folder(folder, number, row, study, levels)
+        tags = {**run.tags, **{f"level.{name}": str(level) for name, level in levels.items()}}
+        tags |= {"error": str(row["error"])} if row.get("error") else {}
+        yield Told(dataclasses.replace(run, tags=tags), points, str(row["status"]), _seconds(row))
+
+
+def _without_folder(
+    folder: Path, number: int, row: Mapping[str, Any], study: Mapping[str, Any], levels: Mapping[str, Any]
+) -> Run:
+    """A run of which only its row is left: the configuration is what the study's design says of it."""
+    cell, seed, task = str(row["cell"]), int(row["seed"]), str(row.get("task") or study.get("task") or "study")
+    asked = {name: row[name] for name in ("workers", "launcher") if name in row} | dict(study.get("settings") or {})
+    of_cell = next((c.get("settings") for c in study.get("cells") or () if c["cell"] == cell), None)
+    return Run(
+        label=cell,
+        seed=seed,
+        task=Path(task).name,
+        key=f"{folder.absolute()}#{number}",
+        params=flat(asked | (of_cell or {})) | {f"level.{name}": level for name, level in levels.items()},
+        tags={"strategy": cell, "seed": str(seed), "launcher": str(row.get("launcher", ""))},
+    )
+
+
+def _run_dir(folder: Path, row: Mapping[str, Any]) -> Path | None:
+    """A row's own folder, if it is there: where the study has its runs, or where it was at the time."""
+    asked = Path(str(row.get("run_dir") or ""))
+    places = (folder / "runs" / asked.name, asked)
+    return next((place for place in places if asked.name and (place / "manifest.json").is_file()), None)
+
+
+def _told_sweep(folder: Path) -> Iterator[Told]:
+    outcomes, config = _read_sweep(folder)
+    started = when(read_manifest(folder).get("started"))
+    for outcome in outcomes:
+        trial, task = outcome.trial, Path(str(config["task"])).name
+        last = outcome.evaluation
+        result = {
+            "steps": outcome.steps,
+            "samples": outcome.samples,
+            "seconds": outcome.seconds,
+            **({} if last is None else {"loss": last.loss, "metrics": last.metrics}),
+        }
+        keys = {name: value for name, value in _trial_keys(outcome).items() if value is not None}
+        tags = {"trial": trial.number, "point": trial.point, "fold": trial.fold, "executor": outcome.executor}
+        run = Run(
+            label=f"trial-{trial.number:05d}",
+            seed=trial.seed,
+            task=task,
+            key=f"{folder.absolute()}#{trial.number}",
+            params=keys,
+            tags={name: str(value) for name, value in tags.items() if value is not None} | {"seed": str(trial.seed)},
+            started_s=started,
+        )
+        history = [*validations(point._asdict() for point in outcome.history)]
+        # Evaluations have no time of their own; they are spread over the trial's, by steps.
+        pace = outcome.seconds / outcome.steps if outcome.steps else 0.0
+        points = [*(point._replace(seconds=point.step * pace) for point in history), *finals(result)]
+        yield Told(run, points, outcome.status, outcome.seconds)
+
+
+def _seconds(row: Mapping[str, Any]) -> float:
+    value = row.get("seconds")
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,36 @@
+"""What several kinds of figures are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from podium.lab.study.rows import number
+
+
+@dataclass(frozen=True)
+class Line:
+    """One run."""
+
+    seed: int
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One worker's values, or one value of all workers'; None where it took no part."""
+
+    name: str
+    x: tuple[int, ...]
+    """Steps."""
+    y: tuple[float | None, ...]
+
+
+MOST_LAYERS = 8
+"""Workers beyond this many would share colours, so they are then drawn as one."""
+
+
+def scaled(value: Any, scale: float) -> float | None:
+    known = number(value)
+    return None if known is None else known * scale

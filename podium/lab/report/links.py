@@ -1,0 +1,80 @@
+"""Links from a page to the records that its numbers were made from.
+
+A page lies beside its records, one row per line. A table's row links to the lines it was made from, and may carry a
+mark that sentences link to in turn, so that a number in a sentence is two steps from its record at most.
+`tests/lab/test_traces.py` holds all pages to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+INTERVALS = "../../podium/lab/stats/statistics.py"
+"""Where intervals are computed, as a page in `docs/studies/` links to it."""
+
+
+class Records:
+    """The lines of one file of records, for links to them.
+
+    `rows` are all rows of the file, in its order. Rows are known by identity: only these very objects have a line.
+    """
+
+    def __init__(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.name = name
+        self._lines = {id(row): number for number, row in enumerate(rows, 1)}
+        self._rows = rows  # an identity is only good while its object lives
+
+    def line(self, row: Mapping[str, Any]) -> int:
+        """The number of its line, from 1."""
+        return self._lines[id(row)]
+
+    def link(self, text: str, row: Mapping[str, Any]) -> str:
+        return f"[{text}]({self.name}#L{self.line(row)})"
+
+    def links(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """The numbers of their lines as links, each once, in the file's order; three in a row and more are one link."""
+        told = []
+        for first, last in _stretches(sorted({self.line(row) for row in rows})):
+            if last - first > 1:
+                told.append(f"[{first}–{last}]({self.name}#L{first}-L{last})")
+            else:
+                told += [f"[{line}]({self.name}#L{line})" for line in range(first, last + 1)]
+        return " ".join(told)
+
+    def whole(self, text: str) -> str:
+        """For what is made from all of them."""
+        return f"[{text}]({self.name})"
+
+
+def _stretches(lines: Iterable[int]) -> list[tuple[int, int]]:
+    """Runs of numbers without a gap: the first and the last of each."""
+    found: list[tuple[int, int]] = []
+    for line in lines:
+        if found and found[-1][1] == line - 1:
+            found[-1] = (found[-1][0], line)
+        else:
+            found.append((line, line))
+    return found
+
+
+def place(*words: object) -> str:
+    """The name of a place on a page, made from words: `mnist-top-k-ratio-0-1`."""
+    text = "-".join(str(word) for word in words).lower()
+    return "-".join("".join(c if c.isascii() and c.isalnum() else " " for c in text).split())
+
+
+def mark(name: str) -> str:
+    """Makes this place of the page one that `to` leads to."""
+    return f'<a id="{name}"></a>'
+
+
+def to(text: str, name: str) -> str:
+    """A link to a place on the same page."""
+    return f"[{text}](#{name})"
+
+
+def slug(heading: str) -> str:
+    """What a heading is called in links to it."""
+    kept = "".join(c for c in heading.strip().lower() if c.isalnum() or c in " -_")
+    return kept.replace(" ", "-")

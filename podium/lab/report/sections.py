@@ -1,0 +1,161 @@
+"""Parts of a report on a study of several factors: its design in words, settings side by side, analyses, pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from podium.lab.report import format as written
+from podium.lab.report.answer import Findings
+from podium.lab.report.drawing import style
+from podium.lab.report.figures import Interaction, convergence, interactions
+from podium.lab.report.figures.items import timeline_items
+from podium.lab.report.views import views
+from podium.lab.stats.checks import Analysis, analyse
+from podium.lab.stats.statistics import Mean, mean_interval
+from podium.lab.stats.winners import Winner, winners
+from podium.lab.study.responses import response_of
+from podium.lab.study.rows import by_setting, cells, crossed, finished, first_level
+from podium.lab.study.store import Row
+
+MOST_CURVES = 8
+"""Cells that one panel can show; of more, each setting gets panels of its own."""
+MOST_BARS = 16
+MOST_PICTURED = 6
+"""Cells of a large study that get figures of their own; those of the others can be drawn from their rows."""
+
+
+def title_of(study: Mapping[str, Any]) -> str:
+    what = "strategies" if list(study["factors"]) == ["strategy"] else "cells"
+    return f"{study['name']}: {len(study['cells'])} {what} compared"
+
+
+def records_of(rows: Sequence[Row], lines: Mapping[int, int]) -> dict[str, list[int]]:
+    """For each cell the lines of `results.jsonl` that its numbers come from."""
+    found: dict[str, list[int]] = {cell: [] for cell in cells(rows)}
+    for row in finished(rows):
+        found[str(row["cell"])].append(lines[id(row)])
+    return found
+
+
+def winners_of(rows: Sequence[Row], findings: Findings) -> list[Winner]:
+    if len(by_setting(finished(rows))) < 2:
+        return []
+    measure = findings.speed_measure
+    return winners(rows, findings.table, findings.contrasts, findings.metric, measure, maximize=findings.maximize)
+
+
+def responses_of(study: Mapping[str, Any], rows: Sequence[Row], findings: Findings) -> list[dict[str, Any]]:
+    """Each cell's means of what the study looks at besides the table's own columns."""
+    shown = {findings.metric, "seconds", "seconds to target", "samples_per_s", "sent_bytes", "wait_share"}
+    absent = missing_of(study, rows, findings)
+    names = [name for name in study["responses"] if name not in shown and name not in absent]
+    done = finished(rows)
+
+    def mean(cell: str, name: str) -> Mean | None:
+        values = [response_of(row, name, findings.target) for row in done if row["cell"] == cell]
+        return mean_interval([value for value in values if value is not None])
+
+    if not names:
+        return []
+    return [{"cell": cell, "means": {name: mean(cell, name) for name in names}} for cell in cells(done)]
+
+
+def missing_of(study: Mapping[str, Any], rows: Sequence[Row], findings: Findings) -> list[str]:
+    """Responses that no finished run has; none as long as no run has finished."""
+    done = finished(rows)
+
+    def known(row: Row, name: str) -> bool:
+        return response_of(row, name, findings.target, maximize=findings.maximize) is not None
+
+    return [name for name in dict.fromkeys(study["responses"]) if done and not any(known(row, name) for row in done)]
+
+
+def kind_of(study: Mapping[str, Any]) -> str:
+    runs = math.prod(len(levels) for levels in study["factors"].values())
+    if study["kind"] == "fractional":
+        return f"a fraction of the {runs} combinations, resolution {study['resolution']}"
+    if study["kind"] == "latin-hypercube":
+        return "a Latin hypercube: points spread evenly through the ranges"
+    left = runs - len(study["cells"])
+    return "every combination of levels" if not left else f"every combination of levels but {left} left out by design"
+
+
+def precision_of(study: Mapping[str, Any]) -> str:
+    asked = study["replications"]
+    if asked.get("half_width") is None:
+        return ""
+    return (
+        f"After {asked['least']}, more were added until each cell's interval of {asked['response']} reached no further "
+        f"than {100 * asked['half_width']:g} % of its mean, {asked['most']} at most"
+    )
+
+
+def ending_of(study: Mapping[str, Any]) -> str:
+    stop = study["stop"]
+    said = [f"{written.plain(stop['seconds'])} s of training"] if stop.get("seconds") is not None else []
+    said += ["the target"] if stop.get("target") else []
+    return f"at the first validation that has reached {' or '.join(said)}" if said else ""
+
+
+def curves_by_setting(rows: Sequence[Row], findings: Findings, drawn: Any) -> list[dict[str, Any]]:
+    """Convergence of each setting's runs, the first factor's levels as curves in the same colours throughout."""
+    levels = {level: place for place, level in enumerate(dict.fromkeys(first_level(row) for row in rows))}
+    found = []
+    for setting, some in by_setting(finished(rows)).items():
+        named = [{**row, "cell": first_level(row)} for row in some]
+        panels = [convergence(named, findings.metric, axis) for axis in ("seconds", "mb")]
+        known = [panel for panel in panels if panel is not None]
+        if known:
+            chips = [(level, style(level, levels)[0]) for level in cells(named)]
+            found.append({"setting": setting, "figures": drawn(known, levels), "legend": chips})
+    return found
+
+
+def interactions_of(study: Mapping[str, Any], rows: Sequence[Row], metric: str, drawn: Any) -> list[dict[str, Any]]:
+    """How two factors act together on the metric and on time."""
+    if len(study["factors"]) < 2:
+        return []
+    found: list[Interaction] = []
+    for name in (metric, "seconds"):
+        found += interactions(crossed(rows), name, partial(response_of, name=name))
+    levels = {level: place for place, level in enumerate(dict.fromkeys(first_level(row) for row in rows))}
+    return list(drawn(found, levels))
+
+
+def views_of(rows: Sequence[Row], findings: Findings) -> list[dict[str, Any]]:
+    """The views of each setting by itself: what is equal must be all but the first factor."""
+    found = []
+    for setting, some in by_setting(rows).items():
+        named = [{**row, "cell": first_level(row)} for row in some] if setting else some
+        if shown := views(named, findings.metric, findings.maximize):
+            found.append({"setting": setting, "views": shown})
+    return found
+
+
+def analyses_of(study: Mapping[str, Any], rows: Sequence[Row], findings: Findings) -> list[Analysis]:
+    """The analysis of variance of each response, with the checks of what it assumes; none where one factor is all."""
+    if len(study["factors"]) < 2:
+        return []
+    return analyse(
+        crossed(rows),
+        list(dict.fromkeys([findings.metric, "seconds", *study["responses"]])),
+        target=findings.target,
+        factors=study["factors"],
+        aliases=study["aliases"],
+        order=[(run["cell"], run["seed"]) for run in study["order"]],
+        maximize=findings.maximize,
+    )
+
+
+def pictured(found: Mapping[str, Any], count: int) -> Mapping[str, Any]:
+    """Figures by cell: all of a small study, of a large one those of the first cells."""
+    return found if count <= MOST_BARS else dict(list(found.items())[:MOST_PICTURED])
+
+
+def timelines_of(rows: Sequence[Row], drawn: Any) -> list[dict[str, Any]]:
+    """Of the first cells: when ranks computed and waited, who sent what to whom, and where the trace is."""
+    names = cells(row for row in finished(rows) if row.get("timeline") or row.get("topology"))[:MOST_PICTURED]
+    return timeline_items([row for row in rows if row["cell"] in names], drawn)

@@ -1,0 +1,250 @@
+"""Which numbers changed between two sets, and whether by more than luck."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any, Literal, NamedTuple
+
+from podium.errors import RecordError
+from podium.lab.report.versus.base import Change, Difference, FromZero, Set, Side, Versus
+from podium.lab.report.versus.words import answer, limits
+from podium.lab.stats.statistics import ALPHA, Contrast, compare_pairs, corrected, holm, mean_interval
+from podium.lab.stats.terms import load
+from podium.lab.study.rows import (
+    arranged,
+    cells,
+    default_target,
+    final_value,
+    finished,
+    metric_name,
+    number,
+    time_to_target,
+)
+from podium.lab.study.store import Row, Store, modern
+
+
+def read_set(folder: str | Path) -> Set:
+    """The study in this folder; one without a finished run is refused."""
+    store = Store(folder)
+    study = modern(store.read_study())
+    rows = store.runs()
+    if not finished(rows):
+        raise RecordError(f"report: {store.folder} must hold at least one finished run to compare, got none")
+    order = [cell["cell"] for cell in study["cells"]]
+    return Set(store.folder.resolve().name, store.folder, study, arranged(rows, order), rows)
+
+
+def compare_results(a: str | Path, b: str | Path) -> Versus:
+    """Compare what two studies left in their folders, cell by cell; `a` is what `b` is held against."""
+    return compare_sets(*named(read_set(a), read_set(b)))
+
+
+def compare_sets(a: Set, b: Set) -> Versus:
+    """`compare_results` for who has read the folders already."""
+    metric = metric_name(a.rows)
+    # Where the two studies disagree the first has its way, and the difference is listed.
+    maximize = next((way for one in (a, b) if (way := one.study.get("maximize")) is not None), None)
+    target = a.study.get("target")
+    if target is None or target != b.study.get("target"):
+        target = default_target(a.rows, metric, maximize)
+    changes, zeros = _changes(a.done, b.done, metric, target, maximize)
+    differences = tuple(_differences(a, b))
+    same = _same_parameters(a.done, b.done)
+    shared = [cell for cell in cells(a.done) if cell in cells(b.done)]
+    found = Versus(
+        a=_side(a, b),
+        b=_side(b, a),
+        metric=metric,
+        target=target,
+        answer="",
+        limits="",
+        changes=tuple(changes),
+        differences=differences,
+        same_parameters=same,
+        zeros=tuple(zeros),
+        maximize=maximize,
+    )
+    return replace(found, answer=answer(found, shared), limits=limits(found, a, b))
+
+
+def named(a: Set, b: Set) -> tuple[Set, Set]:
+    """Folders of the same name are told apart by the folders that they lie in."""
+    if a.name != b.name:
+        return a, b
+    one, other = (f"{found.folder.resolve().parent.name}/{found.name}" for found in (a, b))
+    return (a, b) if one == other else (a._replace(name=one), b._replace(name=other))
+
+
+def _side(own: Set, other: Set) -> Side:
+    done, there = own.done, set(cells(other.done))
+    keys = {(row["cell"], row["seed"]) for row in own.rows}
+    only = tuple(cell for cell in cells(done) if cell not in there)
+    return Side(own.name, str(own.folder), len(done), len(keys) - len(done), only)
+
+
+def _changes(
+    a: Sequence[Row], b: Sequence[Row], metric: str, target: float | None, maximize: bool | None
+) -> tuple[list[Change], list[FromZero]]:
+    """All cells that both have, measure by measure; apart from them what has no ratio."""
+
+    def reached(row: Row) -> float | None:
+        return None if target is None else time_to_target(row, metric, target, maximize)
+
+    measures: list[tuple[str, bool, Callable[[Row], float | None]]] = [
+        ("seconds", True, lambda row: number(row.get("seconds"))),
+        (f"final {metric}", False, lambda row: final_value(row, metric)),
+        ("seconds to target", True, reached),
+        ("bytes sent", True, lambda row: number(row.get("sent_bytes"))),
+    ]
+    found: list[Change] = []
+    zeros: list[FromZero] = []
+    for name, ratio, value in measures:
+        pairs = []
+        for cell in cells(a):
+            sides = [[row for row in rows if row["cell"] == cell] for rows in (a, b)]
+            known = [{int(row["seed"]): x for row in some if (x := value(row)) is not None} for some in sides]
+            # A run that never reached the target cannot be averaged away: then the cell has no such time.
+            whole = name != "seconds to target" or [*map(len, known)] == [*map(len, sides)]
+            if not all(known) or not whole:
+                continue
+            if not ratio or all(x > 0 for side in known for x in side.values()):
+                pairs.append(_pair(cell, name, *known, ratio=ratio))
+            elif known[0] != known[1] and any(x for side in known for x in side.values()):
+                first, second = (mean_interval([*side.values()]) for side in known)
+                assert first is not None and second is not None
+                zeros.append(FromZero(cell=cell, measure=name, first=first, second=second))
+        found += _family(pairs)
+    return found, zeros
+
+
+class _Pair(NamedTuple):
+    contrast: Contrast
+    change: Change
+
+
+def _pair(cell: str, measure: str, a: Mapping[int, float], b: Mapping[int, float], *, ratio: bool) -> _Pair:
+    first, second = mean_interval([*a.values()]), mean_interval([*b.values()])
+    assert first is not None and second is not None
+    seeds = sorted(set(a) & set(b))
+    points = tuple(b[seed] / a[seed] if ratio else b[seed] - a[seed] for seed in seeds)
+    logs = [[math.log(x) if ratio else x for x in side.values()] for side in (a, b)]
+    unpaired = welch(*logs)
+    gap = fmean(logs[1]) - fmean(logs[0])
+    blank = Contrast(
+        measure=measure, first="b", second="a", n=len(seeds), ratio=ratio, value=math.exp(gap) if ratio else gap
+    )
+    contrast = next(iter(compare_pairs(measure, {"b": b, "a": a}, ratio=ratio)), None)
+    test: Literal["paired", "Welch", "none"] = "none"
+    if contrast is not None and contrast.n > 1:
+        test = "paired"
+    elif unpaired is not None:
+        value, low, high = (math.exp(x) if ratio else x for x in unpaired[:3])
+        contrast, test = replace(blank, value=value, low=low, high=high, p=unpaired[3]), "Welch"
+    contrast = contrast or blank
+    change = Change(
+        cell=cell,
+        measure=measure,
+        ratio=ratio,
+        first=first,
+        second=second,
+        n=len(seeds),
+        value=contrast.value,
+        low=contrast.low,
+        high=contrast.high,
+        p=contrast.p,
+        p_holm=None,
+        test=test,
+        p_unpaired=unpaired[3] if unpaired and measure.startswith("seconds") else None,
+        points=points,
+    )
+    return _Pair(contrast, change)
+
+
+def _family(pairs: Sequence[_Pair]) -> list[Change]:
+    """One measure of all cells, with Holm's correction over them."""
+    found = [
+        replace(pair.change, p_holm=contrast.p_holm)
+        for pair, contrast in zip(pairs, corrected([pair.contrast for pair in pairs]), strict=True)
+    ]
+    tested = [i for i, change in enumerate(found) if change.p_unpaired is not None]
+    for i, p in zip(tested, holm([found[i].p_unpaired or 0.0 for i in tested]), strict=True):
+        found[i] = replace(found[i], p_unpaired=p)
+    return found
+
+
+def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float, float] | None:
+    """Mean of b minus mean of a, its 95 % interval and p, the two not paired and not equally spread.
+
+    None where one has fewer than two values, or where no value differs from the others of its set.
+    """
+    if min(len(a), len(b)) < 2:
+        return None
+    parts = [variance(side) / len(side) for side in (a, b)]
+    gap, error = fmean(b) - fmean(a), math.sqrt(sum(parts))
+    if error <= 1e-12 * max(map(abs, (*a, *b))):
+        return None
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, (a, b), strict=True))
+    t = load("scipy.stats").t
+    reach = float(t.ppf(1 - ALPHA / 2, freedom)) * error
+    return gap, gap - reach, gap + reach, float(2 * t.sf(abs(gap) / error, freedom))
+
+
+def _same_parameters(a: Sequence[Row], b: Sequence[Row]) -> tuple[int, int]:
+    there = {(row["cell"], row["seed"]): row for row in b}
+    known = []
+    for row in a:
+        other = there.get((row["cell"], row["seed"]))
+        hashes = [set((one or {}).get("param_hash", {}).values()) for one in (row, other)]
+        if all(hashes):
+            known.append(hashes[0] == hashes[1])
+    return sum(known), len(known)
+
+
+# What the two studies do not have in common.
+
+
+def _differences(a: Set, b: Set) -> list[Difference]:
+    one, other = _facts(a), _facts(b)
+    found = []
+    for key in dict.fromkeys([*one, *other]):
+        first, second = one.get(key, "–"), other.get(key, "–")
+        if first != second:
+            found.append(Difference(*key, first, second))
+    return found
+
+
+def _facts(found: Set) -> dict[tuple[Any, str], str]:
+    """What is recorded of how a study was made; only cells that ran are in it."""
+    study, ran = found.study, set(cells(found.done))
+    settings = {**_flat(study["settings"]), **_flat({"stop": study.get("stop") or {}})}
+    for name in ("task", "launcher", "workers", "target", "maximize"):
+        if name not in settings:
+            settings[name] = study.get(name)
+    for cell in study["cells"]:
+        if cell["cell"] in ran:
+            settings |= {f"{cell['cell']}: {name}": value for name, value in _flat(cell["settings"]).items()}
+    sizes = sorted({row["parameters"] for row in found.done if isinstance(row.get("parameters"), int)})
+    settings["parameters of the model"] = ", ".join(f"{size:,}" for size in sizes) or None
+    facts: dict[tuple[Any, str], str] = {}
+    groups = {"settings": settings, "versions": study.get("versions") or {}, "hardware": study.get("hardware") or {}}
+    for kind, values in groups.items():
+        facts |= {(kind, name.replace("_", " ")): str(x) for name, x in values.items() if x is not None}
+    facts["commit", "commit"] = str(study.get("commit") or "unknown")
+    facts["seeds", "seeds"] = ", ".join(map(str, sorted({int(row["seed"]) for row in found.done})))
+    return facts
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Tables inside of tables, as `task.lr` and the like."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        full = before + name.replace("task_options", "task").replace("strategy_options", "strategy")
+        found |= _flat(value, f"{full}.") if isinstance(value, Mapping) else {full: value}
+    return found
+
+
+# In words.

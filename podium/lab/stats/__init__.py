@@ -1,0 +1,1 @@
+"""What results allow to be said: intervals, tests, analysis of variance, power."""

@@ -1,0 +1,205 @@
+"""What so many seeds could have found, and what may be ruled out.
+
+A test that finds nothing says little until one knows what it would have found. For each pair of strategies: the
+smallest difference that these seeds find four times in five, the chance of finding a difference *worth* knowing, and
+the seeds that it takes. All three take the spread of the pairs' differences as it was observed, and the level of the
+strictest step of Holm's correction, so they err on the side of caution. The difference that was observed is not used:
+"power" computed from it says nothing that p does not.
+
+The other direction is equivalence, by two one-sided tests (Schuirmann, 1987): where both ends of the interval lie
+inside a margin, a difference larger than it is ruled out.
+
+With few seeds the spread itself is uncertain: with five, the true one may be three times as large.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+from podium.errors import ConfigError, MissingExtra
+from podium.lab.report.answer import Findings
+from podium.lab.report.format import percent, plain
+from podium.lab.stats.statistics import ALPHA, Contrast
+
+GOAL = 0.8
+"""Power is called enough from here on."""
+
+POINT = 0.01
+"""What is worth knowing of a metric that is a share, such as accuracy."""
+
+SHARE = 0.05
+"""What is worth knowing of times and of all other metrics, as a share of them."""
+
+MOST_SEEDS = 1000
+"""Beyond this many, the answer is that seeds will not do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Power:
+    """What one paired contrast could find. Differences are above 0; of ratios, those above 1."""
+
+    measure: str
+    first: str
+    second: str
+    n: int
+    ratio: bool
+    alpha: float
+    """Level of each test: 0.05 over the number of pairs in this measure, the strictest that Holm's correction asks."""
+    deviation: float
+    """Standard deviation of the pairs' differences (of their logarithms, for ratios)."""
+    smallest_effect: float
+    """Found with 80 % power, in standard deviations of the pairs' differences."""
+    smallest: float
+    """The same as a difference or a ratio."""
+    worth: float
+    """The difference or ratio that is asked about."""
+    power: float
+    """The chance of finding `worth`, were it there."""
+    seeds_needed: int | None
+    """For 80 % power at `worth`; None where 1,000 would not do."""
+    within: float
+    """A difference larger than this, or a ratio beyond it on either side, is ruled out."""
+    p_equivalent: float
+    """Of the two one-sided tests at `worth`, the larger p, times the number of pairs."""
+
+    @property
+    def enough(self) -> bool:
+        """Whether a difference worth knowing would have been found."""
+        return self.power >= GOAL
+
+    @property
+    def equivalent(self) -> bool:
+        """Whether a difference worth knowing is ruled out."""
+        return self.p_equivalent < ALPHA
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def power(findings: Findings, worth: Mapping[str, float] | None = None) -> list[Power]:
+    """For each contrast with an interval. `worth` gives, by measure, the difference or ratio that is worth knowing.
+
+    By default that is one point of a share such as accuracy, and 5 % of times and of other metrics.
+    """
+    asked = {measure: worth_of(findings, measure) for measure in dict.fromkeys(c.measure for c in findings.contrasts)}
+    for measure, value in (worth or {}).items():
+        ratios = {c.ratio for c in findings.contrasts if c.measure == measure}
+        if value <= (1 if True in ratios else 0):
+            least = "a ratio above 1" if True in ratios else "a difference above 0"
+            raise ConfigError(f"power: what is worth knowing of {measure} must be {least}, got {value:g}")
+        asked[measure] = value
+    tests = {m: sum(c.p is not None for c in findings.contrasts if c.measure == m) for m in asked}
+    return [
+        found
+        for contrast in findings.contrasts
+        if (found := of_contrast(contrast, tests[contrast.measure], asked[contrast.measure])) is not None
+    ]
+
+
+def worth_of(findings: Findings, measure: str) -> float:
+    """What is worth knowing of a measure unless somebody says otherwise."""
+    if any(c.ratio for c in findings.contrasts if c.measure == measure):
+        return 1 + SHARE
+    means = [abs(line.metric.mean) for line in findings.table if line.metric is not None]
+    if not findings.lower and all(mean <= 1 for mean in means):
+        return POINT
+    return SHARE * (min if findings.lower else max)(means, default=1.0) or POINT
+
+
+def of_contrast(contrast: Contrast, tests: int, worth: float) -> Power | None:
+    """One contrast among so many tests; None where one pair of runs shows no spread."""
+    if contrast.p is None or contrast.low is None or contrast.high is None:
+        return None
+    n, alpha = contrast.n, ALPHA / tests
+    value, low, high, asked = contrast.value, contrast.low, contrast.high, worth
+    if contrast.ratio:
+        value, low, high, asked = (math.log(x) for x in (value, low, high, asked))
+    t = _load("scipy.stats").t
+    error = (high - low) / 2 / float(t.ppf(0.975, n - 1))  # the interval's own standard error of the mean
+    deviation = error * math.sqrt(n)
+    effect = smallest_effect(n, alpha)
+    within = abs(value) + error * float(t.ppf(1 - alpha, n - 1))
+    one_sided = 0.0 if error == 0 else float(t.sf((asked - abs(value)) / error, n - 1))
+    if error == 0 and abs(value) >= asked:
+        one_sided = 1.0
+    return Power(
+        measure=contrast.measure,
+        first=contrast.first,
+        second=contrast.second,
+        n=n,
+        ratio=contrast.ratio,
+        alpha=alpha,
+        deviation=deviation,
+        smallest_effect=effect,
+        smallest=math.exp(effect * deviation) if contrast.ratio else effect * deviation,
+        worth=worth,
+        power=1.0 if deviation == 0 else chance(asked / deviation, n, alpha),
+        seeds_needed=2 if deviation == 0 else seeds_for(asked / deviation, alpha),
+        within=math.exp(within) if contrast.ratio else within,
+        p_equivalent=min(1.0, tests * one_sided),
+    )
+
+
+def tell(found: Power) -> str:
+    """One contrast's power in a sentence."""
+    pair = f"{found.first} and {found.second}, {found.measure}"
+    if found.within == (1 if found.ratio else 0):
+        return f"{pair}: the same in every seed."
+    if found.equivalent:
+        return f"{pair}: no difference larger than {_amount(found, found.within)}."
+    text = f"{pair}: {found.n} seeds find {_amount(found, found.smallest)} in four of five studies, and "
+    text += f"{_amount(found, found.worth)} in {percent(found.power)} of them"
+    if found.enough:
+        return f"{text}."
+    needed = f"{plain(found.seeds_needed)} seeds" if found.seeds_needed else f"more than {plain(MOST_SEEDS)} seeds"
+    return f"{text}; for that it takes {needed}."
+
+
+def chance(effect: float, n: int, alpha: float) -> float:
+    """The chance that a paired t-test finds an effect of so many standard deviations, in the right direction."""
+    if n < 2:
+        return 0.0
+    # One-sided at half the level: the other tail would count finding the opposite, and is where scipy returns nan.
+    solver = _load("statsmodels.stats.power").TTestPower()
+    return float(solver.power(effect, n, alpha / 2, alternative="larger"))
+
+
+@lru_cache(maxsize=1024)
+def smallest_effect(n: int, alpha: float, goal: float = GOAL) -> float:
+    """The smallest effect, in standard deviations, that n pairs find with this power."""
+    low, high = 0.0, 1.0
+    while chance(high, n, alpha) < goal:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if chance(middle, n, alpha) >= goal else (middle, high)
+    return high
+
+
+def seeds_for(effect: float, alpha: float, goal: float = GOAL) -> int | None:
+    """How many pairs it takes to find an effect with this power; None where `MOST_SEEDS` would not do."""
+    low, high = 1, 2
+    while chance(effect, high, alpha) < goal:
+        if high >= MOST_SEEDS:
+            return None
+        low, high = high, min(2 * high, MOST_SEEDS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if chance(effect, middle, alpha) >= goal else (middle, high)
+    return high
+
+
+def _amount(found: Power, value: float) -> str:
+    return f"{plain(100 * (value - 1), 2)} %" if found.ratio else plain(value, 2)
+
+
+def _load(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise MissingExtra(module.partition(".")[0], "study", "the power of a comparison") from None

@@ -1,0 +1,70 @@
+"""What a study looks at: one number of a run, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from podium.config import RunResult
+from podium.lab.study.rows import final_value, metric_name, number, time_to_target
+
+TO_TARGET = "seconds to target"
+
+_RATIOS = ("seconds", TO_TARGET, "node_seconds", "samples_per_s", "sent_bytes")
+_TIME_ENDINGS = ("_s", "_ms")
+
+_ADDED = ("nodes", "wall_s", "parameters", "setup_s")
+"""Numbers that a study's rows have besides a result's own."""
+_INSIDE = {"step_ms": ("p50", "p90"), "staleness": ("mean", "max", "count"), "audit": ("missing", "repeated")}
+_OPEN = ("balance", "codec_choice", "staleness_by")
+"""Tables of a row that may hold any name."""
+
+
+def response_of(
+    row: Mapping[str, Any],
+    name: str,
+    target: float | None = None,
+    metric: str | None = None,
+    maximize: bool | None = None,
+) -> float | None:
+    """One run's number: a metric at the last validation, a field (`wait_share`), or one inside it (`step_ms.p50`).
+
+    `seconds to target` needs a target, and takes the metric that strategies are judged by unless one is named, and
+    the direction of its name unless `maximize` says.
+    None where the run does not have the number, or where it is not finite.
+    """
+    if name == TO_TARGET:
+        judged = metric or metric_name([dict(row)])
+        return None if target is None else time_to_target(row, judged, target, maximize)
+    name = name.removeprefix("final ")
+    if name in row or name in (row.get("metrics") or {}):
+        return final_value(row, name)
+    inside: Any = row
+    for part in name.split("."):
+        inside = inside.get(part) if isinstance(inside, Mapping) else None
+    return number(inside)
+
+
+def known_responses() -> list[str]:
+    """Names that any run may have; `seconds to target` and a task's metrics come to these."""
+    hints = get_type_hints(RunResult)
+    own = [field.name for field in fields(RunResult) if hints[field.name] in (int, float)]
+    inside = [f"{name}.{part}" for name, parts in _INSIDE.items() for part in parts]
+    return [*own, *_ADDED, *inside]
+
+
+def is_response(name: str, metrics: Collection[str] = ()) -> bool:
+    """Whether a run may have a number of this name, given its task's metrics."""
+    if name == TO_TARGET:
+        return True
+    bare = name.removeprefix("final ")
+    if bare in known_responses() or bare.removeprefix("metrics.") in metrics:
+        return True
+    table, _, inside = bare.partition(".")
+    return table in _OPEN and bool(inside)
+
+
+def is_ratio(name: str) -> bool:
+    """Whether two values of this name are compared by their ratio: times, rates and bytes are, metrics are not."""
+    return name in _RATIOS or name.partition(".")[0].endswith(_TIME_ENDINGS)

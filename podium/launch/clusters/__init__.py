@@ -1,0 +1,1 @@
+"""Clusters as files, and their nodes as network namespaces of this machine."""

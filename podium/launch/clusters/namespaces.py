@@ -1,0 +1,467 @@
+"""Shaped nodes on one machine: a network namespace per node, token buckets on its link, a CPU quota on its ranks.
+
+    node 0 ─ veth ─┐
+    node 1 ─ veth ─┼─ bridge, in a hub namespace of its own
+    node 2 ─ veth ─┘
+
+`tc tbf` shapes both directions of each node's link: what leaves the node (up) and what leaves the hub towards it
+(down). Ranks on one node meet on its loopback, unshaped. The machine's own interfaces, addresses and routes are left
+as they are. Not shaped, and recorded as warnings: latency, and the cluster file's links between single pairs.
+
+Processes outside cannot reach the nodes by TCP or by an abstract Unix socket; a Unix socket with a path works.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import errno
+import ipaddress
+import math
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from podium.errors import ConfigError
+from podium.launch.clusters.description import Cluster
+from podium.launch.rendezvous import note_what_is_made
+
+NETWORK = ipaddress.ip_network("10.77.0.0/16")
+"""Addresses inside the namespaces; nobody outside sees them, so runs beside one another may share them."""
+CONGESTION_CONTROL = "cubic"
+"""Pinned, because some systems default to BBR, which divides a link unfairly between flows."""
+QUEUE_MS = 50
+"""How much may wait at a token bucket before packets are dropped."""
+MAX_NODES = 1000
+"""A Linux bridge takes 1,024 ports."""
+
+_NAMESPACES = Path("/var/run/netns")
+_CONNECT_S = 5.0
+_THREAD_S = 20.0
+_CLONE_NEWNET = 0x40000000
+
+T = TypeVar("T")
+
+
+class ShapedNetwork:
+    """The cluster's nodes as namespaces, for as long as the `with` block lasts; needs root.
+
+    Removes what it created and nothing else, also when the body raises or the interpreter ends inside it.
+    """
+
+    def __init__(self, cluster: Cluster, folder: Path | None = None) -> None:
+        """`folder`: the rendezvous folder in which namespaces are noted, for whoever comes after a kill."""
+        self.cluster, self._folder = cluster, folder
+        self.addresses: tuple[str, ...] = ()
+        """Of each node."""
+        self.namespaces: tuple[str, ...] = ()
+        """Of each node, for `enter_namespace`."""
+        self.interfaces: tuple[str, ...] = ()
+        """Of each node, for libraries that ask for an interface rather than an address."""
+        self.facts: dict[str, Any] = {}
+        """What was applied and read back, and the warnings, for the manifest."""
+        self._created: list[str] = []
+        self._owner = os.getpid()
+
+    def __enter__(self) -> ShapedNetwork:
+        _need_root()
+        if len(self.cluster.nodes) > MAX_NODES:
+            raise ConfigError(f"shaped launcher: at most {MAX_NODES} nodes, got {len(self.cluster.nodes)}")
+        self._ip, self._tc = find_tool("ip"), find_tool("tc")
+        atexit.register(self.remove)
+        try:
+            self._create()
+        except BaseException:  # an interrupt, too, must leave nothing behind
+            self.remove()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        _end(self.remove, error)
+
+    def remove(self) -> None:
+        """Delete the namespaces, and with them their links. May be called twice; does nothing in a forked child."""
+        if os.getpid() != self._owner:
+            return
+        failures = []
+        while self._created:
+            name = self._created.pop()
+            try:
+                run_command(self._ip, "netns", "delete", name)
+            except ConfigError as error:
+                failures.append(str(error))
+        atexit.unregister(self.remove)
+        if failures:
+            raise ConfigError("; ".join(failures))
+
+    def _create(self) -> None:
+        run = secrets.token_hex(3)
+        hub = f"podium-{run}-hub"
+        count = range(len(self.cluster.nodes))
+        self.namespaces = tuple(f"podium-{run}-{i}" for i in count)
+        if self._folder is not None:
+            note_what_is_made(self._folder, namespaces=(*self.namespaces, hub))
+        self._add_namespace(hub)
+        run_command(self._ip, "-n", hub, "link", "add", "bridge", "type", "bridge")
+        run_command(self._ip, "-n", hub, "link", "set", "bridge", "up")
+        self.interfaces = tuple(f"pd{run}-{i}" for i in count)
+        self.addresses = tuple(str(NETWORK[i + 1]) for i in count)
+        nodes = [self._add_node(i, hub) for i in count]
+        limit_s = _THREAD_S + _CONNECT_S * len(self.namespaces)
+        seen = in_thread(lambda: _congestion_controls(self.namespaces, self.addresses), limit_s)
+        if set(seen) - {CONGESTION_CONTROL}:
+            raise ConfigError(f"shaped launcher: sockets must use {CONGESTION_CONTROL}, got {sorted(set(seen))}")
+        self.facts = {
+            "run": run,
+            "nodes": nodes,
+            "queue_ms": QUEUE_MS,
+            "congestion_control": {"asked": CONGESTION_CONTROL, "seen": seen},
+            "warnings": warnings_of(self.cluster),
+        }
+
+    def _add_namespace(self, name: str) -> None:
+        self._created.append(name)  # before, so that an interrupt right after its creation does not lose it
+        try:
+            run_command(self._ip, "netns", "add", name)
+        except ConfigError:
+            self._created.remove(name)
+            raise
+
+    def _add_node(self, index: int, hub: str) -> dict[str, Any]:
+        node, name, inner = self.cluster.nodes[index], self.namespaces[index], self.interfaces[index]
+        port, address = f"port{index}", self.addresses[index]
+        self._add_namespace(name)
+        run_command(
+            *(self._ip, "link", "add", inner, "netns", name, "type", "veth"),
+            *("peer", "name", port, "netns", hub),
+        )
+        run_command(self._ip, "-n", hub, "link", "set", port, "master", "bridge", "up")
+        inside = (self._ip, "-n", name)
+        run_command(*inside, "link", "set", "lo", "up")
+        # Without the kernel's own route for the prefix, ours, which pins the congestion control, is the only one.
+        run_command(*inside, "address", "add", f"{address}/{NETWORK.prefixlen}", "dev", inner, "noprefixroute")
+        run_command(*inside, "link", "set", inner, "up")
+        route = ("route", "add", str(NETWORK), "dev", inner, "src", address, "congctl", CONGESTION_CONTROL)
+        run_command(*inside, *route)
+        return {
+            "name": node.name,
+            "namespace": name,
+            "interface": inner,
+            "address": address,
+            "up": self._shape(name, inner, node.up_mbit),
+            "down": self._shape(hub, port, node.down_mbit),
+        }
+
+    def _shape(self, namespace: str, interface: str, mbit: float | None) -> dict[str, Any] | None:
+        """Put a token bucket on what leaves an interface; returns what was asked and what `tc` then shows."""
+        if mbit is None:
+            return None
+        rate, burst = round(mbit * 1e6), burst_bytes(mbit)
+        bucket = ("tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "latency", f"{QUEUE_MS}ms")
+        run_command(self._tc, "-n", namespace, "qdisc", "add", "dev", interface, "root", *bucket)
+        shown = run_command(self._tc, "-n", namespace, "qdisc", "show", "dev", interface)
+        return {"mbit": mbit, "burst_bytes": burst, "applied": shown.strip()}
+
+
+def burst_bytes(mbit: float) -> int:
+    """The token bucket's depth for a rate.
+
+    Too deep lets a small message through unshaped, too shallow costs goodput at high rates: 16 kB at 100 Mbit/s and
+    512 kB at 1 Gbit/s measured well. Between them a power law; beyond, in proportion; never under two Ethernet frames.
+    """
+    low, high = 16 * 1024, 512 * 1024
+    if mbit <= 100:
+        return max(2 * 1514, round(low * mbit / 100))
+    if mbit >= 1000:
+        return round(high * mbit / 1000)
+    return round(low * math.pow(mbit / 100, math.log10(high / low)))
+
+
+def warnings_of(cluster: Cluster) -> list[str]:
+    """What the cluster file asks for and the shaped launcher does not do."""
+    found = []
+    latencies = sorted({node.latency_us for node in cluster.nodes if node.latency_us > 0})
+    if latencies:
+        listed = ", ".join(f"{value:g}" for value in latencies)
+        found.append(f"latency is not shaped: the file has {listed} us, the nodes are joined by the kernel's own delay")
+    if cluster.links:
+        found.append(f"links between single pairs are not shaped: the file has {len(cluster.links)}")
+    return found
+
+
+def enter_namespace(name: str) -> None:
+    """Move the calling thread into a network namespace, with all threads it starts from then on.
+
+    For a child process to call before it makes any socket: a socket stays where it was made.
+    """
+    path = _NAMESPACES / name
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _setns(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise ConfigError(f"network namespace {name} cannot be entered: {error.strerror} ({path})") from error
+
+
+def _setns(handle: int) -> None:
+    if hasattr(os, "setns"):  # from Python 3.12
+        os.setns(handle, _CLONE_NEWNET)
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(ctypes.c_int(handle), ctypes.c_int(_CLONE_NEWNET)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def in_thread(work: Callable[[], T], limit_s: float = 20.0) -> T:
+    """Do the work in a thread that ends with it, so that namespaces it enters are not the caller's.
+
+    Raises ConfigError when it has not ended after `limit_s`; the thread then stays until the process ends.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # carried over to the caller, whatever it is
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="podium-netns", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise ConfigError(
+            f"shaped launcher: connections between the nodes could not be tried within {limit_s:g} s: the kernel does "
+            "not let a namespace be entered or a socket be made"
+        )
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _congestion_controls(namespaces: Sequence[str], addresses: Sequence[str]) -> list[str]:
+    """What a connection from each node to the next really uses, and proof that it gets there. Nothing for one node."""
+    if len(namespaces) < 2:
+        return []
+    seen = []
+    for i, name in enumerate(namespaces):
+        following = (i + 1) % len(namespaces)
+        enter_namespace(namespaces[following])
+        with socket.create_server((addresses[following], 0)) as server:
+            port = server.getsockname()[1]
+            enter_namespace(name)
+            try:
+                with socket.create_connection((addresses[following], port), timeout=_CONNECT_S) as client:
+                    raw = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            except OSError as error:
+                raise ConfigError(f"shaped launcher: node {i} cannot reach node {following}: {error}") from error
+        seen.append(raw.rstrip(b"\0").decode())
+    return seen
+
+
+def find_tool(name: str, path: str | None = None) -> str:
+    """Where `ip` or `tc` is; also looks where root's tools are, which may not be on the path."""
+    found = shutil.which(name, path=path) or (shutil.which(name, path="/usr/sbin:/sbin") if path is None else None)
+    if found is None:
+        raise ConfigError(f"shaped launcher: needs the command {name!r}, which is not here: apt install iproute2")
+    return found
+
+
+def run_command(*words: str, timeout_s: float = 20.0) -> str:
+    """Run a command and return its output; a failure carries the command and what it wrote to stderr."""
+    line = " ".join(words)
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"shaped launcher: `{line}` did not end within {timeout_s:g} s") from None
+    if done.returncode != 0:
+        raise ConfigError(f"shaped launcher: `{line}` failed ({done.returncode}): {done.stderr.strip()}")
+    return done.stdout
+
+
+def _end(remove: Callable[[], None], error: BaseException | None) -> None:
+    """Remove; what went wrong inside the block outranks what goes wrong here."""
+    try:
+        remove()
+    except ConfigError as failure:
+        if error is None:
+            raise
+        error.add_note(str(failure))
+
+
+def _need_root() -> None:
+    if os.geteuid() != 0:
+        raise ConfigError(
+            f"the shaped launcher needs root (network namespaces), got user id {os.geteuid()}: "
+            "run it with sudo, or use the launcher 'local' or 'virtual'"
+        )
+
+
+class CpuQuota:
+    """A control group per node that has `cpus`, for as long as the `with` block lasts; cgroup v1 or v2.
+
+    The group limits all of a node's ranks together. Where no node has `cpus` it does nothing and needs nothing.
+    """
+
+    def __init__(self, cluster: Cluster, folder: Path | None = None) -> None:
+        """`folder`: the rendezvous folder in which groups are noted, for whoever comes after a kill."""
+        self.cluster, self._folder = cluster, folder
+        self.groups: dict[int, Path] = {}
+        """The group's folder, by node."""
+        self._owner = os.getpid()
+
+    def __enter__(self) -> CpuQuota:
+        limited = [i for i, node in enumerate(self.cluster.nodes) if node.cpus is not None]
+        if not limited:
+            return self
+        parent = _cpu_parent()
+        run = secrets.token_hex(3)
+        groups = {i: parent / f"podium-{run}-{i}" for i in limited}
+        if self._folder is not None:
+            note_what_is_made(self._folder, groups=groups.values())
+        atexit.register(self.remove)
+        try:
+            for i, group in groups.items():
+                self._create(i, group)
+        except OSError as error:
+            self.remove()
+            raise _no_quota(f"{error.filename or parent}: {error.strerror}") from error
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        _end(self.remove, error)
+
+    def add(self, node: int, pid: int) -> None:
+        """Put a process, with its threads and later children, under its node's quota, if the node has one."""
+        if node not in self.groups:
+            return
+        try:
+            _move(pid, self.groups[node])
+        except OSError as error:
+            raise _no_quota(f"process {pid} cannot be moved to {self.groups[node]}: {error.strerror}") from error
+
+    def facts(self) -> dict[str, dict[str, int]]:
+        """The kernel's own counts by node name: `nr_periods`, `nr_throttled` and more."""
+        return {self.cluster.nodes[i].name: _read_stat(group) for i, group in self.groups.items()}
+
+    def remove(self) -> None:
+        """Delete the groups; whoever is still inside goes back to the group above, unlimited."""
+        if os.getpid() != self._owner:
+            return
+        atexit.unregister(self.remove)
+        while self.groups:
+            _, group = self.groups.popitem()
+            try:
+                _remove_group(group)
+            except OSError as error:
+                raise ConfigError(f"shaped launcher: {group} cannot be removed: {error.strerror}") from error
+
+    def _create(self, index: int, group: Path) -> None:
+        cpus = self.cluster.nodes[index].cpus
+        assert cpus is not None
+        # A step is often shorter than the usual period of 100 ms: it would run at full speed and then stand still.
+        period_us = 10_000 if cpus >= 0.1 else 100_000
+        quota_us = round(cpus * period_us)
+        group.mkdir()
+        self.groups[index] = group
+        if (group / "cpu.max").exists():
+            (group / "cpu.max").write_text(f"{quota_us} {period_us}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(str(period_us))
+            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+
+
+def _cpu_parent() -> Path:
+    """The nearest group above this process in which groups with a CPU quota can be made."""
+    for kind, mount in _cgroup_mounts():
+        own = mount / _own_group(kind).lstrip("/")
+        # In a container the path may be the host's, and its folder not be here.
+        start = own if own.is_dir() else mount
+        for folder in (start, *start.parents):
+            if _takes_quota(folder, kind):
+                return folder
+            if folder == mount:
+                break
+    raise _no_quota("none of the mounted cgroup hierarchies has a writable cpu controller")
+
+
+def _cgroup_mounts() -> list[tuple[str, Path]]:
+    """Mounted hierarchies that may hold the cpu controller: ("cgroup" | "cgroup2", where)."""
+    found = []
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, place, kind, options, *_ = line.split()
+        if kind == "cgroup2" or (kind == "cgroup" and "cpu" in options.split(",")):
+            found.append((kind, Path(place)))
+    return found
+
+
+def _own_group(kind: str) -> str:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" if kind == "cgroup2" else "cpu" in controllers.split(","):
+            return path
+    return "/"
+
+
+def _takes_quota(folder: Path, kind: str) -> bool:
+    if not os.access(folder, os.W_OK):
+        return False
+    if kind == "cgroup":
+        return (folder / "cpu.shares").exists()
+    try:
+        if "cpu" in (folder / "cgroup.subtree_control").read_text().split():
+            return True
+        if "cpu" not in (folder / "cgroup.controllers").read_text().split():
+            return False
+        # Refused (busy) for a group that holds processes itself: then the one above has to do.
+        (folder / "cgroup.subtree_control").write_text("+cpu")
+    except OSError:
+        return False
+    return True
+
+
+def _no_quota(why: str) -> ConfigError:
+    return ConfigError(
+        f"shaped launcher: the cluster file gives nodes cpus, and no CPU quota can be set here ({why}): "
+        "leave cpus out, or run as root with the cpu cgroup mounted writable"
+    )
+
+
+def _read_stat(group: Path) -> dict[str, int]:
+    rows = (line.split() for line in (group / "cpu.stat").read_text().splitlines())
+    return {name: int(value) for name, value in rows}
+
+
+def _remove_group(group: Path) -> None:
+    deadline = time.monotonic() + 2.0
+    while True:
+        for pid in (group / "cgroup.procs").read_text().split():
+            _move(int(pid), group.parent)
+        try:
+            group.rmdir()
+            return
+        except OSError as error:  # busy for a moment while a process in it is ending
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def _move(pid: int, group: Path) -> None:
+    with contextlib.suppress(ProcessLookupError):  # one that has ended needs no group
+        (group / "cgroup.procs").write_text(str(pid))

@@ -1,0 +1,149 @@
+"""The fork server, from which ranks and other processes are forked with torch loaded: how it lives and dies.
+
+The kernel kills it when the thread that started it ends, and every process that was forked from it after it, also those
+that are stopped; so it is started in a thread that never ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.process
+import os
+import queue
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.util import Finalize
+from typing import Any
+
+from podium.errors import Lost
+from podium.launch.rendezvous import rendezvous_folder
+from podium.launch.signals import blocked
+
+UNKNOWN = 255
+"""The exit code that multiprocessing gives a process whose own it cannot know, since the fork server is gone."""
+_NAMES = "podium-"
+_START_S = 60.0
+_FORK_SERVER_S = 1.0
+"""How long the kernel may take to end the fork server once its processes are gone."""
+_LAST, _FIRST = -200, 100
+"""When things are done at exit: after multiprocessing has ended its processes, and before it waits for them."""
+
+
+def keep_fork_server() -> None:
+    """See that the fork server is there; starts it where it is not."""
+    _keeper().ensure_running()
+
+
+def how_fork_server_ended() -> str | None:
+    """`killed by SIGKILL`, where it was there and has gone; None while it is there."""
+    server: Any = forkserver._forkserver  # nowhere else is it said
+    pid = server._forkserver_pid
+    if pid is None:
+        return None
+    try:
+        # Looked at and not waited for, which multiprocessing does itself.
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return "somebody else has waited for it"
+    if found is None:
+        return None
+    return how_it_ended(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+
+
+def check_fork_server() -> None:
+    """Raise where the fork server is gone, which kills every process that was forked from it."""
+    until = time.monotonic() + _FORK_SERVER_S
+    while (cause := how_fork_server_ended()) is None:
+        if time.monotonic() > until:
+            return  # the process's own exit code, then
+        time.sleep(0.01)
+    raise Lost(
+        f"the fork server, from which all ranks were forked, was lost: {cause}; its ranks were killed with it. "
+        "If nobody killed it, the machine may have run out of memory (see dmesg)"
+    )
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code as multiprocessing has it, in words."""
+    if code >= 0:
+        return f"it ended with exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"killed by signal {-code}"
+
+
+def forked_here() -> list[int]:
+    """The processes that were forked for this one and may be there. Asks nobody: a signal handler may call it."""
+    module: Any = multiprocessing.process
+    return [p.pid for p in list(module._children) if p.name.startswith(_NAMES) and p.pid is not None]
+
+
+def let_go_of_fork_server() -> None:
+    """Close the pipe by which the fork server knows that it is needed: were this process stopped, it would stay."""
+    server: Any = forkserver._forkserver  # what multiprocessing has opened in every process
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+
+
+class _Keeper:
+    """A thread in which the fork server is started, and which ends with this process only."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._asked: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        self._ends = contextlib.ExitStack()
+        threading.Thread(target=self._serve, name="fork-server", daemon=True).start()
+        # Those that were forked do not answer the SIGTERM that multiprocessing would send, and wait for, at exit.
+        Finalize(None, _kill_all, exitpriority=_FIRST)
+        Finalize(None, self._ends.close, exitpriority=_LAST)
+
+    def ensure_running(self) -> None:
+        answer: Future[None] = Future()
+        self._asked.put(answer)
+        answer.result(_START_S)
+
+    def _serve(self) -> None:
+        while True:
+            answer = self._asked.get()
+            try:
+                self._start()
+            except BaseException as error:  # carried over to the caller, whatever it is
+                answer.set_exception(error)
+            else:
+                answer.set_result(None)
+            del answer
+
+    def _start(self) -> None:
+        own: Any = multiprocessing.current_process()
+        config = own._config
+        if config.get("tempdir") is None:
+            # Where multiprocessing puts the server's socket. Its own folder would stay if this process were killed;
+            # this one is removed by the next launcher.
+            config["tempdir"] = str(self._ends.enter_context(rendezvous_folder()))
+        with blocked():  # the server must not die while it is importing; it unblocks them when it can answer
+            resource_tracker.ensure_running()  # here, since starting it unblocks some of them
+        with blocked():
+            forkserver.ensure_running()
+
+
+_KEPT: list[_Keeper] = []
+_LOCK = threading.Lock()
+
+
+def _keeper() -> _Keeper:
+    with _LOCK:
+        if not _KEPT or _KEPT[0].owner != os.getpid():  # a forked process has none of its parent's threads
+            _KEPT[:] = [_Keeper()]
+        return _KEPT[0]
+
+
+def _kill_all() -> None:
+    for process in multiprocessing.active_children():
+        if process.name.startswith(_NAMES):
+            process.kill()

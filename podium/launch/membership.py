@@ -1,0 +1,217 @@
+"""A rank's side of the coordinator: it joins, beats, reports, and hears when to stop or to come to a plan.
+
+One thread beats and listens; when the coordinator is gone the launcher is, and the rank ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+from podium.comm.base import DEPARTED, Meta
+from podium.comm.channel import Channel
+from podium.comm.sockets import Address
+from podium.comm.tls import Tls
+from podium.engine.recovery import Control, Regroup
+from podium.engine.training import Report
+from podium.errors import CommError, DeadlineExceeded, Lost
+from podium.launch.coordinator import BUSY_DEADLINES, COORDINATOR
+from podium.launch.replacing import MOST_REPLACEMENTS
+
+_BEATS_PER_LIMIT = 6
+_MEET_S = 10.0
+"""How long a process that was just started tries to reach the coordinator."""
+
+
+class Joined(NamedTuple):
+    """Who is there and where, as the coordinator has it."""
+
+    addresses: dict[int, Address]
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+
+
+@final
+class Membership(Control):
+    """One process's place in the run."""
+
+    def __init__(
+        self,
+        rank: int,
+        coordinator: Address,
+        *,
+        secret: bytes,
+        listen: Address,
+        heartbeat_s: float,
+        deadline_s: float,
+        start_deadline_s: float,
+        tls: Tls | None = None,
+    ) -> None:
+        self._channel = Channel(rank, secret=secret, listen=listen, deadline_s=deadline_s, tls=tls)
+        self._channel.introduce({COORDINATOR: coordinator})
+        self._beat_s, self._deadline_s = min(heartbeat_s, deadline_s) / _BEATS_PER_LIMIT, deadline_s
+        self._start_deadline_s = start_deadline_s
+        self.joined = False
+        self._busy: str | None = None
+        self._stop, self._closing = threading.Event(), threading.Event()
+        self._wants_stop = False
+        # By number, since the next change may be announced while the plan of the one before is still on its way.
+        self._change_asked, self._change_done = 0, 0
+        self._latest: Meta | None = None
+        self._thread: threading.Thread | None = None
+        self._rate: tuple[float, int] | None = None
+
+    def join(self, endpoints: list[int], addresses: Mapping[int, Address], deadline_s: float) -> Joined:
+        """Say which endpoints live here; returns who and where the others are, once everybody has joined."""
+        # A cleaner may have removed the coordinator's socket: it is made anew within a second.
+        self._channel.connect_all({COORDINATOR: self._channel.address_book[COORDINATOR]}, min(_MEET_S, deadline_s))
+        meta = {"endpoints": endpoints, "addresses": {str(k): v for k, v in addresses.items()}}
+        answer = self._ask("join", meta, deadline_s)
+        if "ended" in answer:
+            raise Lost(f"rank {self._channel.rank}: the run ended before it began: {answer['ended']}")
+        self.joined = True
+        self._thread = threading.Thread(target=self._keep_in_touch, name="membership", daemon=True)
+        self._thread.start()
+        return Joined(_by_rank(answer["addresses"]), tuple(answer["workers"]), tuple(answer["servers"]))
+
+    def relocate(self, rank: int, old: Address) -> Address:
+        """Where a server is now that cannot be reached at `old`; blocks until it is elsewhere.
+
+        Raises Lost where it will not be, or where the run is ending.
+        """
+        patience_s = self._start_deadline_s
+        try:
+            answer = self._ask("where", {"rank": rank, "not": old}, patience_s)
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"rank {self._channel.rank}: server {rank} does not answer at {old}, and for {patience_s:g} s "
+                "(start_deadline_s) nobody took its place"
+            ) from None
+        if "lost" in answer:
+            raise Lost(f"rank {self._channel.rank}: {answer['lost']}")
+        return str(answer["address"])
+
+    def ask_to_stop(self) -> None:
+        """Ask that all workers finish the step, save and end. May be called from any thread."""
+        self._wants_stop = True  # every beat says so from now on; the first need not be waited for
+        if self.joined:
+            with contextlib.suppress(CommError):  # the coordinator is gone, and this rank ends anyway
+                self._channel.send(COORDINATOR, "beat", {"progress": None, "busy": self._busy, "stop": True})
+
+    # Control.
+
+    def stop_requested(self) -> bool:
+        return self._stop.is_set()
+
+    def change_requested(self) -> bool:
+        return self._change_asked > self._change_done
+
+    def progress(self, facts: dict[str, Any]) -> None:
+        if facts["event"] == "progress":
+            self._latest = facts
+        else:
+            self._channel.send(COORDINATOR, "event", facts)
+
+    def regroup(self, generation: int, steps_done: int) -> Regroup:
+        # Longer than the coordinator's own patience: it sees to it that nobody hangs, and knows whom to name.
+        patience_s = (BUSY_DEADLINES + 2) * self._deadline_s + (MOST_REPLACEMENTS + 1) * self._start_deadline_s
+        answer = self._ask("lost", {"generation": generation, "steps_done": steps_done}, patience_s)
+        self._change_done = answer["change"]
+        servers = None if answer["servers"] is None else tuple(answer["servers"])
+        return Regroup(
+            answer["generation"], tuple(answer["members"]), answer["source"], servers, _by_rank(answer["addresses"])
+        )
+
+    def busy(self, what: str | None) -> None:
+        self._busy = what  # the next beat carries it
+
+    def awaits(self, facts: Meta) -> None:
+        """Say for which workers a server of this process waits, and for how long."""
+        with contextlib.suppress(CommError):  # the launcher is gone, and so is this process in a moment
+            self._channel.send(COORDINATOR, "awaits", facts)
+
+    def begun(self) -> None:
+        """The user's model and data are there: from now on only other ranks are waited for."""
+        self._channel.send(COORDINATOR, "begun", {})
+
+    def done(self, report: Report | None) -> None:
+        self._closing.set()  # before the word is out: the launcher may be gone the moment it has heard it
+        self._channel.let_name_go()  # and has removed the folder
+        self._ask("done", {"report": None if report is None else report._asdict()}, self._deadline_s)
+
+    def failed(self, meta: Meta) -> None:
+        with contextlib.suppress(CommError):  # without a launcher there is nobody left to tell
+            self._channel.send(COORDINATOR, "failed", meta)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._channel.close()
+        if self._thread is not None:
+            self._thread.join(timeout=2.0)
+
+    # Inside.
+
+    def _ask(self, kind: str, meta: Meta, deadline_s: float) -> Meta:
+        (answer,) = self._channel.wait([self._channel.call(COORDINATOR, kind, meta)], deadline_s)
+        return answer.meta
+
+    def _keep_in_touch(self) -> None:
+        try:
+            why = self._listen()
+        except BaseException as error:  # a thread has nobody above it, and a rank that cannot hear must not go on
+            traceback.print_exception(error)
+            why = f"{type(error).__name__}: {error}"
+        if not self._closing.is_set():
+            print(f"podium: {why}; this rank ends", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _listen(self) -> str:
+        """Beat and listen until the run is over; says why it is."""
+        while not self._closing.is_set():
+            try:
+                beat = {"progress": self._with_rate(), "busy": self._busy, "stop": self._wants_stop}
+                self._channel.send(COORDINATOR, "beat", beat)
+                message = self._channel.recv(self._beat_s)
+            except DeadlineExceeded:
+                continue
+            except CommError:
+                return self._last_word()
+            if message.kind == "stop":
+                self._stop.set()
+            elif message.kind == "change":
+                self._change_asked = message.meta["number"]
+            elif message.kind == "ended":
+                return f"the run ended: {message.meta['why']}"
+            elif message.kind == DEPARTED:
+                break
+        return "the launcher is gone"
+
+    def _last_word(self) -> str:
+        """Why the run is over, if the coordinator said so: a beat may find it gone while its last word lies unread."""
+        with contextlib.suppress(CommError):
+            while (message := self._channel.recv(0.0)).kind != DEPARTED:
+                if message.kind == "ended":
+                    return f"the run ended: {message.meta['why']}"
+        return "the launcher is gone"
+
+    def _with_rate(self) -> Meta | None:
+        """The latest progress, with samples per second since the beat before."""
+        facts = self._latest
+        if facts is None:
+            return None
+        now, before = time.monotonic(), self._rate
+        self._rate = (now, facts["position"])
+        if before is None or now <= before[0]:
+            return facts
+        return {**facts, "samples_per_s": (facts["position"] - before[1]) / (now - before[0])}
+
+
+def _by_rank(addresses: Mapping[str, Address]) -> dict[int, Address]:
+    """JSON has no keys but text."""
+    return {int(rank): address for rank, address in addresses.items()}

@@ -1,0 +1,97 @@
+"""Change the number of workers and servers of a run that is under way.
+
+Its launcher leaves `control.json` in the run's folder while it goes on: where the coordinator listens, and the run's
+secret, for nobody's eyes but the user's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from podium.comm.channel import Channel
+from podium.comm.sockets import Address
+from podium.errors import CommError, ConfigError, Lost, RecordError
+from podium.launch.coordinator import COORDINATOR, OPERATOR
+
+_CONTROL = "control.json"
+_ANSWER_S = 60.0
+"""How long the launcher may take to start new processes; it answers as soon as it has."""
+
+
+class Scaled(NamedTuple):
+    """What a request came to. New ranks take part once they are ready; those that retire finish the step first."""
+
+    workers: int
+    servers: int
+    starting: tuple[int, ...]
+    retiring: tuple[int, ...]
+
+
+def scale(run_dir: str | os.PathLike[str], *, workers: int | None = None, servers: int | None = None) -> Scaled:
+    """Ask a run under way to go on with this many; what is not given stays. Returns who comes and who goes.
+
+    Raises ConfigError where the run cannot do so. The run pauses for a moment once all newcomers are ready, and not
+    before; one that cannot be started is left out, and the run says so.
+    """
+    if workers is None and servers is None:
+        raise ConfigError("scale: the number of workers, of servers or both must be given, got neither")
+    answer = _ask(Path(run_dir), {"workers": workers, "servers": servers})
+    if "refused" in answer:
+        raise ConfigError(answer["refused"])
+    return Scaled(answer["workers"], answer["servers"], tuple(answer["starting"]), tuple(answer["retiring"]))
+
+
+def _ask(run_dir: Path, asked: dict[str, int | None]) -> dict[str, Any]:
+    coordinator, secret = _read_control(run_dir)
+    with tempfile.TemporaryDirectory(prefix="podium-ask-") as folder:
+        channel = Channel(OPERATOR, secret=secret, listen=f"unix:{folder}/s", deadline_s=_ANSWER_S)
+        try:
+            channel.introduce({COORDINATOR: coordinator})
+            (answer,) = channel.wait([channel.call(COORDINATOR, "scale", asked)])
+        except CommError as error:
+            raise Lost(f"scale: the launcher of {run_dir} does not answer; has the run ended? ({error})") from error
+        finally:
+            channel.close()
+    return answer.meta
+
+
+@contextmanager
+def open_to_change(run_dir: Path, coordinator: Address, secret: bytes) -> Iterator[None]:
+    """Inside, whoever may read the run's folder as its owner can ask for a change."""
+    path = run_dir / _CONTROL
+    try:
+        path.unlink(missing_ok=True)
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "w", encoding="utf-8") as text:
+            json.dump({"coordinator": coordinator, "secret": secret.hex()}, text)
+    except OSError as error:
+        raise RecordError(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _read_control(run_dir: Path) -> tuple[Address, bytes]:
+    path = run_dir / _CONTROL
+    try:
+        with path.open(encoding="utf-8") as text:
+            if os.fstat(text.fileno()).st_uid != os.geteuid():
+                raise ConfigError(f"scale: {path} must be of a run of yours, and is another user's")
+            found = json.loads(text.read())
+        return str(found["coordinator"]), bytes.fromhex(found["secret"])
+    except FileNotFoundError:
+        raise ConfigError(
+            f"scale: {run_dir} must be the folder of a run under way in processes of this machine, "
+            f"and has no {_CONTROL}{'' if run_dir.is_dir() else ' (there is no such folder)'}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"scale: {path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"scale: {path} is damaged: {error}") from error

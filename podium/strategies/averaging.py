@@ -1,0 +1,164 @@
+"""Bringing replicas together that have stepped by themselves: the mean of their parameters, and of their moments.
+
+What travels is how far each worker has gone from where all last agreed to be (its drift), times its part of the round's
+samples. The sum over the workers is the mean drift. So what nobody moved stays as it is in bits, and any codec may
+pack it: what was left out goes out with the next drift. All is packed as gradients are, by the run's codec and
+collective.
+
+Nothing here changes a parameter before all exchanges have succeeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from podium.comm.words import share_bytes
+from podium.engine.files import bytes_to_tree, tree_to_bytes
+from podium.engine.worker import Worker
+from podium.errors import ConfigError
+from podium.exchange.codecs.base import Turn
+from podium.strategies.rounds import joined, part_again
+
+
+class Anchor:
+    """Where all workers last agreed to be, and how they come to agree again."""
+
+    def __init__(self, worker: Worker, who: str, flats: list[Tensor] | None = None) -> None:
+        """`flats`: what drifts are measured from; the parameters as they are now, unless given."""
+        need_plain_codec(worker, who)
+        self.flats = [flat.clone() for flat in worker.params] if flats is None else flats
+        """Laid out as the parameters are."""
+        self.position = worker.position
+        """The sample position when they agreed."""
+        self.weight: float | None = None
+        """This worker's part of the last round; None before the first is over."""
+
+    def part_of(self, worker: Worker) -> float:
+        """This worker's part of the samples since then; 0 where it had none."""
+        return worker.round.samples / max(1, worker.position - self.position)
+
+    def drift(self, worker: Worker) -> list[Tensor]:
+        """The mean way from here to where the workers are now, by samples. Collective, and ends the round.
+
+        It lies in the worker's gradients, so it lasts until the next step. The anchor stays for the caller to move.
+        """
+        outgoing, turn, weight = worker.outgoing, turn_of(worker), self.part_of(worker)
+        drifts = [grad[: flat.numel()] for grad, flat in zip(worker.flat.grads, self.flats, strict=True)]
+        for drift, param, anchor in zip(drifts, worker.params, self.flats, strict=True):
+            torch.sub(param, anchor, out=drift).mul_(weight)
+        for bucket in range(worker.buckets):
+            outgoing.issue(bucket, turn)
+        worker.agree()
+        outgoing.complete(turn)
+        outgoing.step_done()
+        worker.comm.clock.touch(worker.flat.nbytes)
+        self.position, self.weight = worker.position, weight
+        return drifts
+
+    def to_mean(self, worker: Worker) -> None:
+        """Anchor and parameters become the mean of the workers' parameters. Collective, and ends the round."""
+        if worker.comm.size == 1 and not worker.outgoing.memory.of_span:
+            self.weight, self.position = 1.0, worker.position
+            return worker.agree()  # the mean of one is itself, in bits
+        for anchor, drift in zip(self.flats, self.drift(worker), strict=True):
+            anchor += drift
+        self.pull_here(worker)
+
+    def pull_here(self, worker: Worker) -> None:
+        """The parameters become the anchor."""
+        for param, anchor in zip(worker.params, self.flats, strict=True):
+            param.copy_(anchor)
+
+
+def need_plain_codec(worker: Worker, who: str) -> None:
+    """Refuse a codec that wants gradients."""
+    codec = worker.outgoing.packing.codec
+    if codec.takes_momentum:
+        raise ConfigError(
+            f"{who}: codec {codec.name} does the optimizer's momentum, and no gradients travel; use top-k"
+        )
+
+
+def turn_of(worker: Worker) -> Turn:
+    """Which exchange this is, for a codec; workers may have done different numbers of steps."""
+    return worker.turn._replace(step=worker.global_step)
+
+
+def mean_moments(worker: Worker, weight: float) -> None:
+    """The optimizers' state, averaged over the workers by these weights: moments, and the counts of steps. Collective.
+
+    A worker that has never stepped a parameter counts as one whose moments are zero.
+    """
+    if worker.comm.size == 1:
+        return
+    _complete_state(worker)
+    moments, counts = worker.moments(), _counts(worker)
+    kinds = sorted({(str(m.dtype), str(m.device)) for m in moments})
+    parts = [[m for m in moments if (str(m.dtype), str(m.device)) == kind] for kind in kinds]
+    sums = [joined([m * weight for m in part]) for part in parts]
+    # One more number, so that the tensor is never empty.
+    told = torch.tensor([*(float(state[key]) for _, state, key in counts), 0.0], dtype=torch.float64) * weight
+    collective = worker.outgoing.reducer.collective
+    worker.comm.wait(worker.comm.all_reduce(told), *(collective.all_reduce(worker.comm, flat) for flat in sums))
+    for flat, part in zip(sums, parts, strict=True):
+        part_again(flat, part)
+        worker.comm.clock.touch(flat.nbytes)
+    _set_counts(worker, counts, told.tolist())
+
+
+def _counts(worker: Worker) -> list[tuple[int, dict[str, Any], str]]:
+    """Single numbers in the optimizer's state, such as how often a parameter was stepped: (piece, state, key)."""
+    states = [(i, worker.optimizer.state.get(p, {})) for i, p in enumerate(worker.flat.parameters)]
+    found = [(i, state, key) for i, state in states for key in sorted(state)]
+    return [(i, s, k) for i, s, k in found if k == "step" or (isinstance(s[k], Tensor) and s[k].dim() == 0)]
+
+
+def _set_counts(worker: Worker, counts: Sequence[tuple[int, dict[str, Any], str]], means: Sequence[float]) -> None:
+    """Only where they differ: the optimizer has to take up its state anew."""
+    new = [round(mean) if key == "step" else mean for (_, _, key), mean in zip(counts, means, strict=False)]
+    # A parameter that the optimizer keeps without dimensions has moments without, too: those are set here, in place.
+    if all(key != "step" or float(state[key]) == mean for (_, state, key), mean in zip(counts, new, strict=True)):
+        for (_, state, key), mean in zip(counts, new, strict=True):
+            if key != "step":
+                state[key].fill_(mean)
+        return
+    states = worker.state()["optimizer"]
+    for (i, _, key), mean in zip(counts, new, strict=True):
+        value = states[worker.flat.pieces[i].name][key]
+        states[worker.flat.pieces[i].name][key] = value.fill_(mean) if isinstance(value, Tensor) else type(value)(mean)
+    worker.load_optimizer_state(states)
+
+
+def _complete_state(worker: Worker) -> None:
+    """Give those who have never stepped some parameter the state that others have for it, with zeros. Collective."""
+    comm, pieces = worker.comm, worker.flat.pieces
+    mine = torch.tensor([float(bool(worker.optimizer.state.get(p))) for p in worker.flat.parameters])
+    has = torch.empty((comm.size, mine.numel()))
+    comm.wait(comm.all_gather(mine, has.view(-1)))
+    givers: dict[int, list[int]] = {}  # the first who has it -> what others lack
+    for i in range(len(pieces)):
+        if 0 < has[:, i].sum() < comm.size:
+            givers.setdefault(int(has[:, i].argmax()), []).append(i)
+    if not givers:
+        return
+    states = worker.state()["optimizer"]
+    for place, lacking in givers.items():
+        names = [pieces[i].name for i in lacking]
+        told = tree_to_bytes({name: states[name] for name in names}) if place == comm.index else b""
+        given = bytes_to_tree(share_bytes(comm, comm.workers[place], told), f"state of rank {comm.workers[place]}")
+        for name in names:
+            shape = dict(worker.model.named_parameters())[name].shape
+            states.setdefault(name, {k: _unstepped(k, v, shape, worker.device) for k, v in given[name].items()})
+    worker.load_optimizer_state({name: states[name] for name in (piece.name for piece in pieces) if name in states})
+
+
+def _unstepped(key: str, value: Any, shape: torch.Size, device: torch.device) -> Any:
+    """What a parameter's state is before its first step, given what it is on another worker."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.to(device) if value.dim() > 0 else value
+    return torch.zeros_like(value) if key == "step" or value.shape == shape else value

@@ -1,0 +1,1 @@
+"""How trials share a device."""

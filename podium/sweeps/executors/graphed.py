@@ -1,0 +1,68 @@
+"""One trial by itself, its whole step captured in one CUDA graph: an array of one row."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+from podium.sweeps.fused.array import Array, structure_of
+from podium.sweeps.fused.bundle import Bundle
+from podium.sweeps.fused.resident import Resident
+from podium.sweeps.recipe import Parts, Recipe
+from podium.sweeps.trial import Evaluation, Trial
+
+
+class GraphedAlone:
+    """A trial under way, with the same face as `Alone`. Trials of one structure share the captured step, in turn."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        trial: Trial,
+        resident: Resident,
+        parts: Parts | None = None,
+        graphs: MutableMapping[Any, Any] | None = None,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        self.recipe, self.trial, self.resident = recipe, trial, resident
+        self.parts = recipe.make(trial) if parts is None else parts
+        kept = {} if graphs is None else graphs
+        key = structure_of(self.parts)
+        if key not in kept:
+            array = Array(recipe, self.parts, resident, 1, compiled=compiled)
+            kept[key] = (array, Bundle([array]))
+        self.array: Array
+        self._bundle: Bundle
+        self.array, self._bundle = kept[key]
+        self.array.load(0, self.parts)
+        self.steps_done, self._filled_to = 0, 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.steps_done >= self.parts.steps
+
+    @property
+    def loss(self) -> Tensor:
+        return self.array.loss[0]
+
+    def step(self) -> None:
+        """One step; on a GPU this returns before it is done."""
+        if self.steps_done >= self._filled_to:
+            self.array.refill([self.steps_done])
+            self._filled_to = self.steps_done + self.array.window
+        self._bundle.run(1)
+        self.steps_done += 1
+
+    def evaluate(self) -> Evaluation:
+        """How it does now on its validation data."""
+        found = self.array.evaluate([0], [self.steps_done])[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """Its `state_dict`, on the CPU."""
+        return self.array.save(0)

@@ -1,0 +1,324 @@
+"""Trials in Ray actors that each book a share of the GPU.
+
+Ray keeps the books and starts the processes; it enforces neither memory nor multiprocessors, and without MPS the driver
+lets the actors take turns. Only short JSON texts travel through Ray: a model goes through a file.
+
+A Ray of its own is started for the sweep, on the loopback address, and shut down after it. One that is already there is
+used, and left as it was; actors are then bound to this machine, whose files and GPU they share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, final
+
+import podium
+from podium.errors import ConfigError, MissingExtra, TrainingError
+from podium.launch.rendezvous import rendezvous_folder
+from podium.sweeps.executors.base import Desk, Executor, OnEvent
+from podium.sweeps.executors.crew import Heard, Labourers, run_crew
+from podium.sweeps.executors.labourer import Labourer, Mode, Orders, Page, settle_in
+from podium.sweeps.executors.mps import GRACE_S, check_clients, daemon_for, need_gpu, take_off
+from podium.sweeps.executors.processes import check_options, check_recipe, crew_of
+from podium.sweeps.recipe import Recipe
+
+_GRACE_S = 5.0
+_OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours lies in it
+_LONGEST_LOSS = 300
+_RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT")
+"""How the environment variables begin that Ray sets."""
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent to anyone
+    "RAY_worker_niceness": "0",  # or every other process of the machine would go before
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # there it listens on the loopback address only, and so here
+    "RAY_AUTH_MODE": "token",  # or any process of this machine could run code in it; not every version does by itself
+}
+_FIRST_WITH_TOKENS = (2, 52)
+"""The version of Ray that brought tokens: https://docs.ray.io/en/latest/ray-security/token-auth.html"""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RayActors(Executor):
+    """Trials in Ray actors, several to a GPU."""
+
+    name = "ray"
+
+    count: int | None = None
+    """How many at a time; None: as many as cores, at most 16 on a GPU."""
+    mode: Mode = "eager"
+    """`graph`, on a GPU: the whole step captured once and replayed; `compiled`: the same, by `torch.compile` first."""
+    mps: bool = False
+    """Whether actors compute on the GPU at the same time, through MPS; otherwise they take turns."""
+    threads: int | None = None
+    """Of each actor, within an operation; None divides the cores among them."""
+    deadline_s: float = 300.0
+    """Without progress for this long, an actor counts as dead."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.mps:
+            check_clients(self.name, self.count)
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what could not be trained so."""
+        _import_ray()
+        if self.mps:
+            need_gpu(self.name, recipe)
+        check_recipe(self, recipe)
+
+    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
+        ray, crew = _import_ray(), crew_of(self, recipe)
+        on_gpu = recipe.torch_device.type == "cuda"
+        with ExitStack() as stack:
+            daemon = stack.enter_context(daemon_for(self.name, recipe)) if self.mps else None
+            spool = stack.enter_context(rendezvous_folder())
+            if not ray.is_initialized():
+                stack.enter_context(_own_ray(ray, spool / "ray", gpus=int(on_gpu)))
+            share = 1 / crew.count if on_gpu else 0
+            if daemon is None:
+                actors = Actors(ray, share)
+            else:
+                actors = Actors(
+                    ray, share, daemon.env(), grace_s=GRACE_S, before_kill=functools.partial(take_off, daemon)
+                )
+            run_crew(crew, actors, recipe, spool, desk, on_event)
+
+
+class _Actor:
+    """A labourer in a Ray process; its messages are the arguments and results of calls."""
+
+    def __init__(self, orders: str) -> None:
+        told = Orders.from_json(orders)
+        settle_in(told)
+        self._labourer = Labourer(told)
+
+    def answer(self, text: str) -> str:
+        return self._labourer.answer(text)
+
+
+@final
+class Actors(Labourers):
+    """Labourers that are Ray actors of this machine."""
+
+    def __init__(
+        self,
+        ray: Any,
+        gpu_share: float,
+        env: Mapping[str, str] = MappingProxyType({}),
+        *,
+        grace_s: float = _GRACE_S,
+        before_kill: Callable[[int], Any] = lambda _pid: None,
+    ) -> None:
+        """`before_kill` hears the process id of one that is about to be killed at work."""
+        self._ray, self._share, self._env = ray, gpu_share, env
+        self._grace_s, self._before_kill = grace_s, before_kill
+        self._actors: dict[int, tuple[Any, Page]] = {}
+        self._open: dict[Any, int] = {}
+        """Calls that are not answered yet."""
+
+    def start(self, orders: Orders) -> int | None:
+        # The environment is set in the actor and not by Ray, which chooses the visible GPU after it.
+        orders = dataclasses.replace(orders, env=self._env)
+        affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        actor = self._ray.remote(_Actor).options(
+            num_cpus=0,
+            num_gpus=self._share,
+            max_restarts=0,
+            max_task_retries=0,
+            runtime_env={"env_vars": {"PYTHONPATH": _python_path(), "OMP_NUM_THREADS": str(orders.threads)}},
+            scheduling_strategy=affinity(self._ray.get_runtime_context().get_node_id(), soft=False),
+        )
+        self._actors[orders.number] = actor.remote(orders.to_json()), Page(orders.page)
+        return None
+
+    def send(self, number: int, text: str) -> None:
+        self._open[self._actors[number][0].answer.remote(text)] = number
+
+    def hear(self, timeout_s: float) -> list[Heard]:
+        if not self._open:
+            time.sleep(timeout_s)
+            return []
+        self._ray.wait(list(self._open), num_returns=1, timeout=timeout_s)
+        ready, _ = self._ray.wait(list(self._open), num_returns=len(self._open), timeout=0)
+        return [self._hear_one(call) for call in ready]
+
+    def _hear_one(self, call: Any) -> Heard:
+        number = self._open.pop(call)
+        try:
+            return Heard(number, self._ray.get(call, timeout=self._grace_s))
+        except self._ray.exceptions.RayError as error:
+            return Heard(number, None, f"its Ray actor is gone: {_in_short(error)}")
+
+    def end(self, number: int) -> None:
+        self._end([number])
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end(list(self._actors))
+
+    def _end(self, numbers: list[int]) -> None:
+        """Let them come to the end of a call, which those do soon that were asked to stop; then end them."""
+        ending = {number: self._actors.pop(number) for number in numbers}
+        calls = {call: number for call, number in self._open.items() if number in ending}
+        self._open = {call: number for call, number in self._open.items() if call not in calls}
+        busy = list(calls)
+        try:
+            if busy:
+                _, busy = self._ray.wait(busy, num_returns=len(busy), timeout=self._grace_s)
+        finally:
+            for call in busy:
+                self._before_kill(ending[calls[call]][1].pid)
+            for actor, _ in ending.values():
+                self._ray.kill(actor)
+            _see_off([page.pid for _, page in ending.values()])
+
+
+@contextmanager
+def _own_ray(ray: Any, folder: Path, gpus: int) -> Iterator[None]:
+    """A Ray of this machine, for as long as the `with` lasts. Who wants to join it needs its token."""
+    with (
+        _as_it_was(),
+        _own_token(),
+        # Ray has read its environment if it was imported before, and prints what it has to say to standard output.
+        _replaced("ray._private.ray_constants", "ENABLE_RAY_CLUSTER", False),
+        _replaced("ray._private.worker", "print_to_stdstream", lambda *_args, **_options: None),
+    ):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=0,  # Ray would start so many processes in advance, which actors with settings cannot use
+                num_gpus=gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=str(folder),
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            ray.shutdown()
+            raise TrainingError(f"executor ray: Ray must start, it did not: {error}") from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Give Ray its settings; then put back what it has changed in this process."""
+    settings = {name: value for name, value in os.environ.items() if name.startswith(_RAYS_OWN)}
+    on_sigterm, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("ray")
+    level = logger.level
+    # Ray would take its number of CPUs for this, and start one process after the other.
+    at_once = {"RAY_worker_maximum_startup_concurrency": str(len(os.sched_getaffinity(0)))}
+    os.environ.update(_SETTINGS | at_once)
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for name in [name for name in os.environ if name.startswith(_RAYS_OWN)]:
+            del os.environ[name]
+        os.environ.update(settings)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
+
+
+@contextmanager
+def _own_token() -> Iterator[None]:
+    """Have Ray ask for a token of this sweep's own, whatever the environment said when Ray was imported.
+
+    Ray would leave its token in the user's home, in a file that others may be able to read.
+    """
+    raylet = importlib.import_module("ray._raylet")
+    os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    try:
+        _read_again(raylet)
+        if raylet.get_authentication_mode() != raylet.AuthenticationMode.TOKEN:
+            raise TrainingError("executor ray: Ray must ask for a token before it runs anybody's code, it does not")
+        yield
+    finally:
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+            os.environ.pop(name, None)
+        _read_again(raylet)
+
+
+def _read_again(raylet: Any) -> None:
+    """Ray remembers its environment from when it was imported."""
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _replaced(module: str, name: str, value: object) -> Iterator[None]:
+    """What Ray offers no setting for; a Ray that has no such name keeps its own ways."""
+    place = importlib.import_module(module)
+    if not hasattr(place, name):
+        yield
+        return
+    before = getattr(place, name)
+    setattr(place, name, value)
+    try:
+        yield
+    finally:
+        setattr(place, name, before)
+
+
+def _import_ray() -> Any:
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise MissingExtra("ray", "ray", "executor ray") from error
+    version = str(ray.__version__)
+    if tuple(int(part) for part in version.split(".")[:2]) < _FIRST_WITH_TOKENS:
+        least = ".".join(map(str, _FIRST_WITH_TOKENS))
+        raise ConfigError(
+            f"executor ray: Ray must be at least {least}, which asks for a token before it runs anybody's code, "
+            f"got {version}: pip install 'podium[ray]'"
+        )
+    return ray
+
+
+def _python_path() -> str:
+    """Where an actor finds this Podium: before all that it would look through by itself."""
+    root = str(Path(podium.__file__).resolve().parents[1])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _in_short(error: Exception) -> str:
+    """Ray's account of a loss, without the addresses and the advice."""
+    text = str(error).strip().splitlines()
+    return (text[-1] if text else type(error).__name__)[:_LONGEST_LOSS]
+
+
+def _see_off(pids: list[int]) -> None:
+    """Wait until these processes are gone, which Ray sees to; not for ever."""
+    until = time.monotonic() + _GRACE_S
+    for pid in filter(None, pids):
+        while _is_alive(pid) and time.monotonic() < until:
+            time.sleep(0.01)
+        if _is_alive(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

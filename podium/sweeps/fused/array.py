@@ -1,0 +1,528 @@
+"""An array: trials of one structure, one per row, that take their steps together.
+
+    flat        [rows, parameters]   trainable parameters, each row one trial's, side by side
+    buffers     [rows, …] each       what the model keeps besides (running statistics, dropout's counters)
+    numbers     [rows, window, columns]  what the optimizer steps by; `window` is 1 where nothing is scheduled
+    order       [rows, window × batch]   which samples come next, `keys` what augmentation draws from
+    tick        [rows]               the place inside the window
+
+A step gathers every row's own batch from the one copy of the data, runs the model once under `torch.vmap`, takes the
+gradient of the sum of the losses (rows are independent, so each row's gradient is its own, and backward runs on
+ordinary kernels), and updates all rows. Nothing in it depends on the host, so it can be captured in a CUDA graph and
+replayed; rows come and go between replays, as copies into a row.
+
+A row that holds no trial goes on computing, on whatever it held; nothing looks at it. So can a row whose numbers have
+gone to NaN: no operation here mixes rows.
+
+With one row there is no `vmap`: the module is called as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.optim import SGD, Adagrad
+
+from podium.engine.optim import has_step_hooks
+from podium.errors import ConfigError, TrainingError
+from podium.sweeps.executors.alone import at_least_single, on_device, plain_state, validation
+from podium.sweeps.fused.compiling import compile_method, seconds_to_compile
+from podium.sweeps.fused.dropout import CountedDropout
+from podium.sweeps.fused.keys import callable_key, module_key, optimizer_key
+from podium.sweeps.fused.losses import lifted
+from podium.sweeps.fused.modules import prepared
+from podium.sweeps.fused.resident import Resident
+from podium.sweeps.fused.stacked_optim import (
+    ALIGN,
+    OwnOptimizers,
+    Place,
+    Stretch,
+    Timetable,
+    columns_of,
+    stack_optimizer,
+    stretches_of,
+    values_of,
+)
+from podium.sweeps.recipe import Parts, Recipe, computing
+from podium.sweeps.trial import Evaluation
+
+Mode = Literal["forward", "gradient"]
+"""What `vmap` goes over: the forward pass, with an ordinary backward; or the gradient too (recurrent nets need it)."""
+
+_WINDOW_BYTES = 32 << 20
+_LONGEST_WINDOW = 512
+_SHORTEST_WINDOW = 4
+
+
+class Structure(NamedTuple):
+    """What must be alike for trials to share an array."""
+
+    model: Any
+    optimizer: Any
+    loss: Any
+    data: Any
+    batch_size: int
+    clipped: bool
+    scheduled: bool
+    dropped: bool
+    """Whether any dropout may happen at all."""
+    autocast: str
+    hooked: bool
+    """Whether there are hooks on parameters or on the optimizer."""
+
+
+def structure_of(parts: Parts) -> Structure:
+    """The key that a trial is grouped by."""
+    names = {id(p): name for name, p in parts.model.named_parameters()}
+    task = parts.task
+    return Structure(
+        model=module_key(parts.model),
+        optimizer=optimizer_key(parts.optimizer, names, parts.may_vary),
+        loss=lifted(task.loss, varies="label_smoothing" in parts.varies).key,
+        data=callable_key(task.data),
+        batch_size=parts.batch_size,
+        clipped=task.clip_norm is not None,
+        scheduled=task.schedule is not None,
+        dropped="dropout" in parts.varies or _drops(parts.model),
+        autocast=task.autocast,
+        hooked=_hooked(parts),
+    )
+
+
+class Array:
+    """`rows` trials of one structure on one device. Rows are loaded, stepped together, saved and copied."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        first: Parts,
+        resident: Resident,
+        rows: int,
+        *,
+        mode: Mode = "forward",
+        fast: bool | None = None,
+        compiled: bool = False,
+        tells: bool = False,
+    ) -> None:
+        """`first` is any trial of the structure.
+
+        `fast` swaps layers for forms made for many models at once; None does so on a GPU, where they are faster. They
+        have no gradient under `vmap`, so the mode `gradient` does without. `tells`: torch warns of operations that it
+        does row by row.
+        """
+        self.recipe, self.resident, self.rows, self.mode = recipe, resident, rows, mode
+        self._made: dict[str, Any] = {"mode": mode, "fast": fast, "compiled": compiled}
+        self.device, self.task, self.batch_size = recipe.torch_device, first.task, first.batch_size
+        if resident.train.why_not:
+            raise ConfigError(f"fused: the data must lie on {self.device}, but {resident.train.why_not}")
+        if first.valid is None and resident.test.why_not:
+            raise ConfigError(f"fused: the test data must lie on {self.device}, but {resident.test.why_not}")
+        switch: Any = torch._C._functorch  # there is no public one
+        switch._set_vmap_fallback_warning_enabled(tells)
+        self.structure = structure_of(first)
+        self.held: list[Parts | None] = [None] * rows
+        self.base = copy.deepcopy(first.model).to(self.device)  # its modules in the modes that they were made in
+        if rows > 1:
+            fast = (self.device.type == "cuda" if fast is None else fast) and mode == "forward"
+            dense = skips_zero_gradients(first)
+            self.base = prepared(self.base, fast=fast, drops=self.structure.dropped, dense=dense)
+        self.judge = copy.deepcopy(self.base).eval()
+        """The same module for evaluation: its mode never changes under a compiled step."""
+        self._lay_out(first, compiled=compiled)
+        self._timetables: list[Timetable | None] = [None] * rows
+        self._shared: WeakValueDictionary[Hashable, Timetable] = WeakValueDictionary()
+        """Timetables that rows have now: trials with the same numbers and schedule, folds and seeds, run it once."""
+        self.window = self._window_of(first)
+        self.order = torch.zeros(rows, self.window * self.batch_size, dtype=torch.int64, device=self.device)
+        self.keys = torch.zeros_like(self.order) if resident.train.augment is not None else None
+        self.tick = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.clip = torch.ones(rows, 1, dtype=self.flat.dtype, device=self.device)
+        self.smoothing = torch.zeros(rows, dtype=self.flat.dtype, device=self.device)
+        self.loss = torch.zeros(rows, dtype=torch.float32, device=self.device)
+        """Each row's loss at its last step."""
+        self._places_in_batch = torch.arange(self.batch_size, device=self.device)
+        loss = on_device(first.task.loss, self.device)
+        self._call = lifted(loss, varies="label_smoothing" in first.varies).call
+        self._losses: Callable[..., Tensor] = self._stacked_losses
+        self._apply: Callable[..., None] = self._update
+        if compiled:
+            kind = (self.structure, rows, mode, fast, self.device, recipe.precision, recipe.dtype)
+            self._losses = compile_method(self._stacked_losses, kind)
+            if self.optimizer.capturable:
+                self._apply = compile_method(self._update, kind)
+
+    # The step.
+
+    def step(self) -> None:
+        """One step of every row, on its own next batch."""
+        tick = self.tick % self.window  # a row without a trial counts on, for ever
+        place = tick[:, None] * self.batch_size + self._places_in_batch
+        index = self.order.gather(1, place)
+        keys = None if self.keys is None else self.keys.gather(1, place)
+        inputs, targets = self.resident.train.batch(index, keys)
+        if self.mode == "gradient":
+            grads, losses = self._gradients(inputs, targets)
+        else:
+            # Fresh leaves: a leaf remembers the stream it was first used on, which would break a capture on another.
+            leaves = [leaf.detach().requires_grad_() for leaf in self.leaves]
+            losses = self._losses(leaves, inputs, targets)
+            grads = torch.autograd.grad(losses.sum(), leaves)
+        with torch.no_grad():
+            self._apply(grads, losses.detach())  # torch warns when it compiles for one that has a graph behind it
+
+    def _stacked_losses(self, leaves: list[Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        with computing(self.recipe, self.task):
+            if self.rows == 1:
+                whole = (self.frozen, self.buffers)
+                frozen, buffers = ({name: t[0] for name, t in held.items()} for held in whole)
+                return self._one(
+                    [leaf[0] for leaf in leaves], frozen, buffers, inputs[0], targets[0], self.smoothing[0]
+                )[None]
+            # Randomness that no seed of ours governs would differ from a trial alone: let it be refused.
+            losses: Tensor = vmap(self._one, randomness="error")(
+                leaves, self.frozen, self.buffers, inputs, targets, self.smoothing
+            )
+            return losses
+
+    def _one(
+        self,
+        leaves: Sequence[Tensor],
+        frozen: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        inputs: Tensor,
+        targets: Tensor,
+        smoothing: Tensor,
+    ) -> Tensor:
+        """One row's loss, as the model computes it."""
+        given = {place.name: leaf for place, leaf in zip(self.places, leaves, strict=True)}
+        outputs = functional_call(self.base, {**given, **frozen, **buffers}, (inputs,), strict=True)
+        loss = self._call(outputs, targets, smoothing)
+        if loss.dim():
+            raise ConfigError(f"{self.task.name}: the loss must be one number, got the shape {tuple(loss.shape)}")
+        return loss
+
+    def _gradients(self, inputs: Tensor, targets: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        with computing(self.recipe, self.task):
+            found, losses = vmap(grad_and_value(self._one), randomness="error")(
+                self.leaves, self.frozen, self.buffers, inputs, targets, self.smoothing
+            )
+        return found, losses
+
+    def _update(self, grads: Sequence[Tensor], losses: Tensor) -> None:
+        cut = [g.reshape(self.rows, -1) for g in grads]
+        pieces = [self._joined(cut[stretch.first : stretch.last], stretch) for stretch in self.stretches]
+        if self.structure.clipped:
+            norms = [torch.linalg.vector_norm(piece, dim=1, keepdim=True) for piece in pieces]
+            norm = torch.linalg.vector_norm(torch.cat(norms, dim=1), dim=1, keepdim=True)
+            share = (self.clip / (norm + 1e-6)).clamp(max=1.0)
+            pieces = [piece * share for piece in pieces]
+        tick = self.tick % self.window_of_numbers
+        numbers = self.numbers.gather(1, tick[:, None, None].expand(-1, 1, self.numbers.shape[2]))[:, 0]
+        self.optimizer.step(pieces, numbers)
+        self.tick.add_(1)
+        self.loss.copy_(losses)
+
+    def _joined(self, grads: Sequence[Tensor], stretch: Stretch) -> Tensor:
+        """Gradients of small parameters, side by side as they lie in a row."""
+        gaps = self._gaps[stretch.first : stretch.last]
+        pieces = [t for pair in zip(grads, gaps, strict=True) for t in pair if t is not None]
+        return torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
+
+    # Rows.
+
+    def load(self, row: int, parts: Parts) -> None:
+        """A trial begins in this row; what the row held is gone."""
+        structure = structure_of(parts)
+        if structure != self.structure:
+            unlike = [name for name in Structure._fields if getattr(structure, name) != getattr(self.structure, name)]
+            raise ConfigError(f"trial {parts.trial.number}: must be like the array it joins, differs in {unlike}")
+        params, buffers = dict(parts.model.named_parameters()), dict(parts.model.named_buffers())
+        for place in self.places:
+            self.flat[row, place.start : place.stop].copy_(params[place.name].detach().reshape(-1))
+        for name, tensor in self.frozen.items():
+            tensor[row].copy_(params[name].detach())
+        for name, tensor in self.buffers.items():
+            tensor[row].copy_(buffers[name])
+        self.optimizer.load(row, parts)
+        self._hold(row, parts)
+
+    def _hold(self, row: int, parts: Parts) -> None:
+        """The row's numbers are this trial's from now on."""
+        self.clip[row] = parts.task.clip_norm or 1.0
+        self.smoothing[row] = lifted(parts.task.loss).number
+        self._timetables[row] = self._timetable(parts) if self.optimizer.capturable else None
+        self.held[row] = parts
+
+    def _timetable(self, parts: Parts) -> Timetable:
+        numbers = tuple(values_of(parts.optimizer, self.columns))
+        key = (callable_key(parts.task.schedule), parts.steps, numbers)
+        found = self._shared.get(key)
+        if found is None:
+            found = self._shared[key] = Timetable(parts, self.columns)
+        return found
+
+    def change_numbers(self, row: int, parts: Parts, done: int) -> None:
+        """The trial in this row goes on with other numbers, as `parts` has them; parameters and moments stay."""
+        if structure_of(parts) != self.structure:
+            raise ConfigError(f"trial {parts.trial.number}: a change in mid-training must leave the structure as it is")
+        if isinstance(self.optimizer, OwnOptimizers):
+            self.optimizer.change_numbers(row, parts, done)
+        fresh = dict(parts.model.named_buffers())
+        for name in self._own_buffers:
+            self.buffers[name][row].copy_(fresh[name])
+        self._hold(row, parts)
+        if (timetable := self._timetables[row]) is not None:
+            self.numbers[row].copy_(timetable.rows(done, self.window_of_numbers).to(self.device))
+
+    def refill(self, steps: Sequence[int | None]) -> None:
+        """Give rows the samples and numbers of their next `window` steps; `steps`: how many each has done.
+
+        None leaves a row as it is.
+        """
+        for row, done in enumerate(steps):
+            parts = self.held[row]
+            if done is None or parts is None:
+                continue
+            index, keys = upcoming(parts, done, self.window)
+            self.order[row].copy_(_pinned(index, self.device), non_blocking=True)
+            if self.keys is not None:
+                self.keys[row].copy_(_pinned(keys.view(np.int64), self.device), non_blocking=True)
+            timetable = self._timetables[row]
+            if timetable is not None and (done == 0 or self.window_of_numbers > 1):
+                numbers = timetable.rows(done, self.window_of_numbers)
+                self.numbers[row].copy_(_pinned(numbers, self.device), non_blocking=True)
+            self.tick[row] = 0
+
+    def save(self, row: int) -> dict[str, Tensor]:
+        """The row's trial as an ordinary `state_dict`, on the CPU."""
+        parts = self.held[row]
+        assert parts is not None
+        values = {p.name: self.flat[row, p.start : p.stop].view(p.shape) for p in self.places}
+        values.update({name: tensor[row] for held in (self.frozen, self.buffers) for name, tensor in held.items()})
+        values = {name: tensor.detach().cpu().clone() for name, tensor in values.items()}
+        return plain_state(parts.model, values)
+
+    def release(self, row: int) -> None:
+        """The row's trial is over; the row goes on computing, and nobody looks."""
+        self.held[row] = None
+        self.optimizer.release(row)
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Parameters, buffers and moments of one row to another; its numbers, seed and samples stay its own."""
+        kept = {name: self.buffers[name][target].clone() for name in self._own_buffers}
+        for tensor in [*self.tensors(), *self.frozen.values()]:
+            if tensor is not self.tick:
+                tensor[target].copy_(tensor[source])
+        for name, value in kept.items():
+            self.buffers[name][target].copy_(value)
+        if isinstance(self.optimizer, OwnOptimizers):
+            self.optimizer.copy(source, target)
+
+    def narrower(self, rows: Sequence[int], steps: Sequence[int]) -> Array:
+        """A new array of these rows alone, as they stand after so many steps; they need samples before the next one.
+
+        Rows beyond `steps` hold no trial. This array must not take another step: some of what rows hold (their
+        schedules) belongs to the new one.
+        """
+        first = self.recipe.make(self._parts(rows[0]).trial)
+        new = Array(self.recipe, first, self.resident, len(rows), **self._made)
+        if new.structure != self.structure or len(rows) < 2 or not self.optimizer.capturable:
+            raise ConfigError("fused: an array can be made narrower where its optimizer is stacked, down to two rows")
+        chosen = torch.tensor(list(rows), device=self.device)
+        for mine, theirs in zip(new._all_of_rows(), self._all_of_rows(), strict=True):
+            mine.copy_(theirs.index_select(0, chosen))
+        for i, (row, done) in enumerate(zip(rows, steps, strict=False)):
+            new.held[i], timetable = self.held[row], self._timetables[row]
+            assert timetable is not None
+            new._timetables[i] = timetable
+            new.numbers[i].copy_(timetable.rows(done, new.window_of_numbers))
+        return new
+
+    @property
+    def compile_s(self) -> float:
+        """What compiling an array like this of another width is expected to take; 0 where nothing is compiled.
+
+        What torch has compiled for this one does not serve it.
+        """
+        return seconds_to_compile(self.base) if self._made["compiled"] else 0.0
+
+    def _all_of_rows(self) -> list[Tensor]:
+        """What a row holds besides its samples and its numbers."""
+        return [*self.tensors(), *self.frozen.values(), self.clip, self.smoothing, self.loss]
+
+    def tensors(self) -> list[Tensor]:
+        """All that a step changes; the first dimension is rows."""
+        return [self.flat, self.tick, *self.buffers.values(), *self.optimizer.tensors()]
+
+    def evaluate(
+        self, rows: Sequence[int], steps: Sequence[int], most: int | None = None
+    ) -> list[Evaluation | Exception]:
+        """How these rows do on their validation data, or on the first `most` samples of it, after so many steps.
+
+        Where a trial's own loss or metric raises, what it raised.
+        """
+        parts = [self._parts(row) for row in rows]
+        wanted = [(shelf, index[:most]) for shelf, index in (validation(self.resident, one) for one in parts)]
+        shelf, longest = wanted[0][0], max(len(index) for _, index in wanted)
+        padded = np.stack([np.resize(index, longest) for _, index in wanted])
+        places = torch.from_numpy(padded).to(self.device)
+        outputs, targets = self._predict(rows, places)
+        found: list[Evaluation | Exception] = []
+        for i, (one, (_, index)) in enumerate(zip(parts, wanted, strict=True)):
+            try:
+                found.append(one.evaluate(steps[i], outputs[i, : len(index)], targets[i, : len(index)]))
+            except Exception as error:  # the user's own code
+                found.append(error)
+        assert all(other is shelf for other, _ in wanted)
+        return found
+
+    @torch.no_grad()
+    def _predict(self, rows: Sequence[int], places: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and targets [rows, samples, …] on the CPU."""
+        chosen = torch.tensor(list(rows), device=self.device)
+        all_rows = list(rows) == list(range(self.rows))
+
+        def take(tensor: Tensor) -> Tensor:
+            return tensor if all_rows else tensor.index_select(0, chosen)
+
+        given = {p.name: take(leaf) for p, leaf in zip(self.places, self.leaves, strict=True)}
+        given.update({name: take(tensor) for name, tensor in self.frozen.items()})
+        # Copies, where they would be the rows' own: an evaluation leaves no trace.
+        given.update({name: take(b).clone() if all_rows else take(b) for name, b in self.buffers.items()})
+        shelf = validation(self.resident, self._parts(rows[0]))[0]
+        size = max(1, self.task.eval_batch_size // max(1, len(rows) // 8))
+        columns: list[tuple[Tensor, Tensor]] = []
+        with computing(self.recipe, self.task):
+            for start in range(0, places.shape[1], size):
+                inputs, targets = shelf.batch(places[:, start : start + size], None)
+                columns.append((at_least_single(self._outputs(given, inputs)).cpu(), targets.cpu()))
+        outputs, targets = (torch.cat(column, dim=1) for column in zip(*columns, strict=True))
+        return outputs, targets
+
+    def _outputs(self, given: dict[str, Tensor], inputs: Tensor) -> Tensor:
+        def one(values: dict[str, Tensor], x: Tensor) -> Any:
+            return functional_call(self.judge, values, (x,), strict=True)
+
+        if self.rows == 1 or self.mode == "gradient":  # recurrent nets have no rule for `vmap` without gradients
+            rows = [one({k: t[i] for k, t in given.items()}, inputs[i]) for i in range(len(inputs))]
+            found: Any = torch.stack(rows)
+        else:
+            found = vmap(one)(given, inputs)
+        if not isinstance(found, Tensor):
+            raise ConfigError(f"fused: the model's output must be one tensor, got {type(found).__name__}")
+        return found
+
+    # How it is laid out.
+
+    def _lay_out(self, first: Parts, *, compiled: bool) -> None:
+        model, rows = self.base, self.rows
+        params = dict(model.named_parameters())
+        self._check(params)
+        if self.structure.hooked:
+            raise ConfigError(
+                "fused: there must be no hooks on parameters or on the optimizer, which rows of an array do not call"
+            )
+        names = {id(p): name for name, p in first.model.named_parameters()}
+        group_of = {names[id(p)]: i for i, g in enumerate(first.optimizer.param_groups) for p in g["params"]}
+        used = self._used(first, [name for name, p in params.items() if name in group_of and p.requires_grad])
+        trained = sorted((name for name in params if name in used), key=lambda name: group_of[name])
+        self.places, self._gaps, at = [], [], 0
+        dtype = next(iter(params.values())).dtype
+        for name in trained:
+            size = params[name].numel()
+            gap = -size % ALIGN
+            self.places.append(Place(name, at, at + size, params[name].shape, group_of[name]))
+            self._gaps.append(torch.zeros(rows, gap, dtype=dtype, device=self.device) if gap else None)
+            at += size + gap
+        self.flat = torch.zeros(rows, at, dtype=dtype, device=self.device)
+        self.stretches = stretches_of(self.places, self.flat, compiled=compiled)
+        self.leaves = [self.flat[:, p.start : p.stop].view(rows, *p.shape) for p in self.places]
+        self.frozen = {name: _stacked(p.detach(), rows) for name, p in params.items() if name not in used}
+        # Rows that are written to in place must be contiguous, or running statistics are silently not updated.
+        self.buffers = {name: _stacked(b, rows) for name, b in model.named_buffers()}
+        self._own_buffers = [
+            f"{name}.{own}" if name else own
+            for name, module in model.named_modules()
+            if isinstance(module, CountedDropout)
+            for own in ("rate", "key")
+        ]
+        self.columns = columns_of(first.optimizer)
+        self.optimizer = stack_optimizer(self.flat, self.places, self.stretches, first, self.columns)
+        self.window_of_numbers = 1
+
+    def _window_of(self, first: Parts) -> int:
+        per_step = self.rows * self.batch_size * 8
+        window = max(_SHORTEST_WINDOW, min(_LONGEST_WINDOW, _WINDOW_BYTES // per_step, first.steps))
+        self.window_of_numbers = window if self.structure.scheduled else 1
+        shape = (self.rows, self.window_of_numbers, len(self.columns))
+        self.numbers = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        return window
+
+    def _used(self, first: Parts, names: Sequence[str]) -> set[str]:
+        """The parameters that the loss depends on: the others get no gradient, and no step, alone either."""
+        model = copy.deepcopy(first.model).to(self.device)
+        params = dict(model.named_parameters())
+        index = torch.from_numpy(upcoming(first, 0, 1)[0]).to(self.device)
+        keys = torch.zeros_like(index)
+        inputs, targets = self.resident.train.batch(index, keys)
+        with computing(self.recipe, self.task):
+            loss = on_device(self.task.loss, self.device)(model(inputs), targets)
+        grads = torch.autograd.grad(loss, [params[name] for name in names], allow_unused=True)
+        return {name for name, grad in zip(names, grads, strict=True) if grad is not None}
+
+    def _check(self, params: dict[str, nn.Parameter]) -> None:
+        kinds = {p.dtype for p in params.values()}
+        if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
+            raise ConfigError(f"fused: all parameters must have one floating type, got {sorted(map(str, kinds))}")
+
+    def _parts(self, row: int) -> Parts:
+        parts = self.held[row]
+        if parts is None:
+            raise TrainingError(f"fused: row {row} holds no trial")
+        return parts
+
+
+def skips_zero_gradients(parts: Parts) -> bool:
+    """Whether a row without a gradient stays as it is under this optimizer, so that sparse and dense are the same."""
+    plain = all(g.get("momentum", 0) == 0 and g.get("weight_decay", 0) == 0 for g in parts.optimizer.param_groups)
+    return type(parts.optimizer) in (SGD, Adagrad) and plain
+
+
+def upcoming(parts: Parts, done: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Samples and keys of `count` steps after `done`; beyond the trial's end, whatever comes."""
+    index, keys = [], []
+    step, left = done, count
+    while left > 0:
+        epoch, place = divmod(step, parts.steps_per_epoch)
+        take = min(left, parts.steps_per_epoch - place)
+        samples, their_keys = parts.epoch(epoch)
+        cut = slice(place * parts.batch_size, (place + take) * parts.batch_size)
+        index.append(samples[cut])
+        keys.append(their_keys[cut])
+        step, left = step + take, left - take
+    return np.concatenate(index), np.concatenate(keys)
+
+
+def _hooked(parts: Parts) -> bool:
+    owners: list[Any] = list(parts.model.parameters())
+    return has_step_hooks(parts.optimizer) or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in owners)
+
+
+def _stacked(tensor: Tensor, rows: int) -> Tensor:
+    return tensor.detach().unsqueeze(0).expand(rows, *tensor.shape).clone(memory_format=torch.contiguous_format)
+
+
+def _drops(model: nn.Module) -> bool:
+    return any(isinstance(m, CountedDropout) and float(m.rate) > 0 for m in model.modules())
+
+
+def _pinned(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
+    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -1,0 +1,327 @@
+"""Slots: trials come into rows of running arrays, are judged, leave, and others take their places.
+
+The host knows beforehand when anything will happen to a row: its samples run out, it is to be evaluated, it ends. So it
+lets all arrays run as many steps as nothing happens in, without looking at the device, and then does what is due: gives
+rows new samples, evaluates those that are due together, asks the desk, frees rows and fills them from the queue. The
+graph stays the same while rows are needed; a trial that comes late begins at its own step 0 in it.
+
+Towards a sweep's end rows stay empty, and cost as much as others. Once half of them are, and what is left of the sweep
+is long enough to pay for it, the trials move into arrays without those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from podium.errors import ConfigError, PodiumError, TrainingError
+from podium.sweeps.executors.alone import outcome_of
+from podium.sweeps.executors.base import Desk, OnEvent, WithReturned
+from podium.sweeps.fused.array import Array, structure_of
+from podium.sweeps.fused.bundle import Bundle
+from podium.sweeps.recipe import Parts, Recipe
+from podium.sweeps.trial import Evaluation, Outcome, Trial, Verdict
+
+_LONGEST_RUN = 2000
+"""Steps after which the host looks up, to see whether it is asked to stop."""
+_LOOK_UP_S = 0.5
+"""The same on the CPU, in seconds."""
+_PER_ROW = 0.5
+"""What a step's rows cost of it, at least: the rest is the same for any number of them."""
+_NARROW_S = 0.1
+"""What new arrays cost, besides what the first ones did."""
+
+
+class Slot:
+    """A row of an array with a trial in it."""
+
+    def __init__(self, array: Array, row: int, parts: Parts) -> None:
+        self.array, self.row, self.parts = array, row, parts
+        self.steps, self.filled_to = 0, 0
+        self.history: list[Evaluation] = []
+        self.began = time.perf_counter()
+
+    @property
+    def trial(self) -> Trial:
+        return self.parts.trial
+
+    def until_event(self, every: int) -> int:
+        """Steps until something happens to this row."""
+        ahead = min(self.parts.steps, self.filled_to) - self.steps
+        if every > 0:
+            period = every * self.parts.steps_per_epoch
+            ahead = min(ahead, period - self.steps % period)
+        return ahead
+
+
+class Slots:
+    """Fills the rows of these arrays from the desk, until there is no more."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        arrays: list[tuple[Array, Desk]],
+        executor: str,
+        on_event: OnEvent,
+        *,
+        captured: bool | None = None,
+        narrows: bool = True,
+        bundle: Bundle | None = None,
+    ) -> None:
+        """Each array has the desk that its trials come from. `bundle`: of these arrays, if there is one already."""
+        self.recipe, self.executor, self.on_event = recipe, executor, on_event
+        self.arrays, self.captured = dict(enumerate(arrays)), captured
+        """By their places; those that nobody needs any more are left out."""
+        self.bundle = bundle or Bundle([array for array, _ in arrays], captured=captured)
+        self.narrows = narrows
+        """Whether arrays may be made narrower."""
+        self.slots: dict[tuple[int, int], Slot] = {}
+        self.copied = False
+        """Whether any row took over another's state: then no trial can be trained again by itself."""
+        self.steps = 0
+        """How often all arrays took a step."""
+        self._timed: tuple[int, float] = (0, 0.0)
+        """Steps of this bundle that were timed, and what they took, without evaluations."""
+        self._since: tuple[int, float] | None = None
+        """From which step on, and when, the next ones are timed."""
+
+    def run(self, first: dict[int, list[Parts]] | None = None) -> None:
+        """Train until no trial is left; `first`: trials that were taken already, by the array's place."""
+        for place, waiting in (first or {}).items():
+            for parts in waiting:
+                self._begin(place, parts.trial, lambda parts=parts: parts)  # type: ignore[misc]  # bound now, not later
+        self._fill()
+        self._refill()
+        longest = 1 if self.bundle.device.type == "cpu" else _LONGEST_RUN
+        while self.slots:
+            steps = min(slot.until_event(self.recipe.eval_every) for slot in self.slots.values())
+            steps = min(steps, longest)
+            if self.bundle.captured:
+                self.bundle.run(0)  # the capture is no step
+            began = time.perf_counter()
+            if self.bundle.start_s is not None:  # the first step of all may take far longer
+                self._since = self._since or (self.steps, began)
+            self.bundle.run(steps)
+            if self.bundle.device.type == "cpu":  # elsewhere steps are only asked for by now
+                longest = max(1, min(_LONGEST_RUN, int(steps * _LOOK_UP_S / (time.perf_counter() - began + 1e-9))))
+            self.steps += steps
+            for slot in self.slots.values():
+                slot.steps += steps
+            if any(slot.parts.is_due(slot.steps, self.recipe.eval_every) for slot in self.slots.values()):
+                self._note_time()
+            if any(desk.stop_requested() for _, desk in self.arrays.values()):
+                return
+            for place in self.arrays:
+                self._judge(place)
+            self._fill()
+            self._narrow()
+            self._refill()
+
+    def _note_time(self) -> None:
+        """What steps took since the last time, before anything else is done."""
+        self.recipe.wait()  # as the evaluation would
+        if self._since is not None:
+            steps, at = self._since
+            done, seconds = self._timed
+            self._timed = (done + self.steps - steps, seconds + time.perf_counter() - at)
+        self._since = None
+
+    # What happens to rows.
+
+    def _fill(self) -> None:
+        for place, (array, desk) in self.arrays.items():
+            while len([key for key in self.slots if key[0] == place]) < array.rows:
+                trial = desk.take()
+                if trial is None:
+                    break
+                self._begin(place, trial, lambda trial=trial: self.recipe.make(trial))  # type: ignore[misc]  # as above
+
+    def _begin(self, place: int, trial: Trial, make: Callable[[], Parts]) -> None:
+        try:
+            self._put(place, self._free_row(place), make())
+        except Exception as error:  # this trial's, not the sweep's
+            self.arrays[place][1].hand_in(failed(trial, error, self.executor), None)
+
+    def _put(self, place: int, row: int, parts: Parts) -> None:
+        array, _ = self.arrays[place]
+        array.load(row, parts)
+        self.slots[place, row] = Slot(array, row, parts)
+        self.on_event({"event": "trial", "trial": parts.trial.number, "state": "begins", "row": row})
+
+    def _free_row(self, place: int) -> int:
+        return next(row for row in range(self.arrays[place][0].rows) if (place, row) not in self.slots)
+
+    def _refill(self) -> None:
+        """Rows whose samples are used up get the next ones."""
+        for place, (array, _) in self.arrays.items():
+            slots = {row: slot for (at, row), slot in self.slots.items() if at == place}
+            due = {row: slot for row, slot in slots.items() if slot.steps >= slot.filled_to}
+            if not due:
+                continue
+            array.refill([due[row].steps if row in due else None for row in range(array.rows)])
+            for slot in due.values():
+                slot.filled_to = slot.steps + array.window
+
+    def _narrow(self) -> None:
+        """Leave out rows, and arrays, that no trial will ever need again, where that pays."""
+        wanted = {place: self._rows_wanted(place) for place in self.arrays}
+        if not self.narrows or not self.slots or not self._pays(sum(wanted.values())):
+            return
+        try:
+            moved = {at: self._narrower(at) for at, rows in wanted.items() if 0 < rows < self.arrays[at][0].rows}
+        except Exception as error:  # the user's own code, or memory: then it goes on as it is
+            self.narrows = False
+            self.on_event({"event": "not narrowed", "why": f"{type(error).__name__}: {error}"[:500]})
+            return
+        for place, (array, slots) in moved.items():
+            self.arrays[place] = (array, self.arrays[place][1])
+            for row, slot in enumerate(slots):
+                del self.slots[place, slot.row]
+                slot.array, slot.row, slot.filled_to = array, row, slot.steps
+            self.slots.update({(place, slot.row): slot for slot in slots})
+        self.arrays = {place: seat for place, seat in self.arrays.items() if wanted[place]}
+        before = sum(array.rows for array in self.bundle.arrays)
+        self.bundle.close()
+        self.bundle = Bundle([array for array, _ in self.arrays.values()], captured=self.captured)
+        self._timed = (0, 0.0)
+        self.on_event({"event": "narrowed", "rows": sum(wanted.values()), "before": before})
+
+    def _pays(self, rows: int) -> bool:
+        """Whether arrays of so many rows in all would save more until the end than making them costs."""
+        before, (steps, seconds) = sum(array.rows for array in self.bundle.arrays), self._timed
+        if 2 * rows > before or not steps:
+            return False
+        ahead = max(slot.parts.steps - slot.steps for slot in self.slots.values())
+        saved = _PER_ROW * (1 - rows / before) * ahead * seconds / steps
+        return saved > _NARROW_S + max(self.bundle.start_s or 0.0, sum(array.compile_s for array in self.bundle.arrays))
+
+    def _rows_wanted(self, place: int) -> int:
+        """How many rows the array would have if it were made now."""
+        array, desk = self.arrays[place]
+        live = sum(at == place for at, _ in self.slots)
+        if desk.expects_more():
+            return array.rows
+        if array.rows <= 2 or not array.optimizer.capturable:
+            return array.rows if live else 0
+        return min(array.rows, max(2, live)) if live else 0
+
+    def _narrower(self, place: int) -> tuple[Array, list[Slot]]:
+        """The array with the rows that hold trials alone, and their slots in its order."""
+        array, _ = self.arrays[place]
+        slots = [slot for (at, _), slot in sorted(self.slots.items()) if at == place]
+        rows = [slot.row for slot in slots]
+        if len(rows) < 2:  # an array has two: the other one goes on computing, and nobody looks
+            rows.append(next(row for row in range(array.rows) if row not in rows))
+        return array.narrower(rows, [slot.steps for slot in slots]), slots
+
+    def _judge(self, place: int) -> None:
+        array, desk = self.arrays[place]
+        due = [
+            slot
+            for (at, _), slot in sorted(self.slots.items())
+            if at == place and slot.parts.is_due(slot.steps, self.recipe.eval_every)
+        ]
+        if not due:
+            return
+        found = array.evaluate([slot.row for slot in due], [slot.steps for slot in due])
+        sound: list[tuple[Slot, Evaluation]] = []
+        for slot, evaluation in zip(due, found, strict=True):
+            if isinstance(evaluation, Exception):  # a metric that raises ends its own trial
+                self._end(place, slot, "failed", f"{type(evaluation).__name__}: {evaluation}")
+                continue
+            slot.history.append(evaluation)
+            if not math.isfinite(evaluation.loss):
+                self._end(place, slot, "diverged", f"its loss is {evaluation.loss} after {slot.steps} steps")
+                continue
+            sound.append((slot, evaluation))
+        becoming: list[tuple[Slot, Verdict]] = []
+        verdicts = desk.report_all([(slot.trial, evaluation) for slot, evaluation in sound])
+        for (slot, _), verdict in zip(sound, verdicts, strict=True):
+            if isinstance(verdict, ConfigError):  # it has not the metric that the sweep is about
+                self._end(place, slot, "failed", f"{type(verdict).__name__}: {verdict}")
+            elif slot.steps >= slot.parts.steps:
+                self._end(place, slot, "finished", "")
+            elif verdict.action == "stop":
+                self._end(place, slot, "stopped", verdict.why)
+            elif verdict.action == "become":
+                becoming.append((slot, verdict))
+        for slot, verdict in becoming:
+            self._become(place, slot, verdict)
+
+    def unfinished(self, place: int) -> list[Trial]:
+        """The trials that sit in rows of this array."""
+        return [slot.trial for (at, _), slot in sorted(self.slots.items()) if at == place]
+
+    def _end(self, place: int, slot: Slot, status: str, why: str) -> None:
+        _, desk = self.arrays[place]
+        seconds = time.perf_counter() - slot.began
+        state = slot.array.save(slot.row)
+        slot.array.release(slot.row)
+        del self.slots[place, slot.row]
+        desk.hand_in(outcome_of(slot.parts, status, why, slot.steps, slot.history, self.executor, seconds), state)
+
+    def _become(self, place: int, slot: Slot, verdict: Verdict) -> None:
+        """The row takes over another's parameters and moments, and goes on with changed numbers."""
+        others = [s for (at, _), s in self.slots.items() if at == place and s.trial.number == verdict.source]
+        if not others:  # it ended in this very round
+            self.on_event({"event": "not copied", "trial": slot.trial.number, "source": verdict.source})
+            return
+        parts = self._changed(slot, verdict.options)
+        self.copied = True
+        slot.array.copy_row(others[0].row, slot.row)
+        slot.parts = parts
+        slot.array.change_numbers(slot.row, slot.parts, slot.steps)
+        slot.filled_to = slot.steps  # its samples go on where they were; its numbers are read anew
+
+    def _changed(self, slot: Slot, options: Mapping[str, Any]) -> Parts:
+        """The trial with these options changed, but for those that would make it another model."""
+        kept: dict[str, Any] = {}
+        for name, value in options.items():
+            trial = dataclasses.replace(slot.trial, options={**slot.trial.options, **kept, name: value})
+            if structure_of(self.recipe.make(trial)) == slot.array.structure:
+                kept[name] = value
+            else:
+                self.on_event({"event": "not changed", "trial": slot.trial.number, "option": name})
+        return self.recipe.make(dataclasses.replace(slot.trial, options={**slot.trial.options, **kept}))
+
+
+def train_in_slots(
+    recipe: Recipe,
+    arrays: list[tuple[Array, Desk]],
+    first: dict[int, list[Parts]],
+    executor: str,
+    on_event: OnEvent,
+    *,
+    captured: bool | None = None,
+    narrows: bool = True,
+    bundle: Bundle | None = None,
+) -> list[Desk]:
+    """Train in these arrays. Where a step raises, what is not finished is left for another way, from its beginning.
+
+    The list is empty afterwards: who leaves an array behind on the way lets go of it.
+    """
+    slots = Slots(recipe, arrays, executor, on_event, captured=captured, narrows=narrows, bundle=bundle)
+    arrays.clear()
+    try:
+        slots.run(first)
+    except PodiumError:
+        raise
+    except Exception as error:  # the user's own code at a later step, or memory that did not suffice
+        if slots.copied:
+            raise TrainingError(f"fused: a step raised {type(error).__name__}: {error}") from error
+        on_event({"event": "fell back", "why": f"{type(error).__name__}: {error}"[:500]})
+        left: list[Desk] = []
+        for place, (_, desk) in slots.arrays.items():
+            for trial in slots.unfinished(place):
+                desk.begin_again(trial)
+            left.append(WithReturned(desk, slots.unfinished(place)))
+        return left
+    return []
+
+
+def failed(trial: Trial, error: Exception, executor: str) -> Outcome:
+    """What a trial comes to that could not even begin, or raised."""
+    return Outcome(trial=trial, status="failed", why=f"{type(error).__name__}: {error}", executor=executor)

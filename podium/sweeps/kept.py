@@ -1,0 +1,96 @@
+"""Which models a sweep keeps, while it is not known yet which point is the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from podium.sweeps.trial import Outcome
+
+
+@dataclass
+class _Held:
+    """What a point has come to so far."""
+
+    number: int
+    over: int = 0
+    failed: bool = False
+    values: list[float] = field(default_factory=list)
+    best: Outcome | None = None
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.values) / len(self.values)  # whatever order they came in: a tie must stay a tie
+
+
+class BestModel:
+    """Keeps the model of the best point's best trial, and deletes others as soon as they can no longer be it.
+
+    A point's mean is not known before all its trials are over, so until then each point keeps its best trial's model.
+    One with trials that failed keeps it, too: they are trained again when the sweep goes on, and it may yet win.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
+        self._folder, self._metric, self._sign = folder, config["metric"], 1 if config["maximize"] else -1
+        self._per_point = len(config["seeds"]) * (config["folds"] or {}).get("count", 1)
+        self._points: dict[int, _Held] = {}
+        self._champion: _Held | None = None  # of the points of which all trials finished
+        for outcome in outcomes:
+            self.add(outcome)
+
+    def add(self, outcome: Outcome) -> None:
+        """A trial is over."""
+        point = self._points.setdefault(outcome.trial.point, _Held(outcome.trial.point))
+        point.over += 1
+        point.failed |= outcome.status == "failed"
+        through = outcome.status == "finished" and outcome.evaluation is not None
+        value = outcome.evaluation.value_of(self._metric) if through and outcome.evaluation is not None else math.nan
+        if math.isfinite(value):
+            point.values.append(value)
+            known = None if point.best is None else point.best.evaluation
+            if known is not None and self._sign * (value - known.value_of(self._metric)) <= 0:
+                self._delete(outcome)
+            else:
+                self._delete(point.best)
+                point.best = outcome
+        else:
+            self._delete(outcome)
+        if point.over == self._per_point:
+            self._weigh(point)
+
+    def end(self) -> None:
+        """Nothing more will come: only the best point keeps a model."""
+        some = [point for point in self._points.values() if point.values]
+        best = self._champion or max(
+            some, key=lambda p: (len(p.values), self._sign * p.mean, -p.number), default=None
+        )  # as `swept.find_points` ranks them
+        for point in some:
+            if point is not best and not point.failed:
+                self._delete(point.best)
+
+    def _weigh(self, point: _Held) -> None:
+        """All trials of a point are over: it is the best so far, or its model can go."""
+        if point.failed:
+            return
+        champion = self._champion
+        if len(point.values) < self._per_point:
+            if champion is not None:
+                self._delete(point.best)
+            return
+        if champion is None or (self._sign * point.mean, -point.number) > (
+            self._sign * champion.mean,
+            -champion.number,
+        ):
+            self._champion = point
+            for other in self._points.values():
+                if other is not point and other.over == self._per_point and not other.failed:
+                    self._delete(other.best)
+        else:
+            self._delete(point.best)
+
+    def _delete(self, outcome: Outcome | None) -> None:
+        if outcome is not None and outcome.model:
+            (self._folder / outcome.model).unlink(missing_ok=True)

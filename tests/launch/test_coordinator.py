@@ -1,0 +1,144 @@
+"""The coordinator and the members it watches over, each with real sockets; the ranks are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from podium.engine.recovery import Regroup
+from podium.errors import ConfigError, Lost, MissingExtra, PodiumError, RankFailed, UnknownName
+from tests.launch.conftest import Make
+from tests.launch.place import SHORT_S, Place, wait_until
+
+
+def test_a_busy_rank_is_waited_for_beyond_the_deadline_and_then_regroups(place: Make) -> None:
+    here = place(deadline_s=SHORT_S)
+    first, second = here.begin()
+    first.busy("validation")
+    waiting = here.regroup(second)
+    time.sleep(5 * SHORT_S)
+    assert not waiting.done()
+    first.busy(None)
+    plan = here.regroup(first).result(10.0)
+    assert plan == waiting.result(10.0) == Regroup(1, (0, 1), 0)
+    assert not here.lost()
+
+
+def test_a_rank_that_is_through_with_what_kept_it_busy_has_a_whole_deadline_to_report(place: Make) -> None:
+    here = place(deadline_s=1.0)
+    first, second = here.begin()
+    first.busy("validation")
+    waiting = here.regroup(second)
+    time.sleep(2.0)
+    first.busy(None)
+    time.sleep(0.4)
+    here.regroup(first).result(10.0)
+    assert waiting.result(10.0).members == (0, 1)
+
+
+def test_a_rank_that_neither_reports_nor_is_busy_is_hung_also_while_another_is_busy(place: Make) -> None:
+    here = place(3, deadline_s=SHORT_S)
+    first, second, _hangs = here.begin()
+    first.busy("validation")
+    waiting = here.regroup(second)
+    wait_until(lambda: bool(here.lost()))
+    first.busy(None)
+    here.regroup(first)
+    assert waiting.result(10.0).members == (0, 1)
+    assert here.killed == [2]
+    assert here.lost()[2].endswith("raise deadline_s")
+    assert "hung" in here.lost()[2]
+
+
+def fall_silent(here: Place, rank: int) -> None:
+    """Once training is under way, its thread ends and its connection stays: as if the whole process stood still."""
+    wait_until(lambda: any(event["event"] == "progress" for event in here.events))
+    here.members[rank]._closing.set()
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_silent_process_is_given_the_deadline_if_it_runs_and_a_heartbeat_if_not(place: Make, runs: bool) -> None:
+    asked = threading.Event()
+
+    def see(rank: int) -> bool:
+        asked.set()
+        return runs
+
+    limits = {"heartbeat_s": SHORT_S, "deadline_s": 1.0} if runs else {"heartbeat_s": SHORT_S, "deadline_s": 60.0}
+    here = place(runs=see, **limits)
+    first, _ = here.begin()
+    fall_silent(here, 1)
+    assert asked.wait(10.0)
+    assert here.regroup(first).result(10.0).members == (0,)
+    assert here.killed == [1]
+    decided = "deadline_s" if runs else "heartbeat_s"
+    assert f"longer than {decided} allows, and killed" in here.lost()[1]
+    assert here.lost()[1].endswith(f"raise {decided}")
+
+
+def test_where_nobody_can_say_how_a_process_is_a_few_heartbeats_of_silence_are_allowed(place: Make) -> None:
+    here = place(heartbeat_s=SHORT_S, deadline_s=60.0)
+    first, _ = here.begin()
+    fall_silent(here, 1)
+    time.sleep(2 * SHORT_S)
+    assert not here.lost()
+    assert here.regroup(first).result(10.0).members == (0,)
+    assert "heartbeat_s" in here.lost()[1]
+
+
+def words(error: str, message: str, place: str = "") -> dict[str, Any]:
+    return {"error": error, "message": message, "place": place, "traceback": "", "log": ""}
+
+
+def test_a_failure_before_joining_ends_the_run_with_the_ranks_own_error(place: Make) -> None:
+    here = place()
+    here.members[1].failed(words("ValueError", "ValueError: too soon", "loop.py:2 in <module>"))
+    with pytest.raises(RankFailed, match=r"^rank 1: ValueError: too soon\n  at loop.py:2 in <module>$"):
+        here.outcome.result(10.0)
+
+
+CLASSES: dict[str, tuple[str, type[PodiumError]]] = {
+    "unknown name": (UnknownName.__name__, ConfigError),
+    "missing extra": (MissingExtra.__name__, ConfigError),
+    "configuration": (ConfigError.__name__, ConfigError),
+    "the user's": ("KeyError", RankFailed),
+    "a name of the module that is no error": ("Iterable", RankFailed),
+}
+
+
+@pytest.mark.parametrize(("name", "cls"), CLASSES.values(), ids=CLASSES.keys())
+def test_a_ranks_error_keeps_its_exit_code(place: Make, name: str, cls: type[PodiumError]) -> None:
+    here = place()
+    here.members[0].failed(words(name, "what it said"))
+    with pytest.raises(PodiumError, match=r"^rank 0: what it said$") as caught:
+        here.outcome.result(10.0)
+    assert type(caught.value) is cls
+
+
+def test_a_rank_that_got_no_reply_says_what_to_raise(place: Make) -> None:
+    here = place()
+    for member in here.begin():
+        member.failed(words("DeadlineExceeded", "no reply for 20 s from rank 2 ('push')"))
+    with pytest.raises(PodiumError, match=r"^rank \d: no reply for 20 s .*raise deadline_s$"):
+        here.outcome.result(10.0)
+
+
+def test_the_last_words_of_a_lost_rank_are_not_heard(place: Make) -> None:
+    here = place(heartbeat_s=SHORT_S, deadline_s=60.0, runs=lambda _rank: False)
+    first, _ = here.begin()
+    fall_silent(here, 1)
+    here.regroup(first).result(10.0)
+    here.members[1].failed(words("ValueError", "too late"))
+    time.sleep(SHORT_S)
+    assert not here.outcome.done()
+
+
+def test_a_run_that_loses_its_last_worker_ends_with_the_advice(place: Make) -> None:
+    here = place(1, heartbeat_s=SHORT_S, deadline_s=2 * SHORT_S, runs=lambda _rank: True)
+    here.begin()
+    fall_silent(here, 0)
+    with pytest.raises(Lost, match=r"^worker 0 was lost: silent for .* last heard of at step 1; .*raise deadline_s$"):
+        here.outcome.result(10.0)
