@@ -5,7 +5,7 @@
         settings={"task": "digits-mlp", "launcher": "virtual", "epochs": 3},
         factors={"strategy": ["all-reduce", "parameter-server"], "workers": [2, 4, 8]},
     )
-    podium.compare(study, out="runs/links")
+    podium.run_study(study, out="runs/links")
 
 A factor's level is a value of the setting of that name (`workers`, `task.lr`), or a name for several settings at once
 (`{"slow": {"cluster": "slow.toml"}, "fast": {"cluster": "fast.toml"}}`). `Study.design` works out the cells.
