@@ -22,6 +22,7 @@ from podium.config import build, parse_strategy
 from podium.data.base import ArrayDataset, Dataset
 from podium.errors import ConfigError, DataError, PodiumError, TrainingError, UnknownName
 from podium.imports import find_class
+from podium.records.metrics import lower_is_better
 from podium.sweeps import EXECUTORS
 from podium.sweeps.desk import Keep
 from podium.sweeps.executors.base import Executor
@@ -41,7 +42,6 @@ from podium.task import Task
 SpaceLike = Space | Mapping[str, Any] | Sequence[str] | None
 FoldsLike = int | str | Sequence[tuple[Any, Any]] | Any | None
 
-MINIMISED = ("loss", "mae", "mse", "rmse", "mape", "perplexity", "nll")
 _CHUNK = 4096
 
 
@@ -125,12 +125,6 @@ def make_executor(given: str | Executor) -> Executor:
     if not issubclass(cls, Executor):
         raise ConfigError(f"{name} must be an executor class, got {cls!r}")
     return build(cls, options, who=f"executor {name}")
-
-
-def is_minimised(metric: str) -> bool:
-    """Whether less of a metric is better, by its name."""
-    words = metric.lower().replace("-", "_").split("_")
-    return any(word in MINIMISED for word in words) or "loss" in metric.lower() or "error" in metric.lower()
 
 
 # What was asked for.
@@ -289,7 +283,7 @@ def _aim(recipe: Recipe, first: Trial, metric: str | None, maximize: bool | None
     if metric is not None and metric not in ("loss", *known):
         raise UnknownName("metric", metric, ["loss", *known])
     chosen = metric or ("accuracy" if "accuracy" in known else [*known, "loss"][0])
-    return chosen, not is_minimised(chosen) if maximize is None else maximize
+    return chosen, not lower_is_better(chosen, maximize)
 
 
 def _data(recipe: Recipe, first: Trial) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from podium.lab.stats.statistics import (
     require_statistics,
     summarise,
 )
-from podium.lab.study.rows import default_target, lower_is_better, metric_name, time_to_target
+from podium.lab.study.rows import default_target, metric_name, time_to_target
 from tests.lab.synthetic import failed_row, make_row, make_rows
 
 
@@ -113,13 +113,6 @@ def test_time_to_target_is_that_of_the_first_validation_that_met_it() -> None:
 def test_metrics_of_a_validation_may_lie_in_a_table_of_their_own() -> None:
     row = make_row("solo", 0, history=[{"seconds": 2.5, "loss": 1.0, "metrics": {"accuracy": 0.9}}])
     assert time_to_target(row, "accuracy", 0.9) == 2.5
-
-
-@pytest.mark.parametrize(
-    ("name", "lower"), [("accuracy", False), ("r2", False), ("mae", True), ("val_loss", True), ("MSE", True)]
-)
-def test_errors_and_losses_are_better_when_lower(name: str, lower: bool) -> None:
-    assert lower_is_better(name) is lower
 
 
 def test_the_target_lies_short_of_the_best_on_the_worse_side() -> None:

@@ -37,7 +37,7 @@ from podium.sweeps.desk import read_outcomes
 from podium.sweeps.held import held
 from podium.sweeps.kept import BestModel
 from podium.sweeps.origin import describe_data
-from podium.sweeps.plan import is_minimised, plan
+from podium.sweeps.plan import plan
 from podium.sweeps.recipe import Recipe
 from podium.sweeps.search.base import Source
 from podium.sweeps.search.crossed import Crossed
@@ -721,13 +721,6 @@ def test_a_score_that_is_no_number_is_said_to_be_none() -> None:
     config: dict[str, Any] = {"metric": "accuracy", "maximize": True, "folds": None, "seeds": [0, 1]}
     answer = tell(found, find_rivals(found, config), outcomes, config)
     assert "Of 4 trials 2 finished with a score that is no number" in answer and "came to a score" in answer
-
-
-@pytest.mark.parametrize(
-    ("metric", "less"), [("loss", True), ("mae", True), ("val_error", True), ("accuracy", False), ("r2", False)]
-)
-def test_losses_and_errors_are_minimised(metric: str, less: bool) -> None:
-    assert is_minimised(metric) is less
 
 
 def test_a_minimised_metric_has_its_smallest_first(tmp_path: Path) -> None:

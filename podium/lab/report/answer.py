@@ -20,10 +20,10 @@ from podium.lab.study.rows import (
     default_target,
     finished,
     first_level,
-    lower_is_better,
     metric_name,
 )
 from podium.lab.study.store import Row
+from podium.records.metrics import lower_is_better
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Findings:
 def find(rows: Sequence[Row], target: float | None = None, maximize: bool | None = None) -> Findings:
     """Evaluate all rows. With no target, it is chosen from the results (`rows.default_target`).
 
-    `maximize` is which way the metric is better; None goes by its name (`rows.lower_is_better`).
+    `maximize` is which way the metric is better; None goes by its name (`podium.records.metrics`).
     """
     metric = metric_name(rows)
     goal = default_target(rows, metric, maximize) if target is None else target

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from podium.lab.report.format import plain, probability, spread
 from podium.lab.stats.statistics import Contrast, Mean, compare_pairs, mean_interval
-from podium.lab.study.rows import at_validation, cells, final_value, finished, lower_is_better, number
+from podium.lab.study.rows import at_validation, cells, final_value, finished, number
 from podium.lab.study.store import Row
+from podium.records.metrics import lower_is_better
 
 _SLACK = 1 + 1e-9
 """Two sums of the same seconds may differ in their last digits."""

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from podium.config import RunConfig, RunResult, build
 from podium.errors import Interrupted, RecordError
 from podium.lab.study.design import Stop
-from podium.lab.study.rows import lower_is_better, metric_name
+from podium.lab.study.rows import metric_name
 from podium.lab.study.store import Row, place_of, write_whole
 from podium.records.energy import open_meter
+from podium.records.metrics import lower_is_better
 from podium.records.recorder import read_records, to_json
 from podium.records.staleness import tables
 from podium.strategies import make_strategy

@@ -12,13 +12,8 @@ from typing import Any, NamedTuple
 
 from podium.imports import find_class
 from podium.lab.study.store import Key, Row
+from podium.records.metrics import lower_is_better
 from podium.strategies.triggers import TRIGGERS, WATCHED
-
-LOWER_IS_BETTER = (
-    *("loss", "mae", "mse", "rmse", "mape", "error", "err", "perplexity", "ppl", "nll", "entropy", "crossentropy"),
-    *("wer", "cer", "fid", "distance", "regret", "cost"),
-)
-"""A metric is better when lower if its name is one of these or ends in one, as `val_loss` does."""
 
 TARGET_SHARE = 0.95
 """A target that nobody set is this share of the best strategy's mean final metric."""
@@ -33,13 +28,6 @@ def number(value: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return result if math.isfinite(result) else None
-
-
-def lower_is_better(metric: str, maximize: bool | None = None) -> bool:
-    """Which way is better: as the study's `maximize` says, or by the metric's name where it says nothing."""
-    if maximize is not None:
-        return not maximize
-    return metric.lower().replace("-", "_").split("_")[-1] in LOWER_IS_BETTER
 
 
 def deciding_rows(rows: Iterable[Row]) -> list[Row]:

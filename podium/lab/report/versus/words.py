@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from podium.lab.report.format import plain, probability, spread
 from podium.lab.report.versus.base import FEW, NAMED, Change, FromZero, Set, Side, Versus
 from podium.lab.stats.statistics import Mean
-from podium.lab.study.rows import (
-    lower_is_better,
-)
+from podium.records.metrics import lower_is_better
 
 
 def answer(found: Versus, shared: Sequence[str]) -> str:
