@@ -1,4 +1,4 @@
-"""What README and report claim is what the committed records say, and what the examples print."""
+"""What README, pages and report claim is what the committed records say, and what the examples print."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from podium.strategies import STRATEGIES, find_strategy
 
 ROOT = Path(__file__).parent.parent
 STUDIES = ROOT / "docs" / "studies"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-REPORT = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+REPORT, TOUR, ABOUT, PERFORMANCE, LIMITS = (
+    PAGES[f"{name}.md"] for name in ("report", "tour", "strategies", "performance", "limits")
+)
 
 
 @cache
@@ -95,17 +96,17 @@ class TestTheSwitchingStudy:
         overlap, on_core = (one.ratio(small, "async", small) for one in (usual, core))
         ms = usual.step_ms
         even, both = ms["all-reduce, equal-finish"], ms["all-reduce, equal-finish, small buckets"]
-        for text in (said(README), said(REPORT)):
+        for text in (said(ABOUT), said(REPORT)):
             assert f"{overlap:.3f}" in text and f"{on_core:.3f}" in text
             assert f"{even:.0f} ms a step instead of {ms[plain]:.0f}" in text
             assert f"{both:.0f} with small buckets" in text
-        assert f"takes {even / ms[plain]:.2f} of it without any switch" in said(README)
+        assert f"takes {even / ms[plain]:.2f} of it without any switch" in said(ABOUT)
 
     def test_ratio_and_accuracy_are_those_of_the_records(self) -> None:
         (cifar,) = (panel for panel in panels(records("switching.jsonl")) if panel.setting == "cifar")
         line = cifar.line("strategy-switch")
         assert line is not None and line.time is not None
-        assert f"{line.time.mean:.3f}" == "0.596" and "0.596 ± 0.027" in REPORT and "| 0.60 | 75.0 % |" in README
+        assert f"{line.time.mean:.3f}" == "0.596" and "0.596 ± 0.027" in REPORT and "| 0.60 | 75.0 % |" in ABOUT
 
     def test_the_number_of_runs(self) -> None:
         assert f"{len(records('switching.jsonl'))} runs, most with 8 workers" in said(REPORT)
@@ -119,17 +120,19 @@ class TestCounts:
     def test_those_that_take_no_codec_and_survive_no_loss_are_named(self) -> None:
         found = {name: find_strategy(name) for name in STRATEGIES.keys() - {"phases", "strategy-switch", "solo"}}
         assert {name for name, kind in found.items() if not kind.packs} == {"gossip", "ad-psgd"}
-        assert "all but `gossip` and `ad-psgd` any codec" in said(README)
+        assert "all but `gossip` and `ad-psgd` any codec" in said(ABOUT)
         fragile = {name for name, kind in found.items() if kind.survives_loss is False}
-        assert fragile == {"gossip", "ad-psgd"} and "`gossip` and `ad-psgd` end with an error when a worker" in README
+        assert fragile == {"gossip", "ad-psgd"} and "`gossip` and `ad-psgd` end with an error when a worker" in LIMITS
 
     def test_collectives(self) -> None:
-        assert len(COLLECTIVES.keys() - {"default", "auto"}) == 9 and "nine ways for workers to add them up" in README
+        assert (
+            len(COLLECTIVES.keys() - {"default", "auto"}) == 9 and "nine ways for workers to add them up" in PERFORMANCE
+        )
 
 
 def test_nccl_is_not_chosen_where_ranks_name_their_own_gpu_as_they_do_between_machines() -> None:
     assert backend_for("cuda:0", 1) == backend_for("cuda:1", 2) == "gloo"
-    assert "over several machines collectives are always gloo's" in said(README)
+    assert "over several machines collectives are always gloo's" in said(LIMITS)
 
 
 class TestFilesThatAreNamed:
@@ -146,18 +149,18 @@ class TestFilesThatAreNamed:
 
 
 MADE_WITH = ("2.13.0", "AVX512")
-"""Hashes in the README: another version of torch, or another CPU, may round otherwise."""
+"""Hashes in the tour: another version of torch, or another CPU, may round otherwise."""
 same_rounding = pytest.mark.skipif(
     (torch.__version__.partition("+")[0], torch.backends.cpu.get_cpu_capability()) != MADE_WITH,
-    reason="the README's hashes are of another torch or CPU",
+    reason="the tour's hashes are of another torch or CPU",
 )
 
 
 class TestHashes:
     def block(self, command: str) -> str:
-        """What the README shows below a command, up to the next one."""
-        found = re.search(rf"^\$ {re.escape(command)}.*\n((?:(?!\$ |```).*\n)*)", README, re.MULTILINE)
-        assert found, f"the README has no {command}"
+        """What the tour shows below a command, up to the next one."""
+        found = re.search(rf"^\$ {re.escape(command)}.*\n((?:(?!\$ |```).*\n)*)", TOUR, re.MULTILINE)
+        assert found, f"the tour has no {command}"
         return found[1]
 
     def shown(self, command: str) -> str:
@@ -167,7 +170,7 @@ class TestHashes:
 
     @pytest.mark.slow
     @same_rounding
-    def test_four_workers_end_with_what_the_readme_shows(self, tmp_path: Path) -> None:
+    def test_four_workers_end_with_what_the_tour_shows(self, tmp_path: Path) -> None:
         result = podium.train("digits-mlp", strategy="all-reduce", workers=4, launcher="threads", out=str(tmp_path))
         shown = self.shown("podium train digits-mlp --strategy all-reduce --workers 4")
         assert result.param_hash["0"].startswith(shown)
@@ -179,4 +182,26 @@ class TestHashes:
         result = podium.train(
             "digits-mlp", strategy=strategy, workers=2, epochs=5, launcher="threads", out=str(tmp_path)
         )
-        assert README.count(f"replicas   all 2 equal ({result.param_hash['0'][:12]})") == 3
+        assert TOUR.count(f"replicas   all 2 equal ({result.param_hash['0'][:12]})") == 3
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text):
+            found = (page.parent / target).resolve() if target else page
+            assert "://" in target or found.exists(), f"{page.name}: {target}"
+            if anchor and found.suffix == ".md" and found.parent in (ROOT, ROOT / "docs"):
+                assert anchor in anchors(found), f"{page.name}: {target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in links, and the names it gives itself."""
+    text = page.read_text(encoding="utf-8")
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    return made | set(re.findall(r'<a (?:id|name)="([^"]+)"', text))
+
+
+def test_the_readme_can_be_finished() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
