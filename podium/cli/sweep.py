@@ -16,7 +16,7 @@ from podium.cli.output import Output, wrapped
 from podium.errors import ConfigError
 
 if TYPE_CHECKING:
-    from podium.sweeps.swept import Sweep
+    from podium.sweeps.result import Sweep
 
 ASKED = "stopping, what is finished is kept… (Ctrl-C again stops at once)"
 LINE_EVERY_S = 10.0
@@ -216,8 +216,8 @@ def line_of(event: Mapping[str, Any]) -> str | None:
         return f"cannot be fused: {event['why']}"
     if kind == "fell back":
         return f"begins again, one by one: {event['why']}"
-    if kind == "labourer lost":
-        return f"process {event['labourer']} lost: {event['why']}"
+    if kind == "process lost":
+        return f"process {event['trial_process']} lost: {event['why']}"
     if kind == "outcome" and event["status"] == "failed":
         return f"trial {event['trial']['number']} failed: {event['why']}"
     return None

@@ -48,7 +48,7 @@ from podium.comm.tls import Guard, Tls, TlsStream
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
 if TYPE_CHECKING:
-    from podium.comm.desk import Desk
+    from podium.comm.schedule_runner import ScheduleRunner
 
 _HANDSHAKE_S = 5.0
 _RETRY_S = 0.05
@@ -91,7 +91,7 @@ class Channel:
         self.limits = limits or Limits()
         self.inbox = Inbox(self.limits)
         self.traffic, self.wire = Traffic(), Traffic()  # bytes of tensors; bytes at the sockets, handshakes left out
-        self.desk: Desk | None = None
+        self.runner: ScheduleRunner | None = None
         self._secret = secret
         self._guard = None if tls is None else Guard(tls, deadline_s, self.vanished_s)
         self._tally = threading.Lock()
@@ -328,8 +328,8 @@ class Channel:
             for token in [token for token, asked in list(self._asked.items()) if asked[0] is link]:
                 self._asked.pop(token, None)
             self._changed.notify_all()
-        if self.desk is not None:
-            self.desk.departed(link.peer)
+        if self.runner is not None:
+            self.runner.departed(link.peer)
         what = "this channel was closed" if self._closed else f"rank {link.peer} left{link.why}"
         with self._settled:
             for handle in orphans:

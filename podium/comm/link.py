@@ -19,8 +19,8 @@ from torch import Tensor
 from podium.comm import frames
 from podium.comm.arena import neighbour_of
 from podium.comm.base import DEPARTED, Handle, Message
-from podium.comm.desk import GIVE_UP, MOVE
 from podium.comm.frames import Frame, FrameError, Header, Limits
+from podium.comm.schedule_runner import GIVE_UP, MOVE
 from podium.comm.sockets import Pulse, Stream, leaves_host, shut
 from podium.errors import CommError, DeadlineExceeded, Lost
 
@@ -313,9 +313,9 @@ class Link:
         if header.kind == SHARING:
             return None
         if header.kind in (MOVE, GIVE_UP):
-            if self.channel.desk is None or header.call:
+            if self.channel.runner is None or header.call:
                 raise FrameError(f"rank {self.peer} sent {header.kind!r}, and no exchange goes on here")
-            return self.channel.desk.place(header)
+            return self.channel.runner.place(header)
         if header.call < 0:
             handle = self._pending.get(-header.call)
             if handle is None:
@@ -332,8 +332,8 @@ class Link:
             self.shares = self.channel.arena is not None
             return
         if header.kind in (MOVE, GIVE_UP):
-            assert self.channel.desk is not None
-            return self.channel.desk.arrived(header, frame.body)
+            assert self.channel.runner is not None
+            return self.channel.runner.arrived(header, frame.body)
         message = Message(header.source, header.kind, header.meta, frame.body, landing=frame.landing)
         if header.call < 0:
             with self._turn:

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from podium.comm.arena import Arena
 from podium.comm.base import Clock, Communicator, Counters, Handle, Message, Meta, nbytes_of
-from podium.comm.board import Address, Board, BoardHandle, can_share
 from podium.comm.channel import Channel
-from podium.comm.desk import Desk, ExchangeHandle
 from podium.comm.link import ChannelHandle
 from podium.comm.schedule import Chain, nbytes_received, nbytes_sent
+from podium.comm.schedule_runner import ExchangeHandle, ScheduleRunner
+from podium.comm.shared_memory import Address, SharedMemoryGroup, SharedMemoryHandle, can_share
 from podium.comm.sockets import Address as SocketAddress
 from podium.comm.torch_dist import Group
 from podium.errors import CommError, DeadlineExceeded, Lost
@@ -96,10 +96,10 @@ class RealCommunicator(Communicator):
         self._lasting: set[int] = set()
         self._on_gpu = False
         self._mixed: bool | None = None  # None: not compared yet in this generation
-        self._homes: dict[BoardHandle, tuple[Tensor, Tensor]] = {}
+        self._homes: dict[SharedMemoryHandle, tuple[Tensor, Tensor]] = {}
         self.talks = channel is not None
-        self._board: Board | None = None
-        self._desk = None if channel is None else Desk(channel)
+        self._board: SharedMemoryGroup | None = None
+        self._runner = None if channel is None else ScheduleRunner(channel)
         self._exchanges = 0
         self._counter: _Counter | None = None
         if group is not None:
@@ -139,7 +139,7 @@ class RealCommunicator(Communicator):
 
     def exchange(self, chains: Sequence[Chain], tensor: Tensor) -> Handle:
         self._need_channel()
-        assert self._desk is not None
+        assert self._runner is not None
         if not tensor.is_contiguous():
             raise CommError(f"rank {self.rank}: what is exchanged must be contiguous, got stride {tensor.stride()}")
         tensor = tensor.detach().view(-1)
@@ -147,7 +147,7 @@ class RealCommunicator(Communicator):
         self.traffic.received += nbytes_received(chains, tensor.element_size())
         self._exchanges += 1
         staged = tensor if tensor.device.type == "cpu" else tensor.cpu()
-        handle = self._desk.issue(self._exchanges, self.workers, chains, staged)
+        handle = self._runner.issue(self._exchanges, self.workers, chains, staged)
         handle.home = None if staged is tensor else tensor
         return handle
 
@@ -167,7 +167,7 @@ class RealCommunicator(Communicator):
             self._mixed = self._compare_devices()
         return tensor.cpu() if self._mixed and tensor.is_cuda else tensor
 
-    def _shared(self, handle: BoardHandle, tensor: Tensor, staged: Tensor) -> BoardHandle:
+    def _shared(self, handle: SharedMemoryHandle, tensor: Tensor, staged: Tensor) -> SharedMemoryHandle:
         if staged is not tensor:
             self._homes[handle] = (tensor, staged)
         return handle
@@ -259,11 +259,11 @@ class RealCommunicator(Communicator):
         for handle in handles:
             if isinstance(handle, CollectiveHandle):
                 self._need_group().wait(handle.key)
-            elif isinstance(handle, BoardHandle):
+            elif isinstance(handle, SharedMemoryHandle):
                 self._wait_shared(handle, deadline_s)
             elif isinstance(handle, ExchangeHandle):
-                assert self._desk is not None
-                self._desk.wait(handle, deadline_s)
+                assert self._runner is not None
+                self._runner.wait(handle, deadline_s)
                 if handle.home is not None:
                     handle.home.copy_(handle.tensor)
         if not calls:
@@ -325,7 +325,7 @@ class RealCommunicator(Communicator):
         channel = self._need_channel()
         channel.introduce({server: self._relocate(server, channel.address_book.get(server, ""))})
 
-    def _wait_shared(self, handle: BoardHandle, deadline_s: float) -> None:
+    def _wait_shared(self, handle: SharedMemoryHandle, deadline_s: float) -> None:
         if self._board is None and not handle.done:
             raise Lost("a collective failed: the group was dropped")
         if self._board is not None:
@@ -337,8 +337,8 @@ class RealCommunicator(Communicator):
     def abandon(self) -> None:
         if self._board is not None:
             self._board.close()
-        if self._desk is not None and self.size > 1:
-            self._desk.give_up("the group was dropped", self.workers)
+        if self._runner is not None and self.size > 1:
+            self._runner.give_up("the group was dropped", self.workers)
         self._need_group().drop()
 
     def regroup(
@@ -361,15 +361,15 @@ class RealCommunicator(Communicator):
         if self._board is not None:
             self._board.close()
             self._board = None
-        if self._desk is not None:
-            self._desk.form(self.generation)
+        if self._runner is not None:
+            self._runner.form(self.generation)
         group.form(self.generation, self.index, self.size)
         if self._meets_in is not None and self.size > 1 and can_share() and group.backend != "nccl":
             self._board = self._open_board(group, self._meets_in)
 
-    def _open_board(self, group: Group, arena: Arena) -> Board | None:
+    def _open_board(self, group: Group, arena: Arena) -> SharedMemoryGroup | None:
         """Meet the others of this host in memory; all of them, or nobody does."""
-        board = Board(arena, self.deadline_s, self._lasting)
+        board = SharedMemoryGroup(arena, self.deadline_s, self._lasting)
         words = group.tell_all(self.generation, self.index, self.size, json.dumps(board.address.to_json()))
         found = {rank: Address.from_json(json.loads(word)) for rank, word in zip(self.workers, words, strict=True)}
         refused = torch.zeros(1)

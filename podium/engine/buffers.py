@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from podium.comm.base import Communicator
-from podium.comm.words import share_bytes
+from podium.comm.broadcast_bytes import share_bytes
 from podium.errors import ConfigError, TrainingError
 
 _CHANGED = 0x7FF8706F6469756D

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from podium.comm.base import Communicator
-from podium.comm.words import share_bytes
+from podium.comm.broadcast_bytes import share_bytes
 from podium.engine import checkpoint
 from podium.engine.files import Checksum
 from podium.errors import CheckpointError

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from podium.comm.base import Communicator
-from podium.comm.words import share_bytes
+from podium.comm.broadcast_bytes import share_bytes
 from podium.data.base import ArrayDataset, Data, Dataset, MapDataset, read_pair
 from podium.engine.generators import seed_generators, undrawn
 from podium.errors import ConfigError, DataError, PodiumError

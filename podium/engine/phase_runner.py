@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from podium.comm.words import share_bytes
+from podium.comm.broadcast_bytes import share_bytes
 from podium.engine.build import fitted
 from podium.errors import ConfigError, PodiumError
 from podium.exchange.reducing import Packing, make_packing

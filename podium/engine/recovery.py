@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from podium.comm.words import share_bytes
+from podium.comm.broadcast_bytes import share_bytes
 from podium.engine.buffers import fit_buffers
 from podium.engine.files import bytes_to_tree, tree_to_bytes
 from podium.engine.worker import Worker

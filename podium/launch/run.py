@@ -33,9 +33,9 @@ from podium.exchange.codecs.auto import AutoCodec
 from podium.exchange.collectives import collective_of
 from podium.exchange.reducing import make_packing
 from podium.launch.base import Event, Launcher, Plan, Planned
-from podium.launch.claim import claimed, refuse_taken
 from podium.launch.ending import termination_saves
 from podium.launch.notices import notices
+from podium.launch.run_folder_lock import claimed, refuse_taken
 from podium.records.manifest import read_manifest, write_manifest
 from podium.records.recorder import merge_records, read_records, to_json
 from podium.records.summary import Summary

@@ -38,13 +38,13 @@ from podium.engine.build import Job, device_of
 from podium.engine.loop import run_user_script
 from podium.errors import CommError, ConfigError, PodiumError, RecordError
 from podium.launch.base import Event, Planned
-from podium.launch.claim import claimed
 from podium.launch.coordinator import COORDINATOR, FIRST_ASKER, Coordinator
 from podium.launch.local import endpoints_of, rules_of
 from podium.launch.notices import notices
 from podium.launch.process import NodeSpec, run_node
 from podium.launch.rendezvous import rendezvous_folder
 from podium.launch.run import conclude, plan_script, prepare
+from podium.launch.run_folder_lock import claimed
 from podium.launch.secret import find_secret, leave_secret, need_secret, removed_with_this_process
 from podium.records.manifest import write_manifest
 from podium.records.recorder import Recorder, merge_records, to_json

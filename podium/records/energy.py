@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, final
 
 if TYPE_CHECKING:
-    from podium.records.nvml import Board
+    from podium.records.nvml import Gpu
 
 POWERCAP = Path("/sys/class/powercap")
 
@@ -36,12 +36,12 @@ def open_meter(device: str) -> Meter | None:
 
 
 @final
-class BoardMeter:
+class GpuMeter:
     """The GPU's own counter, by NVML."""
 
     what = "GPU board, by NVML"
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Gpu) -> None:
         self._board = board
 
     def joules(self) -> float | None:
@@ -90,11 +90,11 @@ class PackageMeter:
             return 0
 
 
-def _open_board(index: int) -> BoardMeter | None:
+def _open_board(index: int) -> GpuMeter | None:
     from podium.records.nvml import open_board
 
     board = open_board(index)
-    return None if board is None else BoardMeter(board)
+    return None if board is None else GpuMeter(board)
 
 
 def _open_packages(root: Path = POWERCAP) -> PackageMeter | None:

@@ -53,7 +53,7 @@ class Clocks(NamedTuple):
 
 
 @final
-class Board:
+class Gpu:
     """One GPU as NVML sees it. Every figure is of the whole board, whoever uses it.
 
     Made by `open_board`; close it, or use it in a `with`. Reading takes microseconds (energy: some milliseconds), waits
@@ -102,7 +102,7 @@ class Board:
             self._closed = True
             _let_go(self._calls)
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> Gpu:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -133,7 +133,7 @@ class Gpm:
     profiler at a time: beside ncu or DCGM the counters may refuse or be wrong.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Gpu) -> None:
         self._board, self._first, self._began_s = board, None, 0.0
         self.absent: dict[str, str] = {}
 
@@ -194,7 +194,7 @@ class Gpm:
         self.absent.update(dict.fromkeys(GPM_METRICS, why))
 
 
-def open_board(index: int = 0, backend: Backend = "auto") -> Board | None:
+def open_board(index: int = 0, backend: Backend = "auto") -> Gpu | None:
     """The GPU that torch calls `cuda:<index>`, or None where it cannot be asked: see `why_absent`.
 
     Raises MissingExtra where nvidia-ml-py is asked for by name and is not installed. Does not start CUDA.
@@ -235,14 +235,14 @@ def visible_device(index: int, visible: str | None) -> int | str:
     return found[index]
 
 
-def _open(index: int, backend: Backend) -> Board:
+def _open(index: int, backend: Backend) -> Gpu:
     if backend not in _BACKENDS:
         raise UnknownName("NVML backend", backend, _BACKENDS)
     if index < 0:
         raise ConfigError(f"open_board: index must be at least 0, got {index}")
     calls = _load(backend)
     try:
-        return Board(calls, _find(calls, index), index)
+        return Gpu(calls, _find(calls, index), index)
     except BaseException:
         _let_go(calls)
         raise

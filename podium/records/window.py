@@ -31,7 +31,7 @@ from typing import Final, NamedTuple, final
 import torch
 
 from podium.errors import ConfigError
-from podium.records.nvml import GPM_METRICS, Board, Gpm, why_absent
+from podium.records.nvml import GPM_METRICS, Gpm, Gpu, why_absent
 
 LABEL: Final = "GPU board energy by NVML, MLPerf-Power-style"
 ENERGY_WINDOW_S: Final = 60.0
@@ -92,7 +92,7 @@ class Reading:
     """Why a field is None, by its name."""
 
 
-def measure_idle(board: Board, seconds: float = 5.0) -> Idle:
+def measure_idle(board: Gpu, seconds: float = 5.0) -> Idle:
     """Watch a board on which nothing should run. Blocks for `seconds`; a second or more is worth it.
 
     The same board draws more while a process holds a CUDA context: measure idle in the state that the work is compared
@@ -128,7 +128,7 @@ class Window:
     used again, after its end.
     """
 
-    def __init__(self, board: Board | None, *, idle: Idle | None = None, gpm: bool = True) -> None:
+    def __init__(self, board: Gpu | None, *, idle: Idle | None = None, gpm: bool = True) -> None:
         self._board, self._idle = board, idle
         self._no_board = "" if board is not None else why_absent() or "no board was given"
         self._gpm = Gpm(board) if board is not None and gpm else None
@@ -239,18 +239,18 @@ class _Around(NamedTuple):
     cpu_s: float | None
 
 
-def _moment(board: Board | None) -> _Moment:
+def _moment(board: Gpu | None) -> _Moment:
     millijoules = None if board is None else board.energy_mj()
     return _Moment(time.perf_counter(), None if millijoules is None else millijoules / 1e3)
 
 
-def _around(board: Board | None) -> _Around:
+def _around(board: Gpu | None) -> _Around:
     if board is None:
         return _Around(None, None, _cpu_of_family())
     return _Around(board.memory_used_bytes(), board.temperature_c(), _cpu_of_family())
 
 
-def _synchronise(board: Board | None) -> None:
+def _synchronise(board: Gpu | None) -> None:
     """Wait for the kernels that this process has launched; CUDA is not started for it."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize(None if board is None else board.index)
@@ -260,7 +260,7 @@ def _synchronise(board: Board | None) -> None:
 class _Sampler:
     """Reads what is gone if nobody looks: memory at its peak, utilisation. Keeps sums and peaks only."""
 
-    def __init__(self, board: Board | None) -> None:
+    def __init__(self, board: Gpu | None) -> None:
         self._board = board
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="podium-window", daemon=True)

@@ -49,6 +49,7 @@ from podium.exchange.codecs.base import Codec
 from podium.exchange.codecs.dense import Dense
 from podium.records.recorder import Recorder
 from podium.servers.applied import Span
+from podium.servers.apply_threads import Lanes
 from podium.servers.copies import Copies
 from podium.servers.cursor import Cursor
 from podium.servers.folding import unfold
@@ -56,15 +57,14 @@ from podium.servers.gate import Rules
 from podium.servers.gathers import Gathers
 from podium.servers.inquiry import Inquiry
 from podium.servers.intake import WISHES, Intake
-from podium.servers.lanes import Lanes
 from podium.servers.mitigation import make_mitigation
 from podium.servers.outer import make_outer
 from podium.servers.parcels import START, Assembly, Parcel, Place, cut, parcel_bytes, place_of
+from podium.servers.push_codec import Wires
 from podium.servers.ranges import Layout, Unit, lay_out
 from podium.servers.replay import Arrivals, AsTheyCome
 from podium.servers.shard import Shard, unit_of
 from podium.servers.streams import Streams
-from podium.servers.wires import Wires
 
 PATIENCE = 12
 """How many deadlines of silence a server, or a worker at its gate, puts up with: somebody may be validating."""

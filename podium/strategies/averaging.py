@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from podium.comm.words import share_bytes
+from podium.comm.broadcast_bytes import share_bytes
 from podium.engine.files import bytes_to_tree, tree_to_bytes
 from podium.engine.worker import Worker
 from podium.errors import ConfigError

@@ -24,9 +24,9 @@ from podium.errors import ConfigError, DataError, PodiumError, TrainingError, Un
 from podium.imports import find_class
 from podium.records.metrics import lower_is_better
 from podium.sweeps import EXECUTORS
-from podium.sweeps.desk import Keep
 from podium.sweeps.executors.base import Executor
-from podium.sweeps.origin import TaskLike, describe_data, describe_source, function_of
+from podium.sweeps.fingerprint import TaskLike, describe_data, describe_source, function_of
+from podium.sweeps.queue import Keep
 from podium.sweeps.recipe import Folds, Recipe
 from podium.sweeps.search import make_source
 from podium.sweeps.search.base import Source

@@ -38,10 +38,10 @@ from podium.engine.build import check_parts, device_of
 from podium.engine.optim import has_step_hooks
 from podium.errors import ConfigError, UnknownName
 from podium.imports import load_named
+from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.fused.dropout import set_dropout, with_counted_dropout
-from podium.sweeps.fused.keys import MAY_BE_ABSENT, callable_key
 from podium.sweeps.fused.losses import smoothed
-from podium.sweeps.fused.resident import Resident
+from podium.sweeps.fused.structure import MAY_BE_ABSENT, callable_key
 from podium.sweeps.trial import Evaluation, Trial
 from podium.task import Task, load_task
 
@@ -98,7 +98,7 @@ class Recipe:
         return {}
 
     @functools.cached_property
-    def _residents(self) -> dict[Any, Resident]:
+    def _residents(self) -> dict[Any, DeviceData]:
         return {}
 
     @property
@@ -186,11 +186,11 @@ class Recipe:
         if self.torch_device.type == "cuda":
             torch.cuda.synchronize(self.torch_device)
 
-    def resident_of(self, task: Task) -> Resident:
+    def resident_of(self, task: Task) -> DeviceData:
         """The task's data on the device: one copy for all trials that open the same."""
         key = callable_key(task.data)
         if key not in self._residents:
-            self._residents[key] = Resident(self.data_of(task), self.torch_device, self.torch_dtype)
+            self._residents[key] = DeviceData(self.data_of(task), self.torch_device, self.torch_dtype)
         return self._residents[key]
 
     def autocast_of(self, task: Task) -> bool:

@@ -1,6 +1,6 @@
 """Train all trials of a sweep on one device, and leave a folder from which everything else is worked out.
 
-A sweep's folder, besides what the desk writes (`desk.py`):
+A sweep's folder, besides what the queue writes (`queue.py`):
 
     manifest.json    what was asked for, on what, from which commit
     events.jsonl     what executors said: whether trials could be fused, what `auto` chose and why, processes lost
@@ -28,20 +28,20 @@ import torch
 
 from podium.errors import ConfigError, PodiumError, RecordError, TrainingError, as_request
 from podium.records.manifest import read_manifest, write_manifest
-from podium.records.nvml import Board, open_board
+from podium.records.nvml import Gpu, open_board
 from podium.records.recorder import read_records, to_json
 from podium.records.window import Reading, Window
-from podium.sweeps.desk import Keep, TrialDesk, read_outcomes
+from podium.sweeps.best_models import BestModel
 from podium.sweeps.executors.base import Executor
+from podium.sweeps.fingerprint import TaskLike
+from podium.sweeps.folder_lock import held
 from podium.sweeps.fused.array import structure_of
-from podium.sweeps.held import held
-from podium.sweeps.kept import BestModel
-from podium.sweeps.origin import TaskLike
 from podium.sweeps.plan import FoldsLike, Plan, SpaceLike, plan
+from podium.sweeps.queue import Keep, TrialQueue, read_outcomes
 from podium.sweeps.recipe import Precision
+from podium.sweeps.result import Sweep, read_sweep
 from podium.sweeps.search.base import Source
 from podium.sweeps.stopping.base import Stopping
-from podium.sweeps.swept import Sweep, read_sweep
 from podium.sweeps.trial import Outcome, Trial
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -186,7 +186,7 @@ def _board_facts(device: torch.device) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def _board(device: torch.device) -> Iterator[Board | None]:
+def _board(device: torch.device) -> Iterator[Gpu | None]:
     board = open_board(device.index or 0) if device.type == "cuda" else None
     if board is None:
         yield None
@@ -220,7 +220,7 @@ class _Work:
         self.trained, self.samples = 0, 0
 
     def run(self) -> None:
-        with TrialDesk(
+        with TrialQueue(
             self.source,
             stopping=self.rule,
             metric=self.config["metric"],
@@ -228,12 +228,12 @@ class _Work:
             folder=self.folder,
             keep_models="none" if self.config["keep"] == "none" else "all",
             done=_done_before(self.folder),
-            on_event=self._hear_desk,
+            on_event=self._hear_queue,
             should_stop=self.stop.is_set,
-        ) as desk:
-            self.desk = desk
-            self.kept = BestModel(self.folder, self.config, desk.outcomes) if self.config["keep"] == "best" else None
-            total, done = self.source.total, len(desk.outcomes)
+        ) as queue:
+            self.queue = queue
+            self.kept = BestModel(self.folder, self.config, queue.outcomes) if self.config["keep"] == "best" else None
+            total, done = self.source.total, len(queue.outcomes)
             self.on_event({"event": "sweep", "folder": self.told, "total": total, "done": done})
             if self.why:
                 self.say({"event": "chose", "group": None, "executor": "fused", "why": self.why, "table": []})
@@ -241,24 +241,24 @@ class _Work:
             try:
                 with _board(self.recipe.torch_device) as board, Window(board) as window:
                     self.began = time.perf_counter()
-                    self._train(desk)
-                through = not self.stop.is_set() or (total is not None and len(desk.outcomes) >= total)
+                    self._train(queue)
+                through = not self.stop.is_set() or (total is not None and len(queue.outcomes) >= total)
             except BaseException:
                 with contextlib.suppress(RecordError):  # a full disk: what was first in the way is what is told
                     self._end_session("stopped", window)
                 raise
             self._end_session("finished" if through else "stopped", window)
 
-    def _train(self, desk: TrialDesk) -> None:
+    def _train(self, queue: TrialQueue) -> None:
         # An executor that trains each trial by itself makes nothing of groups, and would only wait between them.
         sorts = type(self.executor).run_groups is not Executor.run_groups
-        desk.sort_into(self._group_key if sorts else self._no_key)
-        while (keys := desk.groups()) and not self.stop.is_set():
+        queue.sort_into(self._group_key if sorts else self._no_key)
+        while (keys := queue.groups()) and not self.stop.is_set():
             self._check_copies(keys)
-            before = len(desk.outcomes)
+            before = len(queue.outcomes)
             self.round = [self.groups.setdefault(key, len(self.groups)) for key in keys]
-            self.executor.run_groups(self.recipe, [desk.group_desk(key) for key in keys], self._hear_executor)
-            if len(desk.outcomes) == before and not self.stop.is_set():
+            self.executor.run_groups(self.recipe, [queue.group_queue(key) for key in keys], self._hear_executor)
+            if len(queue.outcomes) == before and not self.stop.is_set():
                 raise TrainingError(f"executor {self.executor.name}: came back without having trained a trial")
 
     def _group_key(self, trial: Trial) -> Hashable:
@@ -285,7 +285,7 @@ class _Work:
 
     def _check_population(self) -> None:
         """Whoever waits for a place can neither be copied nor copied from."""
-        if self.rule.copies and (waiting := self.desk.count_waiting()):
+        if self.rule.copies and (waiting := self.queue.count_waiting()):
             raise ConfigError(
                 f"stopping {self.rule.name}: all trials must train side by side, got {waiting} that wait for a row: "
                 "ask for fewer trials, or for more rows (`fused:width=N`)"
@@ -323,7 +323,7 @@ class _Work:
             self.said.append(facts)
         self.say(event)
 
-    def _hear_desk(self, event: dict[str, Any]) -> None:
+    def _hear_queue(self, event: dict[str, Any]) -> None:
         if event["kind"] == "begin":
             self.running[event["number"]] = {"began_s": self._now(), "row": None}
         elif event["kind"] == "outcome":
@@ -342,11 +342,11 @@ class _Work:
         self.trained += event["steps"] > 0  # not one that could not be made, nor one that a rule skipped
         self.samples += event["samples"]
         if self.kept is not None:
-            self.kept.add(self.desk.outcomes[-1])
+            self.kept.add(self.queue.outcomes[-1])
         facts = {name: event[name] for name in ("status", "why", "seconds", "samples")}
         evaluation = event["evaluation"] or {"loss": None, "metrics": {}}
         value = evaluation["metrics"].get(self.config["metric"], evaluation["loss"])
-        counts = {"done": len(self.desk.outcomes), "total": self.source.total}
+        counts = {"done": len(self.queue.outcomes), "total": self.source.total}
         self.on_event({"event": "outcome", "trial": trial, "value": value, **facts, **counts})
 
     def _end_session(self, status: Literal["finished", "stopped"], window: Window | None) -> None:

@@ -186,8 +186,8 @@ def test_a_task_that_raises_in_one_cell_is_a_row_and_the_others_go_on(tmp_path: 
 
 
 def test_the_report_says_how_to_run_the_study_again_with_all_that_was_changed(tmp_path: Path, study: Path) -> None:
-    from podium.lab.study.again import command, python_call
     from podium.lab.study.file import read_study
+    from podium.lab.study.reproduce import command, python_call
 
     asked = read_study(study).changed({"task.lr": "0.3", "epochs": 2}, seeds=1, target=0.5).design().to_dict()
     said = command(asked)

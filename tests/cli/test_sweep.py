@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from podium.cli import main
 from podium.cli.sweep import line_of, shown
-from podium.lab.sweeps.again import command
+from podium.lab.sweeps.reproduce import command
 from podium.records.recorder import read_records
 
 FUSED = ("--executor", "fused", "--device", "cpu", "--epochs", "1")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from podium.lab.report.report import write_report
-from podium.lab.study.again import command, python_call
+from podium.lab.study.reproduce import command, python_call
 from podium.lab.study.store import Row
 from tests.lab.synthetic import STRATEGIES, failed_row, make_row, make_rows, phased, stale, write_study
 

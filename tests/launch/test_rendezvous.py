@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from podium.errors import RecordError
-from podium.launch.claim import claimed
 from podium.launch.rendezvous import rendezvous_folder
+from podium.launch.run_folder_lock import claimed
 
 KILLED = """
 import os, signal, sys

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from podium.errors import ConfigError, MissingExtra, UnknownName
-from podium.records.nvml import GPM_METRICS, Backend, Board, Gpm, open_board, visible_device, why_absent
+from podium.records.nvml import GPM_METRICS, Backend, Gpm, Gpu, open_board, visible_device, why_absent
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -74,7 +74,7 @@ def backends() -> list[Backend]:
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
+def board() -> Iterator[Gpu]:
     found = open_board()
     assert found is not None, why_absent()
     with found:
@@ -127,7 +127,7 @@ def test_both_ways_to_ask_agree() -> None:
 @pytest.mark.gpu
 @on_a_gpu
 def test_a_board_is_found_by_number_by_uuid_and_by_the_beginning_of_one(
-    board: Board, monkeypatch: pytest.MonkeyPatch
+    board: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert board.uuid is not None
     for visible in ("0", board.uuid, board.uuid[:12]):
@@ -140,7 +140,7 @@ def test_a_board_is_found_by_number_by_uuid_and_by_the_beginning_of_one(
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_memory_that_is_taken_is_seen(board: Board) -> None:
+def test_memory_that_is_taken_is_seen(board: Gpu) -> None:
     torch.zeros(1, device="cuda")
     torch.cuda.empty_cache()  # or memory that earlier tests let go of would be taken again
     before = board.memory_used_bytes()
@@ -155,7 +155,7 @@ def test_memory_that_is_taken_is_seen(board: Board) -> None:
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.skipif(not has_pynvml(), reason="needs nvidia-ml-py")
-def test_the_chips_counters_tell_work_from_rest(board: Board) -> None:
+def test_the_chips_counters_tell_work_from_rest(board: Gpu) -> None:
     load(0.5)
     gpm = Gpm(board)
     gpm.begin()

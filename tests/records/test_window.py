@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from podium.errors import ConfigError
-from podium.records.nvml import Board, open_board, why_absent
+from podium.records.nvml import Gpu, open_board, why_absent
 from podium.records.window import ENERGY_WINDOW_S, Reading, Window, measure_idle
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -173,7 +173,7 @@ def test_a_window_can_be_used_again_but_not_twice_at_once() -> None:
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
+def board() -> Iterator[Gpu]:
     torch.zeros(1, device="cuda")
     found = open_board()
     assert found is not None, why_absent()
@@ -181,7 +181,7 @@ def board() -> Iterator[Board]:
         yield found
 
 
-def multiply(seconds: float, board: Board) -> list[tuple[float, float]]:
+def multiply(seconds: float, board: Gpu) -> list[tuple[float, float]]:
     """Keep the tensor cores busy; when, and what power was read then."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     b, found = torch.empty_like(a), []
@@ -196,7 +196,7 @@ def multiply(seconds: float, board: Board) -> list[tuple[float, float]]:
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_the_energy_counter_agrees_with_power_integrated_over_time(board: Board) -> None:
+def test_the_energy_counter_agrees_with_power_integrated_over_time(board: Gpu) -> None:
     idle = measure_idle(board, 2.0)
     multiply(2.0, board)  # until the board's own average over a second is one over work alone
     with Window(board, idle=idle) as window:
@@ -216,7 +216,7 @@ def test_the_energy_counter_agrees_with_power_integrated_over_time(board: Board)
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_device_memory_is_measured_at_its_peak_over_the_baseline(board: Board) -> None:
+def test_device_memory_is_measured_at_its_peak_over_the_baseline(board: Gpu) -> None:
     with Window(board, gpm=False) as window:
         taken = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
         time.sleep(0.4)
@@ -229,7 +229,7 @@ def test_device_memory_is_measured_at_its_peak_over_the_baseline(board: Board) -
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_a_window_waits_for_the_kernels_that_were_launched_in_it(board: Board) -> None:
+def test_a_window_waits_for_the_kernels_that_were_launched_in_it(board: Gpu) -> None:
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     torch.mm(a, a)
     torch.cuda.synchronize()
@@ -241,7 +241,7 @@ def test_a_window_waits_for_the_kernels_that_were_launched_in_it(board: Board) -
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_a_window_on_a_hopper_tells_how_busy_the_chip_was(board: Board) -> None:
+def test_a_window_on_a_hopper_tells_how_busy_the_chip_was(board: Gpu) -> None:
     pytest.importorskip("pynvml")
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs Hopper or newer")

@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from podium import Task
 from podium.data.base import ArrayDataset, Data
 from podium.errors import ConfigError
-from podium.sweeps.executors.alone import Alone
+from podium.sweeps.executors.reference import ReferenceTrainer
 from podium.sweeps.fused.array import Array
-from podium.sweeps.fused.resident import Resident
+from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.recipe import Recipe
 from podium.sweeps.trial import GO, Evaluation, Outcome, Trial, Verdict
 from podium.task import accuracy
@@ -397,7 +397,7 @@ class Partly(nn.Module):
         return out
 
 
-class Desk:
+class Queue:
     """Gives out a list of trials and keeps what comes back; `judge` may stop them."""
 
     def __init__(self, trials: list[Trial], judge: Callable[[Trial, Evaluation], Verdict] | None = None) -> None:
@@ -435,11 +435,11 @@ def recipe_of(task: Any, **settings: Any) -> Recipe:
     return Recipe(**{"task": task, "device": "cpu", "dtype": "float64", **settings})
 
 
-def resident_of(recipe: Recipe, trial: Trial) -> Resident:
-    return Resident(recipe.data_of(recipe.task_of(trial)), recipe.torch_device, recipe.torch_dtype)
+def resident_of(recipe: Recipe, trial: Trial) -> DeviceData:
+    return DeviceData(recipe.data_of(recipe.task_of(trial)), recipe.torch_device, recipe.torch_dtype)
 
 
-def array_of(recipe: Recipe, trials: list[Trial], resident: Resident | None = None, **settings: Any) -> Array:
+def array_of(recipe: Recipe, trials: list[Trial], resident: DeviceData | None = None, **settings: Any) -> Array:
     """An array with these trials loaded, ready for its first step."""
     parts = [recipe.make(trial) for trial in trials]
     array = Array(recipe, parts[0], resident or resident_of(recipe, trials[0]), len(trials), **settings)
@@ -449,8 +449,8 @@ def array_of(recipe: Recipe, trials: list[Trial], resident: Resident | None = No
     return array
 
 
-def alone_after(recipe: Recipe, trial: Trial, steps: int) -> Alone:
-    alone = Alone(recipe, trial, resident_of(recipe, trial))
+def alone_after(recipe: Recipe, trial: Trial, steps: int) -> ReferenceTrainer:
+    alone = ReferenceTrainer(recipe, trial, resident_of(recipe, trial))
     for _ in range(steps):
         alone.step()
     return alone

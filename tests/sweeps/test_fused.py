@@ -29,7 +29,7 @@ from podium.sweeps.fused.stacked_optim import Place, stretches_of
 from podium.sweeps.trial import GO, Evaluation, Trial, Verdict
 from podium.tasks import TASKS
 from tests.sweeps import nets
-from tests.sweeps.nets import Desk, alone_after, apart, array_of, recipe_of
+from tests.sweeps.nets import Queue, alone_after, apart, array_of, recipe_of
 from tests.tasks.test_tasks import make as make_task
 
 ROUNDING = 1e-12
@@ -168,13 +168,13 @@ class TestOneRow:
         task = dataclasses.replace(nets.task_of(nets.net, optimizer), schedule=nets.plain_one_cycle)
         trials = trials_of({"epochs": 3}, {"epochs": 1}, {"epochs": 2})
         recipe, heard = recipe_of(task), []
-        desk, alone = Desk(trials), Desk(trials)
-        Fused().run(recipe, desk, heard.append)
+        queue, alone = Queue(trials), Queue(trials)
+        Fused().run(recipe, queue, heard.append)
         Sequential().run(recipe, alone, lambda event: None)
         assert not any(event["event"] == "fell back" for event in heard)
         assert all(event["fuses"] for event in heard if event["event"] == "probe")
         # A bias before BatchNorm has no true gradient: NAdam makes steps of rounding there.
-        assert all(apart(desk.states[i], alone.states[i]) < 1e-6 for i in range(3))
+        assert all(apart(queue.states[i], alone.states[i]) < 1e-6 for i in range(3))
 
     def test_a_schedule_that_moves_rate_and_momentum(self) -> None:
         task = dataclasses.replace(nets.task_of(nets.net, torch.optim.SGD, momentum=0.9), schedule=nets.one_cycle)
@@ -328,7 +328,7 @@ def test_what_a_model_draws_itself_comes_from_its_trials_seed() -> None:
     """Whoever trained before it, and whatever the generator stood at."""
     trials = trials_of({"lr": 0.1}, {"lr": 0.2})
     recipe = recipe_of(nets.task_of(nets.Noisy))
-    both, second = Desk(trials), Desk(trials[1:])
+    both, second = Queue(trials), Queue(trials[1:])
     Sequential().run(recipe, both, lambda event: None)
     torch.manual_seed(77)
     before = torch.get_rng_state()
@@ -341,10 +341,10 @@ def test_values_that_are_no_tensors_are_left_out_of_a_state() -> None:
     trials = trials_of({"lr": 0.1}, {"lr": 0.2})
     recipe = recipe_of(nets.task_of(nets.Extra))
     for executor in (Sequential(), Fused()):
-        desk = Desk(trials)
-        executor.run(recipe, desk, lambda event: None)
-        assert {o.status for o in desk.outcomes.values()} == {"finished"}
-        assert set(desk.states[0]) == {"layer.weight", "layer.bias"}
+        queue = Queue(trials)
+        executor.run(recipe, queue, lambda event: None)
+        assert {o.status for o in queue.outcomes.values()} == {"finished"}
+        assert set(queue.states[0]) == {"layer.weight", "layer.bias"}
 
 
 class TestNeighbours:
@@ -369,16 +369,16 @@ class TestNeighbours:
             for i in range(9)
         ]
         recipe = recipe_of(nets.toy, eval_every=1)
-        fused, alone, branches = Desk(trials), Desk(trials), Desk(trials)
+        fused, alone, branches = Queue(trials), Queue(trials), Queue(trials)
         Fused(width=4).run(recipe, fused, lambda event: None)
         Streams(width=4).run(recipe, branches, lambda event: None)
         Sequential().run(recipe, alone, lambda event: None)
-        for desk in (fused, branches):
+        for queue in (fused, branches):
             for trial in trials:
-                mine, theirs = desk.outcomes[trial.number], alone.outcomes[trial.number]
+                mine, theirs = queue.outcomes[trial.number], alone.outcomes[trial.number]
                 assert (mine.status, mine.steps) == ("finished", theirs.steps)
                 assert [e.metrics for e in mine.history] == [e.metrics for e in theirs.history]
-                assert apart(desk.states[trial.number], alone.states[trial.number]) < ROUNDING
+                assert apart(queue.states[trial.number], alone.states[trial.number]) < ROUNDING
 
     def test_a_trial_that_is_stopped_makes_room_and_harms_nobody(self) -> None:
         trials = trials_of(*[{"lr": 0.05 * (i + 1)} for i in range(6)])
@@ -387,7 +387,7 @@ class TestNeighbours:
             return Verdict(action="stop", why="odd") if trial.number % 2 else GO
 
         recipe = recipe_of(nets.toy, eval_every=1)
-        fused, alone = Desk(trials, stop_odd), Desk(trials, stop_odd)
+        fused, alone = Queue(trials, stop_odd), Queue(trials, stop_odd)
         Fused(width=2).run(recipe, fused, lambda event: None)
         Sequential().run(recipe, alone, lambda event: None)
         for number, outcome in alone.outcomes.items():
@@ -409,7 +409,7 @@ class TestNeighbours:
         epochs = (1, 1, 1, 1, 1, 2, 2, 4, 1)  # the ninth comes into a free row
         trials = trials_of(*[{"lr": 0.01 * (i + 1), "clip_norm": 1.0, "epochs": n} for i, n in enumerate(epochs)])
         recipe, heard = recipe_of(task, eval_every=1), []
-        fused, alone = Desk(trials), Desk(trials)
+        fused, alone = Queue(trials), Queue(trials)
         Fused(width=8).run(recipe, fused, heard.append)
         Sequential().run(recipe, alone, lambda event: None)
         assert [(e["before"], e["rows"]) for e in heard if e["event"] == "narrowed"] == [(8, 4), (4, 2)]
@@ -424,11 +424,11 @@ class TestNeighbours:
     def test_branches_that_nobody_needs_any_more_are_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slots, "_NARROW_S", -1e9)
         trials = trials_of(*[{"lr": 0.05 * (i + 1), "epochs": 1 + 2 * (i == 3)} for i in range(4)])
-        recipe, heard, desk, alone = recipe_of(nets.toy), [], Desk(trials), Desk(trials)
-        Streams(width=4).run(recipe, desk, heard.append)
+        recipe, heard, queue, alone = recipe_of(nets.toy), [], Queue(trials), Queue(trials)
+        Streams(width=4).run(recipe, queue, heard.append)
         Sequential().run(recipe, alone, lambda event: None)
         assert [(e["before"], e["rows"]) for e in heard if e["event"] == "narrowed"] == [(4, 1)]
-        assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(4))
+        assert all(apart(queue.states[i], alone.states[i]) < ROUNDING for i in range(4))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("made", [False, True], ids=["fused", "timed before"])
@@ -449,16 +449,16 @@ class TestNeighbours:
         monkeypatch.setattr(Array, "narrower", noted)
         alive: list[list[bool]] = []
         trials = trials_of(*[{"epochs": 1 + 2 * (i == 0)} for i in range(5)])
-        recipe, desk = recipe_of(nets.toy), Desk(trials, look)
+        recipe, queue = recipe_of(nets.toy), Queue(trials, look)
         if made:
             taken = [recipe.make(trial) for trial in trials]
             timing = auto._Timing(recipe, taken, recipe.resident_of(taken[0].task), Verified(fuses=True), 0.01)
             bundle = timing.made_for(timing.fused(5).executor)
             assert bundle is not None
-            desk.waiting = []
-            Fused(width=5).run_made(recipe, desk, lambda event: None, taken, bundle)
+            queue.waiting = []
+            Fused(width=5).run_made(recipe, queue, lambda event: None, taken, bundle)
         else:
-            Fused(width=5).run(recipe, desk, lambda event: None)
+            Fused(width=5).run(recipe, queue, lambda event: None)
         assert len(left) == 1 and alive[-1] == [False]
 
     def test_another_width_of_a_compiled_array_is_expected_to_be_compiled_anew(self) -> None:
@@ -468,23 +468,23 @@ class TestNeighbours:
     def test_an_array_stays_wide_while_more_may_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slots, "_NARROW_S", -1e9)
         trials, heard = trials_of(*[{"epochs": 1 + 3 * (i == 0)} for i in range(6)]), []
-        desk = Desk(trials)
-        monkeypatch.setattr(desk, "expects_more", lambda: True)
-        Fused(width=6).run(recipe_of(nets.toy), desk, heard.append)
-        assert len(desk.outcomes) == 6 and not any(event["event"] == "narrowed" for event in heard)
+        queue = Queue(trials)
+        monkeypatch.setattr(queue, "expects_more", lambda: True)
+        Fused(width=6).run(recipe_of(nets.toy), queue, heard.append)
+        assert len(queue.outcomes) == 6 and not any(event["event"] == "narrowed" for event in heard)
 
     def test_a_source_that_has_more_after_all_finds_no_array_that_stands_still(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(slots, "_NARROW_S", -1e9)
         trials = trials_of(*[{"lr": 0.05 * (i + 1), "epochs": 1 + 3 * (i == 0)} for i in range(5)])
-        recipe, desk, alone = recipe_of(nets.toy, eval_every=1), Desk(trials[:4]), Desk(trials)
+        recipe, queue, alone = recipe_of(nets.toy, eval_every=1), Queue(trials[:4]), Queue(trials)
         later = iter([*[None] * 3, trials[4]])
-        monkeypatch.setattr(desk, "take", lambda: desk.waiting.pop(0) if desk.waiting else next(later, None))
-        Streams(width=4).run(recipe, desk, lambda event: None)
+        monkeypatch.setattr(queue, "take", lambda: queue.waiting.pop(0) if queue.waiting else next(later, None))
+        Streams(width=4).run(recipe, queue, lambda event: None)
         Sequential().run(recipe, alone, lambda event: None)
-        assert desk.outcomes.keys() == alone.outcomes.keys()
-        assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(5))
+        assert queue.outcomes.keys() == alone.outcomes.keys()
+        assert all(apart(queue.states[i], alone.states[i]) < ROUNDING for i in range(5))
 
     def test_what_evaluations_take_does_not_pay_for_a_narrower_array(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def slowly(outputs: Any, targets: Any) -> float:
@@ -494,13 +494,13 @@ class TestNeighbours:
         task = dataclasses.replace(nets.task_of(nets.net), metrics={"slow": slowly})
         trials, heard = trials_of(*[{"epochs": 1 + 5 * (i == 0)} for i in range(4)]), []
         monkeypatch.setattr(slots, "_NARROW_S", 0.5)  # steps take a few milliseconds
-        Fused(width=4).run(recipe_of(task, eval_every=1), Desk(trials), heard.append)
+        Fused(width=4).run(recipe_of(task, eval_every=1), Queue(trials), heard.append)
         assert not any(event["event"] == "narrowed" for event in heard)
 
     def test_an_array_stays_wide_where_that_is_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slots, "_NARROW_S", -1e9)
         trials, heard = trials_of(*[{"epochs": 1 + 3 * (i == 0)} for i in range(6)]), []
-        Fused(width=6, narrows=False).run(recipe_of(nets.toy), Desk(trials), heard.append)
+        Fused(width=6, narrows=False).run(recipe_of(nets.toy), Queue(trials), heard.append)
         assert not any(event["event"] == "narrowed" for event in heard)
 
     def test_an_array_that_cannot_be_made_narrower_goes_on_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,18 +510,18 @@ class TestNeighbours:
         monkeypatch.setattr(slots, "_NARROW_S", -1e9)
         monkeypatch.setattr(Array, "narrower", full)
         trials, heard = trials_of(*[{"epochs": 1 + 3 * (i == 0)} for i in range(6)]), []
-        desk, alone = Desk(trials), Desk(trials)
-        Fused(width=6).run(recipe_of(nets.toy), desk, heard.append)
+        queue, alone = Queue(trials), Queue(trials)
+        Fused(width=6).run(recipe_of(nets.toy), queue, heard.append)
         Sequential().run(recipe_of(nets.toy), alone, lambda event: None)
         assert [event["why"] for event in heard if event["event"] == "not narrowed"] == ["OutOfMemoryError: no room"]
-        assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(6))
+        assert all(apart(queue.states[i], alone.states[i]) < ROUNDING for i in range(6))
 
     def test_a_trial_that_diverges_ends_alone(self) -> None:
         trials = trials_of({"lr": 0.1}, {"lr": 1e30}, {"lr": 0.2})
         recipe = recipe_of(nets.toy, eval_every=1, dtype="float32")
-        desk = Desk(trials)
-        Fused(width=3).run(recipe, desk, lambda event: None)
-        assert [desk.outcomes[i].status for i in range(3)] == ["finished", "diverged", "finished"]
+        queue = Queue(trials)
+        Fused(width=3).run(recipe, queue, lambda event: None)
+        assert [queue.outcomes[i].status for i in range(3)] == ["finished", "diverged", "finished"]
 
     @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.NAdam])
     def test_a_row_whose_rate_is_changed_goes_on_along_the_new_rates_schedule(self, optimizer: Any) -> None:
@@ -555,12 +555,12 @@ class TestNeighbours:
             return GO
 
         trials = trials_of({"epochs": 2, "width": 16}, {"epochs": 1, "width": 16}, {"epochs": 2, "width": 16})
-        desk, heard = Desk(trials, copy_the_short_one), []
-        Fused().run(recipe_of(nets.toy, eval_every=1), desk, heard.append)
-        assert {o.status for o in desk.outcomes.values()} == {"finished"}
+        queue, heard = Queue(trials, copy_the_short_one), []
+        Fused().run(recipe_of(nets.toy, eval_every=1), queue, heard.append)
+        assert {o.status for o in queue.outcomes.values()} == {"finished"}
         assert {"event": "not copied", "trial": 0, "source": 1} in heard
         assert {"event": "not changed", "trial": 2, "option": "width"} in heard
-        assert desk.outcomes[2].trial.options == {"epochs": 2, "width": 16, "lr": 0.3}
+        assert queue.outcomes[2].trial.options == {"epochs": 2, "width": 16, "lr": 0.3}
 
     def test_a_row_takes_over_anothers_state_and_goes_on_with_its_own_numbers(self) -> None:
         recipe = recipe_of(nets.task_of(partial(nets.net, norm=False), torch.optim.Adam))
@@ -687,11 +687,11 @@ class TestFallBack:
     def test_what_cannot_be_fused_is_trained_all_the_same_and_the_reason_said(self, executor: Any) -> None:
         trials = trials_of(*[{"lr": 0.1 * (i + 1), "epochs": 6} for i in range(3)])
         recipe, heard = recipe_of(nets.task_of(nets.Looking)), []
-        desk, alone = Desk(trials), Desk(trials)
-        executor.run(recipe, desk, heard.append)
+        queue, alone = Queue(trials), Queue(trials)
+        executor.run(recipe, queue, heard.append)
         Sequential().run(recipe, alone, lambda event: None)
-        assert {o.status for o in desk.outcomes.values()} == {"finished"}
-        assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(3))
+        assert {o.status for o in queue.outcomes.values()} == {"finished"}
+        assert all(apart(queue.states[i], alone.states[i]) < ROUNDING for i in range(3))
         refusal = next(event for event in heard if event["event"] == "probe")
         assert not refusal["fuses"] and "vmap" in refusal["why"]
 
@@ -714,11 +714,11 @@ class TestFallBack:
                 return out
 
         trials = trials_of({"epochs": 1}, {"epochs": 2}, {"epochs": 1})  # 7 and 14 steps
-        desk, heard = Desk(trials), []
-        Fused(probed=False).run(recipe_of(nets.task_of(Tired), eval_every=1), desk, heard.append)
-        assert [desk.outcomes[i].status for i in range(3)] == ["finished"] * 3, desk.outcomes[0].why
+        queue, heard = Queue(trials), []
+        Fused(probed=False).run(recipe_of(nets.task_of(Tired), eval_every=1), queue, heard.append)
+        assert [queue.outcomes[i].status for i in range(3)] == ["finished"] * 3, queue.outcomes[0].why
         assert any(event["event"] == "fell back" and "no room" in event["why"] for event in heard)
-        assert [number for number, _ in desk.reports].count(1) == 2  # an epoch each, once
+        assert [number for number, _ in queue.reports].count(1) == 2  # an epoch each, once
 
     @pytest.mark.parametrize("executor", [Fused(), Sequential()], ids=["fused", "sequential"])
     def test_a_metric_that_raises_fails_its_own_trial_only(self, executor: Any) -> None:
@@ -728,10 +728,10 @@ class TestFallBack:
             return 1.0
 
         task = dataclasses.replace(nets.task_of(partial(nets.net, norm=False)), metrics={"fussy": fussy})
-        desk = Desk(trials_of({"lr": 0.1}, {"lr": 40.0}, {"lr": 0.2}))
-        executor.run(recipe_of(task), desk, lambda event: None)
-        assert [desk.outcomes[i].status for i in range(3)] == ["finished", "failed", "finished"]
-        assert desk.outcomes[1].why == "ValueError: too large"
+        queue = Queue(trials_of({"lr": 0.1}, {"lr": 40.0}, {"lr": 0.2}))
+        executor.run(recipe_of(task), queue, lambda event: None)
+        assert [queue.outcomes[i].status for i in range(3)] == ["finished", "failed", "finished"]
+        assert queue.outcomes[1].why == "ValueError: too large"
 
     def test_auto_does_not_time_what_is_sooner_done(self) -> None:
         recipe = recipe_of(nets.toy)
@@ -743,10 +743,10 @@ class TestFallBack:
         recipe = recipe_of(nets.task_of(nets.Recurrent))
         choice = Auto(seconds=0.01).choose(recipe, [recipe.make(trial) for trial in trials])
         fused = next(c.executor for c in choice.candidates if c.executor.name == "fused")
-        desk = Desk(trials)
-        fused.run(recipe, desk, heard.append)
+        queue = Queue(trials)
+        fused.run(recipe, queue, heard.append)
         assert not any(event["event"] == "fell back" for event in heard)
-        assert {outcome.executor for outcome in desk.outcomes.values()} == {"fused"}
+        assert {outcome.executor for outcome in queue.outcomes.values()} == {"fused"}
 
     def test_auto_times_an_array_however_long_one_after_another_took(self) -> None:
         recipe = recipe_of(nets.toy)
@@ -767,9 +767,9 @@ class TestFallBack:
         gc.collect()
         before = sum(type(one) is Array for one in gc.get_objects())
         monkeypatch.setattr(Auto, "choose", look)
-        groups = [Desk(trials_of(*[{"epochs": 4, "width": width}] * 6)) for width in (8, 16)]
+        groups = [Queue(trials_of(*[{"epochs": 4, "width": width}] * 6)) for width in (8, 16)]
         Auto(seconds=0.01).run_groups(recipe, groups, lambda event: None)
-        assert seen == [0, 0] and all(len(desk.outcomes) == 6 for desk in groups)
+        assert seen == [0, 0] and all(len(queue.outcomes) == 6 for queue in groups)
 
     def test_what_auto_has_timed_leaves_no_trace_in_what_is_trained_in_the_same_array(self) -> None:
         trials = trials_of(*[{"lr": 0.01 * (i + 1), "dropout": 0.1, "momentum": 0.9, "epochs": 3} for i in range(5)])
@@ -780,20 +780,20 @@ class TestFallBack:
         timing.sequential()
         bundle = timing.made_for(timed.executor)
         assert bundle is not None and bundle.arrays[0].loss.count_nonzero() == 3  # it has taken steps
-        desk, alone = Desk(trials[3:]), Desk(trials)
-        timed.executor.run_made(recipe, desk, lambda event: None, taken, bundle)
+        queue, alone = Queue(trials[3:]), Queue(trials)
+        timed.executor.run_made(recipe, queue, lambda event: None, taken, bundle)
         Sequential().run(recipe, alone, lambda event: None)
-        assert desk.outcomes.keys() == alone.outcomes.keys()
-        assert all(apart(desk.states[i], alone.states[i]) < ROUNDING for i in range(5))
+        assert queue.outcomes.keys() == alone.outcomes.keys()
+        assert all(apart(queue.states[i], alone.states[i]) < ROUNDING for i in range(5))
         timing.fused(2)
         assert timing.made_for(timed.executor) is None
 
     def test_auto_says_what_it_chose_and_from_what(self) -> None:
         trials, heard = trials_of(*[{"lr": 0.01 * (i + 1)} for i in range(8)]), []
-        desk = Desk(trials)
-        Auto(seconds=0.01).run(recipe_of(nets.toy), desk, heard.append)
+        queue = Queue(trials)
+        Auto(seconds=0.01).run(recipe_of(nets.toy), queue, heard.append)
         chosen = next(event for event in heard if event["event"] == "chose")
-        assert len(desk.outcomes) == 8
+        assert len(queue.outcomes) == 8
         assert chosen["executor"].split(":")[0] in ("fused", "sequential", "processes")
         assert {row["executor"].split(":")[0] for row in chosen["table"]} >= {"fused", "sequential"}
         assert "µs per model-step" in chosen["why"] or "do not share" in chosen["why"]

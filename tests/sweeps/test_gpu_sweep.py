@@ -17,7 +17,7 @@ from podium.sweeps.fused.probe import probe
 from podium.sweeps.trial import Trial
 from tests.shared_data import shared_data
 from tests.sweeps import nets
-from tests.sweeps.nets import Desk, apart, array_of, recipe_of
+from tests.sweeps.nets import Queue, apart, array_of, recipe_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,13 +42,13 @@ def on_gpu(task: Any, **settings: Any) -> Any:
 )
 def test_nine_trials_are_the_same_nine_trials(executor: Any) -> None:
     recipe = on_gpu(nets.toy, eval_every=1)
-    desk, alone = Desk(TRIALS), Desk(TRIALS)
-    executor.run(recipe, desk, lambda event: None)
+    queue, alone = Queue(TRIALS), Queue(TRIALS)
+    executor.run(recipe, queue, lambda event: None)
     Sequential().run(recipe, alone, lambda event: None)
     for trial in TRIALS:
-        mine, theirs = desk.outcomes[trial.number], alone.outcomes[trial.number]
+        mine, theirs = queue.outcomes[trial.number], alone.outcomes[trial.number]
         assert (mine.status, mine.steps, mine.why) == ("finished", theirs.steps, "")
-        assert apart(desk.states[trial.number], alone.states[trial.number]) < 1e-9
+        assert apart(queue.states[trial.number], alone.states[trial.number]) < 1e-9
 
 
 @pytest.mark.parametrize("executor", [Fused(width=8), Streams(width=8)], ids=["fused", "streams"])
@@ -57,12 +57,12 @@ def test_trials_move_into_a_narrower_graph(executor: Any, monkeypatch: pytest.Mo
     options = [{"lr": 0.02 * (i + 1), "momentum": 0.9, "dropout": 0.1, "epochs": 1 + i} for i in range(8)]
     trials = [Trial(number=i, seed=i, options=one) for i, one in enumerate(options)]
     recipe, heard = on_gpu(nets.toy, eval_every=1), []
-    desk, alone = Desk(trials), Desk(trials)
-    executor.run(recipe, desk, heard.append)
+    queue, alone = Queue(trials), Queue(trials)
+    executor.run(recipe, queue, heard.append)
     Sequential().run(recipe, alone, lambda event: None)
     assert len([event for event in heard if event["event"] == "narrowed"]) >= 2
     assert not any(event["event"] in ("fell back", "not narrowed") for event in heard)
-    assert all(apart(desk.states[i], alone.states[i]) < 1e-9 for i in range(8))
+    assert all(apart(queue.states[i], alone.states[i]) < 1e-9 for i in range(8))
 
 
 def test_a_poisoned_row_changes_no_bit_of_the_others_in_a_captured_graph() -> None:
@@ -82,11 +82,11 @@ def test_two_structures_side_by_side_in_one_graph() -> None:
     recipe = on_gpu(nets.toy)
     narrow = [Trial(number=i, seed=i, options={"width": 8, "lr": 0.1}) for i in range(3)]
     wide = [Trial(number=3 + i, seed=i, options={"width": 32, "lr": 0.1}) for i in range(3)]
-    desks, alone = [Desk(narrow), Desk(wide)], Desk([*narrow, *wide])
-    Fused().run_groups(recipe, desks, lambda event: None)
+    queues, alone = [Queue(narrow), Queue(wide)], Queue([*narrow, *wide])
+    Fused().run_groups(recipe, queues, lambda event: None)
     Sequential().run(recipe, alone, lambda event: None)
-    for desk in desks:
-        for number, state in desk.states.items():
+    for queue in queues:
+        for number, state in queue.states.items():
             assert apart(state, alone.states[number]) < 1e-9
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from podium.sweeps.kept import BestModel
-from podium.sweeps.swept import find_points
+from podium.sweeps.best_models import BestModel
+from podium.sweeps.result import find_points
 from podium.sweeps.trial import Evaluation, Outcome, Status, Trial
 
 

@@ -20,7 +20,7 @@ from podium.sweeps.fused.probe import probe
 from podium.sweeps.recipe import Parts, seeded
 from podium.sweeps.trial import Trial
 from tests.sweeps import nets
-from tests.sweeps.nets import Desk, recipe_of
+from tests.sweeps.nets import Queue, recipe_of
 
 EXECUTORS: dict[str, Executor] = {"sequential": Sequential(), "fused": Fused(), "streams": Streams()}
 
@@ -110,12 +110,12 @@ def plainly(parts: Parts) -> dict[str, Tensor]:
 def test_a_trial_trains_in_the_modes_that_its_model_was_made_in(name: str, executor: str) -> None:
     recipe = recipe_of(nets.task_of(MODELS[name]), eval_every=1)
     trials = [Trial(number=i, seed=i, options={"lr": 0.1 / (i + 1)}) for i in range(3)]
-    desk = Desk(trials)
+    queue = Queue(trials)
     events: list[Any] = []
-    EXECUTORS[executor].run(recipe, desk, events.append)
+    EXECUTORS[executor].run(recipe, queue, events.append)
     for trial in trials:
-        assert desk.outcomes[trial.number].status == "finished", desk.outcomes[trial.number].why
-        assert nets.apart(desk.states[trial.number], plainly(recipe.make(trial))) < 1e-9
+        assert queue.outcomes[trial.number].status == "finished", queue.outcomes[trial.number].why
+        assert nets.apart(queue.states[trial.number], plainly(recipe.make(trial))) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["BatchNorm in evaluation mode", "dropout in evaluation mode"])
@@ -139,8 +139,8 @@ def test_empty_parameters_are_trained_as_nothing() -> None:
         return made
 
     for executor in EXECUTORS.values():
-        recipe, desk = recipe_of(nets.task_of(model)), Desk([Trial(number=i, seed=i) for i in range(2)])
-        executor.run(recipe, desk, lambda event: None)
-        for number, outcome in desk.outcomes.items():
+        recipe, queue = recipe_of(nets.task_of(model)), Queue([Trial(number=i, seed=i) for i in range(2)])
+        executor.run(recipe, queue, lambda event: None)
+        for number, outcome in queue.outcomes.items():
             assert outcome.status == "finished", outcome.why
-            assert nets.apart(desk.states[number], plainly(recipe.make(outcome.trial))) < 1e-9
+            assert nets.apart(queue.states[number], plainly(recipe.make(outcome.trial))) < 1e-9

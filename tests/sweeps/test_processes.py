@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from podium.errors import ConfigError, TrainingError
-from podium.sweeps.executors.alone import Alone, train_alone
 from podium.sweeps.executors.base import State
 from podium.sweeps.executors.mps import Mps
 from podium.sweeps.executors.processes import Processes
-from podium.sweeps.fused.resident import Resident
+from podium.sweeps.executors.reference import ReferenceTrainer, train_alone
+from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.recipe import Recipe
 from podium.sweeps.trial import GO, Evaluation, Outcome, Trial, Verdict
 from podium.task import Task, load_task
@@ -66,7 +66,7 @@ def task(*, trap="", at=5, epochs=3, lr=0.1):
 '''
 
 
-class ListDesk:
+class ListQueue:
     """Gives out a list of trials, and keeps all that it hears."""
 
     def __init__(self, trials: list[Trial], verdict: Callable[[Trial, Evaluation], Verdict] | None = None) -> None:
@@ -95,20 +95,20 @@ class ListDesk:
         return time.monotonic() >= self.stop_at
 
     def pids(self) -> list[int]:
-        return [event["pid"] for event in self.events if event["event"] == "labourer started"]
+        return [event["pid"] for event in self.events if event["event"] == "process started"]
 
 
-def alone(recipe: Recipe, desk: ListDesk) -> ListDesk:
+def alone(recipe: Recipe, queue: ListQueue) -> ListQueue:
     """The oracle: the same trials, one after the other, in this process."""
-    while (trial := desk.take()) is not None:
-        runner = Alone(recipe, trial, Resident(recipe.data_of(recipe.task_of(trial)), recipe.torch_device))
-        outcome = train_alone(runner, desk.report, "sequential", lambda: False)
+    while (trial := queue.take()) is not None:
+        runner = ReferenceTrainer(recipe, trial, DeviceData(recipe.data_of(recipe.task_of(trial)), recipe.torch_device))
+        outcome = train_alone(runner, queue.report, "sequential", lambda: False)
         assert outcome is not None
-        desk.hand_in(outcome, runner.state())
-    return desk
+        queue.hand_in(outcome, runner.state())
+    return queue
 
 
-def assert_same(found: ListDesk, expected: ListDesk, executor: str) -> None:
+def assert_same(found: ListQueue, expected: ListQueue, executor: str) -> None:
     """In bits, whatever else there was."""
     for number, outcome in expected.outcomes.items():
         got, state, ours = found.outcomes[number], found.states[number], expected.states[number]
@@ -156,20 +156,20 @@ def trapped(tmp_path: Path) -> Recipe:
     return Recipe(task=f"{path}:task", device="cpu", eval_every=1)
 
 
-def run(executor: Any, recipe: Recipe, desk: ListDesk) -> ListDesk:
+def run(executor: Any, recipe: Recipe, queue: ListQueue) -> ListQueue:
     """Run to the end; nobody is left after it."""
     try:
-        executor.run(recipe, desk, desk.events.append)
+        executor.run(recipe, queue, queue.events.append)
     finally:
-        assert not [pid for pid in desk.pids() if is_alive(pid)]
-    return desk
+        assert not [pid for pid in queue.pids() if is_alive(pid)]
+    return queue
 
 
 def test_trials_in_processes_come_to_the_same_bits_as_alone() -> None:
     recipe = digits("cpu")
-    expected = alone(recipe, ListDesk(DIGITS, stops_third_report_of_2))
+    expected = alone(recipe, ListQueue(DIGITS, stops_third_report_of_2))
     assert [o.status for o in expected.outcomes.values()] == ["finished", "finished", "stopped", "diverged", "finished"]
-    found = run(Processes(count=2, threads=1), recipe, ListDesk(DIGITS, stops_third_report_of_2))
+    found = run(Processes(count=2, threads=1), recipe, ListQueue(DIGITS, stops_third_report_of_2))
     assert_same(found, expected, "processes")
     key = lambda told: (told[0], told[1].step)  # noqa: E731
     assert sorted(found.reports, key=key) == sorted(expected.reports, key=key)
@@ -187,14 +187,14 @@ def test_one_that_is_killed_or_raises_fails_with_the_cause_and_harms_no_other(tr
         {"lr": 0.3},
     ]
     trials = [Trial(number=i, options=own, seed=i) for i, own in enumerate(options)]
-    found = run(Processes(count=2, threads=1), trapped, ListDesk(trials))
+    found = run(Processes(count=2, threads=1), trapped, ListQueue(trials))
     assert found.outcomes[1].status == found.outcomes[3].status == found.outcomes[4].status == "failed"
     assert found.outcomes[1].why == "its process was killed by signal 9 (SIGKILL)"
     assert found.outcomes[3].why == "ZeroDivisionError: nothing to divide by"
     assert found.outcomes[4].why == "its process ended with exit code 3 (enough of this)"
     assert [found.outcomes[i].steps for i in (1, 3, 4)] == [4, 4, 4]
     assert [found.states[i] for i in (1, 3, 4)] == [None] * 3
-    assert_same(found, alone(trapped, ListDesk([trials[i] for i in (0, 2, 5)])), "processes")
+    assert_same(found, alone(trapped, ListQueue([trials[i] for i in (0, 2, 5)])), "processes")
     (told,) = [event for event in found.events if event["event"] == "trial failed"]
     assert "trapped.py" in told["traceback"]
     assert 3 <= len(found.pids()) <= 4  # two that began, and one for each that was lost while trials were left
@@ -207,7 +207,7 @@ def test_a_death_is_noticed_though_a_process_of_the_tasks_own_holds_the_connecti
     recipe = Recipe(task=f"{path}:task", device="cpu", eval_every=1)
     began = time.monotonic()
     try:
-        found = run(Processes(count=1, threads=1), recipe, ListDesk([Trial(number=0, options={"trap": "kill"})]))
+        found = run(Processes(count=1, threads=1), recipe, ListQueue([Trial(number=0, options={"trap": "kill"})]))
     finally:
         if own.is_file():
             os.kill(int(own.read_text()), signal.SIGKILL)
@@ -218,36 +218,36 @@ def test_a_death_is_noticed_though_a_process_of_the_tasks_own_holds_the_connecti
 def test_one_without_progress_is_taken_for_dead(trapped: Recipe) -> None:
     trials = [Trial(number=0, options={"trap": "hang"}), Trial(number=1)]
     began = time.monotonic()
-    found = run(Processes(count=1, threads=1, deadline_s=1.5), trapped, ListDesk(trials))
+    found = run(Processes(count=1, threads=1, deadline_s=1.5), trapped, ListQueue(trials))
     assert "no progress within 1.5 s" in found.outcomes[0].why
     assert found.outcomes[1].status == "finished"
     assert time.monotonic() - began < 20
 
 
 def test_a_request_to_stop_is_met_between_steps(trapped: Recipe) -> None:
-    desk = ListDesk([Trial(number=i, options={"epochs": 10**6}) for i in range(2)])
-    desk.stop_at = time.monotonic() + 1.5
-    run(Processes(count=2, threads=1), Recipe(task=trapped.task, device="cpu"), desk)
-    assert time.monotonic() - desk.stop_at < 4
-    assert desk.outcomes == {} and len(desk.pids()) == 2
+    queue = ListQueue([Trial(number=i, options={"epochs": 10**6}) for i in range(2)])
+    queue.stop_at = time.monotonic() + 1.5
+    run(Processes(count=2, threads=1), Recipe(task=trapped.task, device="cpu"), queue)
+    assert time.monotonic() - queue.stop_at < 4
+    assert queue.outcomes == {} and len(queue.pids()) == 2
 
 
 def test_an_interrupt_leaves_nobody_behind(trapped: Recipe) -> None:
     def interrupted(trial: Trial, evaluation: Evaluation) -> Verdict:
         raise KeyboardInterrupt
 
-    desk = ListDesk([Trial(number=i, options={"epochs": 10**6}) for i in range(2)], interrupted)
+    queue = ListQueue([Trial(number=i, options={"epochs": 10**6}) for i in range(2)], interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(Processes(count=2, threads=1), trapped, desk)
-    assert desk.pids()
+        run(Processes(count=2, threads=1), trapped, queue)
+    assert queue.pids()
 
 
 @pytest.mark.slow
 def test_it_gives_up_when_every_process_dies(trapped: Recipe) -> None:
-    desk = ListDesk([Trial(number=i, options={"trap": "kill", "at": 1}) for i in range(40)])
+    queue = ListQueue([Trial(number=i, options={"trap": "kill", "at": 1}) for i in range(40)])
     with pytest.raises(TrainingError, match=r"lost one after the other.*signal 9"):
-        run(Processes(count=2, threads=1), trapped, desk)
-    assert 8 < len(desk.outcomes) < 12
+        run(Processes(count=2, threads=1), trapped, queue)
+    assert 8 < len(queue.outcomes) < 12
 
 
 @pytest.mark.slow
@@ -256,10 +256,11 @@ def test_processes_end_when_their_parent_is_killed(trapped: Recipe) -> None:
 from podium.sweeps.executors.processes import Processes
 from podium.sweeps.recipe import Recipe
 from podium.sweeps.trial import Trial
-from tests.sweeps.test_processes import ListDesk
+from tests.sweeps.test_processes import ListQueue
 
-desk = ListDesk([Trial(number=0, options={{"epochs": 10**6}})])
-Processes(count=1).run(Recipe(task={trapped.task!r}, device="cpu"), desk, lambda event: print(event["pid"], flush=True))
+queue = ListQueue([Trial(number=0, options={{"epochs": 10**6}})])
+recipe = Recipe(task={trapped.task!r}, device="cpu")
+Processes(count=1).run(recipe, queue, lambda event: print(event["pid"], flush=True))
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert parent.stdout is not None
@@ -274,7 +275,7 @@ Processes(count=1).run(Recipe(task={trapped.task!r}, device="cpu"), desk, lambda
 
 
 def test_what_cannot_be_is_refused_before_anything_starts(trapped: Recipe) -> None:
-    desk = ListDesk([Trial(number=0)])
+    queue = ListQueue([Trial(number=0)])
     with pytest.raises(ConfigError, match="count must be at least 1, got 0"):
         Processes(count=0)
     with pytest.raises(ConfigError, match="mode must be one of eager, graph, compiled"):
@@ -282,21 +283,21 @@ def test_what_cannot_be_is_refused_before_anything_starts(trapped: Recipe) -> No
     with pytest.raises(ConfigError, match="at most 48"):
         Mps(count=49)
     with pytest.raises(ConfigError, match="mode=graph needs a GPU"):
-        Processes(mode="graph").run(trapped, desk, print)
+        Processes(mode="graph").run(trapped, queue, print)
     with pytest.raises(ConfigError, match="MPS needs a GPU"):
-        Mps(count=1).run(trapped, desk, print)
+        Mps(count=1).run(trapped, queue, print)
     task = load_task("digits-mlp")
     assert isinstance(task, Task)
     with pytest.raises(ConfigError, match="name it"):
-        Processes(count=1).run(Recipe(task=task, device="cpu"), desk, print)
+        Processes(count=1).run(Recipe(task=task, device="cpu"), queue, print)
     with pytest.raises(ConfigError, match="plain values"):
-        Processes(count=1).run(trapped, ListDesk([Trial(number=0, options={"lr": Tensor([0.1])})]), print)
+        Processes(count=1).run(trapped, ListQueue([Trial(number=0, options={"lr": Tensor([0.1])})]), print)
 
 
 def test_a_copy_between_trials_is_refused(trapped: Recipe) -> None:
-    desk = ListDesk([Trial(number=0)], lambda trial, evaluation: Verdict(action="become", source=0))
+    queue = ListQueue([Trial(number=0)], lambda trial, evaluation: Verdict(action="become", source=0))
     with pytest.raises(ConfigError, match="executor must be fused"):
-        run(Processes(count=1), trapped, desk)
+        run(Processes(count=1), trapped, queue)
 
 
 @pytest.mark.parametrize("executor", [Processes(count=2, threads=1), Mps(count=2, threads=1)], ids=["processes", "mps"])
@@ -305,19 +306,19 @@ class TestOnGpu:
 
     def test_trials_come_to_the_same_bits_as_alone(self, executor: Any) -> None:
         recipe = digits("cuda")
-        expected = alone(recipe, ListDesk(DIGITS, stops_third_report_of_2))
-        found = run(executor, recipe, ListDesk(DIGITS, stops_third_report_of_2))
+        expected = alone(recipe, ListQueue(DIGITS, stops_third_report_of_2))
+        found = run(executor, recipe, ListQueue(DIGITS, stops_third_report_of_2))
         assert_same(found, expected, executor.name)
 
     def test_one_that_raises_harms_no_other(self, executor: Any, trapped: Recipe) -> None:
         trials = [Trial(number=0, options={"trap": "raise"}), Trial(number=1)]
         recipe = Recipe(task=trapped.task, device="cuda", eval_every=1)
-        found = run(executor, recipe, ListDesk(trials))
+        found = run(executor, recipe, ListQueue(trials))
         assert [found.outcomes[i].status for i in range(2)] == ["failed", "finished"]
 
     def test_a_request_to_stop_is_met_between_steps(self, executor: Any, trapped: Recipe) -> None:
-        desk = ListDesk([Trial(number=i, options={"epochs": 10**6}) for i in range(2)])
-        desk.stop_at = time.monotonic() + 6
-        run(executor, Recipe(task=trapped.task, device="cuda"), desk)
-        assert time.monotonic() - desk.stop_at < 15
-        assert desk.outcomes == {} and os.getpid() not in desk.pids()
+        queue = ListQueue([Trial(number=i, options={"epochs": 10**6}) for i in range(2)])
+        queue.stop_at = time.monotonic() + 6
+        run(executor, Recipe(task=trapped.task, device="cuda"), queue)
+        assert time.monotonic() - queue.stop_at < 15
+        assert queue.outcomes == {} and os.getpid() not in queue.pids()

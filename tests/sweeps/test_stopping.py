@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError, UnknownName
-from podium.sweeps.desk import TrialDesk
+from podium.sweeps.queue import TrialQueue
 from podium.sweeps.search import make_source
 from podium.sweeps.search.listed import Listed
 from podium.sweeps.search.space import read_space
@@ -39,13 +39,13 @@ def learning(trial: Trial, epoch: int) -> float:
     return float(trial.options["q"]) * (1 - math.exp(-epoch / 4))
 
 
-def sweep(stopping: Stopping, qualities: Sequence[float], *, slots: int, epochs: int = 27) -> tuple[TrialDesk, Bank]:
-    desk = TrialDesk(
+def sweep(stopping: Stopping, qualities: Sequence[float], *, slots: int, epochs: int = 27) -> tuple[TrialQueue, Bank]:
+    queue = TrialQueue(
         make_source(Listed(rows=[{"q": q} for q in qualities])), stopping=stopping, metric="accuracy", maximize=True
     )
     bank = Bank(learning, epochs=epochs, slots=slots)
-    bank.run(desk)
-    return desk, bank
+    bank.run(queue)
+    return queue, bank
 
 
 def report(stopping: Stopping, ledger: Ledger, trial: Trial, found: Evaluation) -> str:
@@ -73,9 +73,9 @@ def test_trials_that_report_together_are_judged_whatever_their_order(stopping: S
     """As in a grid from bad to good, all in one array: the first must not go on because it is judged first."""
     qualities = [0.05, 0.06, 0.07, 0.9, 0.95, 0.96][::order]
     source = make_source(Listed(rows=[{"q": q} for q in qualities]), folds=4)
-    desk = TrialDesk(source, stopping=stopping, metric="accuracy", maximize=True)
-    trials = [trial for _ in range(24) if (trial := desk.take()) is not None]
-    found = desk.report_all([(t, evaluation(1, t.options["q"] + (t.fold or 0) / 1000 * t.point)) for t in trials])
+    queue = TrialQueue(source, stopping=stopping, metric="accuracy", maximize=True)
+    trials = [trial for _ in range(24) if (trial := queue.take()) is not None]
+    found = queue.report_all([(t, evaluation(1, t.options["q"] + (t.fold or 0) / 1000 * t.point)) for t in trials])
     stopped = {
         t.options["q"] for t, v in zip(trials, found, strict=True) if isinstance(v, Verdict) and v.action != "go"
     }
@@ -132,19 +132,19 @@ class TestASHA:
 
     def test_folds_are_compared_with_the_same_fold(self) -> None:
         source = make_source(Listed(rows=[{"q": 0.5}] * 3), folds=2)
-        desk = TrialDesk(source, stopping=ASHA(grace=1, factor=2), metric="accuracy", maximize=True)
+        queue = TrialQueue(source, stopping=ASHA(grace=1, factor=2), metric="accuracy", maximize=True)
         bank = Bank(lambda trial, epoch: 0.1 if trial.fold else 0.9, epochs=4, slots=6)
-        bank.run(desk)
+        bank.run(queue)
         assert set(bank.ran.values()) == {4}  # the second fold is harder for all
 
     def test_each_fold_is_halved_by_itself(self) -> None:
         source = make_source(Listed(rows=[{"q": q} for q in (0.9, 0.5, 0.6, 0.8)]), folds=2)
-        desk = TrialDesk(source, stopping=ASHA(grace=1, factor=2), metric="accuracy", maximize=True)
+        queue = TrialQueue(source, stopping=ASHA(grace=1, factor=2), metric="accuracy", maximize=True)
         bank = Bank(lambda trial, epoch: trial.options["q"] / (1 + (trial.fold or 0)), epochs=4, slots=8)
-        bank.run(desk)
+        bank.run(queue)
         # Rungs at epochs 1, 2 and 4: two of four go on to the second, and one of those two beyond it.
         assert [bank.ran[number] for number in range(8)] == [4, 4, 2, 2, 2, 2, 2, 2]
-        whys = [next(o.why for o in desk.outcomes if o.trial.number == number) for number in (2, 4, 6)]
+        whys = [next(o.why for o in queue.outcomes if o.trial.number == number) for number in (2, 4, 6)]
         assert whys[0] == "place 4 of 4 at epoch 1, where 2 may go on"
         assert whys[2] == "place 2 of 2 at epoch 2, where 1 may go on"
 
@@ -173,9 +173,9 @@ class TestMedian:
     def test_the_best_of_a_bank_is_never_stopped(self) -> None:
         for seed in range(5):
             qualities = shuffled(seed)
-            desk, bank = sweep(Median(), qualities, slots=5)
+            queue, bank = sweep(Median(), qualities, slots=5)
             assert bank.ran[qualities.index(max(qualities))] == 27
-            assert 5 < sum(outcome.status == "stopped" for outcome in desk.outcomes) < 22
+            assert 5 < sum(outcome.status == "stopped" for outcome in queue.outcomes) < 22
 
     def test_numbers_that_are_none_move_the_median_down_and_are_stopped(self) -> None:
         nan = [math.nan] * 2
@@ -186,7 +186,7 @@ class TestMedian:
 class TestWilcoxon:
     FOLDS = 8
 
-    def run(self, qualities: Sequence[float], stopping: Wilcoxon, slots: int, seed: int = 0) -> tuple[TrialDesk, Bank]:
+    def run(self, qualities: Sequence[float], stopping: Wilcoxon, slots: int, seed: int = 0) -> tuple[TrialQueue, Bank]:
         rng = random.Random(seed)
         hard = [rng.gauss(0, 0.2) for _ in range(self.FOLDS)]  # folds differ far more than points do
         noise = {(p, f): rng.gauss(0, 0.005) for p in range(len(qualities)) for f in range(self.FOLDS)}
@@ -196,38 +196,38 @@ class TestWilcoxon:
             return (trial.options["q"] + hard[trial.fold] + noise[trial.point, trial.fold]) * (1 - 0.5**epoch)
 
         source = make_source(Listed(rows=[{"q": q} for q in qualities]), folds=self.FOLDS)
-        desk = TrialDesk(source, stopping=stopping, metric="accuracy", maximize=True)
+        queue = TrialQueue(source, stopping=stopping, metric="accuracy", maximize=True)
         bank = Bank(curve, epochs=4, slots=slots)
-        bank.run(desk)
-        return desk, bank
+        bank.run(queue)
+        return queue, bank
 
-    def by_point(self, desk: TrialDesk, status: str) -> dict[int, int]:
+    def by_point(self, queue: TrialQueue, status: str) -> dict[int, int]:
         counts: dict[int, int] = {}
-        for outcome in desk.outcomes:
+        for outcome in queue.outcomes:
             counts[outcome.trial.point] = counts.get(outcome.trial.point, 0) + (outcome.status == status)
         return counts
 
     @pytest.mark.parametrize("slots", [1, 3, 24])
     def test_a_worse_point_is_given_up_and_the_best_is_not(self, slots: int) -> None:
-        desk, _ = self.run([0.6, 0.8, 0.55], Wilcoxon(p=0.05, least=5), slots)
-        finished = self.by_point(desk, "finished")
+        queue, _ = self.run([0.6, 0.8, 0.55], Wilcoxon(p=0.05, least=5), slots)
+        finished = self.by_point(queue, "finished")
         assert finished[1] == self.FOLDS
         assert finished[2] < self.FOLDS
-        assert len(desk.outcomes) == 3 * self.FOLDS  # each trial was handed in once
+        assert len(queue.outcomes) == 3 * self.FOLDS  # each trial was handed in once
 
     def test_trials_that_have_not_begun_do_not_begin(self) -> None:
-        desk, bank = self.run([0.8, 0.6], Wilcoxon(p=0.05, least=5), slots=1)
-        never = [outcome for outcome in desk.outcomes if outcome.steps == 0]
+        queue, bank = self.run([0.8, 0.6], Wilcoxon(p=0.05, least=5), slots=1)
+        never = [outcome for outcome in queue.outcomes if outcome.steps == 0]
         assert len(never) == self.FOLDS - 5 and all(o.status == "stopped" and o.trial.point == 1 for o in never)
         assert len(bank.ran) == 2 * self.FOLDS - 3
-        assert "worse than point 0" in next(o.why for o in desk.outcomes if o.status == "stopped")
+        assert "worse than point 0" in next(o.why for o in queue.outcomes if o.status == "stopped")
         assert all(o.why == "its point 1 was given up" for o in never)
 
     def test_of_equal_points_few_are_given_up(self) -> None:
         given_up = 0
         for seed in range(20):
-            desk, _ = self.run([0.8, 0.8], Wilcoxon(p=0.05, least=8), slots=16, seed=seed)
-            given_up += any(outcome.status == "stopped" for outcome in desk.outcomes)
+            queue, _ = self.run([0.8, 0.8], Wilcoxon(p=0.05, least=8), slots=16, seed=seed)
+            given_up += any(outcome.status == "stopped" for outcome in queue.outcomes)
         assert given_up <= 4  # the expected share is p, all epochs of a curve here being one draw
 
     def test_the_point_with_the_highest_mean_is_never_given_up(self) -> None:
@@ -256,10 +256,10 @@ class TestWilcoxon:
 
 
 class TestPBT:
-    def run(self, seed: int = 0, slots: int = 16, **settings: Any) -> tuple[TrialDesk, Bank, list[dict[str, Any]]]:
+    def run(self, seed: int = 0, slots: int = 16, **settings: Any) -> tuple[TrialQueue, Bank, list[dict[str, Any]]]:
         events: list[dict[str, Any]] = []
         space = read_space(["lr=1e-3..1e-1:log"])
-        desk = TrialDesk(
+        queue = TrialQueue(
             make_source("random", space, points=16),
             stopping=PBT(seed=seed, space=space, **{"every": 2.0, **settings}),
             metric="accuracy",
@@ -267,16 +267,16 @@ class TestPBT:
             on_event=events.append,
         )
         bank = Bank(lambda trial, epoch: float(trial.options["lr"]) * epoch, epochs=10, slots=slots)
-        bank.run(desk)
-        return desk, bank, events
+        bank.run(queue)
+        return queue, bank, events
 
     def test_the_bottom_takes_over_from_the_top_only(self) -> None:
-        desk, bank, _ = self.run()
-        order = sorted(range(16), key=lambda number: -desk.ledger[number].trial.options["lr"])
+        queue, bank, _ = self.run()
+        order = sorted(range(16), key=lambda number: -queue.ledger[number].trial.options["lr"])
         assert {source for _, source, _ in bank.became} <= set(order[:4])
         assert {number for number, _, _ in bank.became} == set(order[-4:])
         assert len(bank.became) == 4 * 4  # four milestones, and the rows' order does not matter
-        assert all(outcome.status == "finished" for outcome in desk.outcomes)
+        assert all(outcome.status == "finished" for outcome in queue.outcomes)
 
     def test_options_change_from_the_sources_and_stay_in_the_space(self) -> None:
         _, _, events = self.run(resample=0.0)
@@ -330,9 +330,11 @@ class TestPBT:
         assert {pbt._changed("momentum", 0.9, rng) for _ in range(50)} == {0.9 * 0.8, 0.99}
 
     def test_equal_trials_are_left_alone(self) -> None:
-        desk = TrialDesk(make_source(Listed(rows=[{"lr": 0.1}] * 8)), stopping=PBT(), metric="accuracy", maximize=True)
+        queue = TrialQueue(
+            make_source(Listed(rows=[{"lr": 0.1}] * 8)), stopping=PBT(), metric="accuracy", maximize=True
+        )
         bank = Bank(lambda trial, epoch: 0.5, epochs=4, slots=8)
-        bank.run(desk)
+        bank.run(queue)
         assert bank.became == []
 
     def test_what_cannot_change_in_mid_training_is_refused(self) -> None:
@@ -348,9 +350,9 @@ class TestOptuna:
     @pytest.mark.parametrize("pruner", ["median", "successive-halving", "hyperband", "HyperbandPruner"])
     def test_pruners_stop_some_and_not_the_best(self, pruner: str) -> None:
         qualities = [0.5, 0.6, 0.7, 0.8, 0.9, *shuffled(0)[:20], 2.0]
-        desk, bank = sweep(make_stopping(f"optuna:pruner={pruner}"), qualities, slots=3, epochs=9)
+        queue, bank = sweep(make_stopping(f"optuna:pruner={pruner}"), qualities, slots=3, epochs=9)
         assert bank.ran[len(qualities) - 1] == 9
-        assert 3 < sum(outcome.status == "stopped" for outcome in desk.outcomes) < 26
+        assert 3 < sum(outcome.status == "stopped" for outcome in queue.outcomes) < 26
 
     def test_the_median_pruner_says_what_optuna_says(self, optuna: Any) -> None:
         study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner(2, 0))
@@ -376,14 +378,14 @@ class TestOptuna:
     def test_halving_stops_trials_side_by_side_and_compares_within_a_fold(self) -> None:
         source = make_source(Listed(rows=[{"q": q} for q in (0.9, 0.2, 0.3, 0.8, 0.1, 0.4)]), folds=2)
         stopping = make_stopping("optuna:pruner=successivehalving")
-        desk = TrialDesk(source, stopping=stopping, metric="accuracy", maximize=True)
+        queue = TrialQueue(source, stopping=stopping, metric="accuracy", maximize=True)
 
         def curve(trial: Trial, epoch: int) -> float:
             return float(trial.options["q"] / (1 + 9 * (trial.fold == 0)))  # the first fold is the harder one
 
         bank = Bank(curve, epochs=8, slots=12)
-        bank.run(desk)
-        through = {(o.trial.options["q"], o.trial.fold) for o in desk.outcomes if o.status == "finished"}
+        bank.run(queue)
+        through = {(o.trial.options["q"], o.trial.fold) for o in queue.outcomes if o.status == "finished"}
         assert {(0.9, 0), (0.9, 1)} <= through and len(through) < 12
 
     def test_unknown_and_unfit_pruners_are_refused(self) -> None:
@@ -423,5 +425,5 @@ def test_every_rule_on_the_list_exists_and_says_what_it_is() -> None:
 
 
 def test_no_stopping_stops_nobody() -> None:
-    desk, bank = sweep(NoStopping(), shuffled(0)[:6], slots=4, epochs=3)
-    assert set(bank.ran.values()) == {3} and all(outcome.status == "finished" for outcome in desk.outcomes)
+    queue, bank = sweep(NoStopping(), shuffled(0)[:6], slots=4, epochs=3)
+    assert set(bank.ran.values()) == {3} and all(outcome.status == "finished" for outcome in queue.outcomes)

@@ -32,18 +32,18 @@ from podium.lab.sweeps import write_all
 from podium.lab.sweeps.figures import Map, OneOption, Parallel, score_figure, timeline_figure
 from podium.lab.sweeps.table import tell_statuses
 from podium.records.recorder import read_records, to_json
-from podium.sweeps import swept
-from podium.sweeps.desk import read_outcomes
-from podium.sweeps.held import held
-from podium.sweeps.kept import BestModel
-from podium.sweeps.origin import describe_data
+from podium.sweeps import result as swept
+from podium.sweeps.best_models import BestModel
+from podium.sweeps.fingerprint import describe_data
+from podium.sweeps.folder_lock import held
 from podium.sweeps.plan import plan
+from podium.sweeps.queue import read_outcomes
 from podium.sweeps.recipe import Recipe
+from podium.sweeps.result import Point, Score, Sweep, find_points, find_rivals, read_sweep, tell, tell_mean
 from podium.sweeps.search.base import Source
 from podium.sweeps.search.crossed import Crossed
 from podium.sweeps.stopping.base import Ledger, Stopping
 from podium.sweeps.sweep import _new_folder
-from podium.sweeps.swept import Point, Score, Sweep, find_points, find_rivals, read_sweep, tell, tell_mean
 from podium.sweeps.trial import GO, Evaluation, Outcome, Trial, Verdict
 from podium.task import Task, accuracy
 
@@ -273,7 +273,7 @@ def test_a_process_that_the_task_has_forked_does_not_hold_the_folder(tmp_path: P
     script = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from podium.sweeps.held import held\n"
+        "from podium.sweeps.folder_lock import held\n"
         "with held(Path(sys.argv[1])):\n"
         "    child = os.fork()\n"
         "    if child == 0:\n"
@@ -297,7 +297,7 @@ def test_a_process_that_the_task_has_forked_does_not_hold_the_folder(tmp_path: P
 
 
 def test_a_search_without_end_is_trained_and_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("podium.sweeps.desk.MOST_WAITING", 8)
+    monkeypatch.setattr("podium.sweeps.queue.MOST_WAITING", 8)
     stop, source = threading.Event(), PlainSource()
 
     def after_twelve(event: dict[str, Any]) -> None:

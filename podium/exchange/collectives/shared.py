@@ -1,4 +1,4 @@
-"""All-reduce in the memory that the processes of one host share: see `podium.comm.board`.
+"""All-reduce in the memory that the processes of one host share: see `podium.comm.shared_memory`.
 
 2 n bytes of memory traffic per worker, two meetings, nothing sent. Between 5 and 10 times gloo's speed over loopback at
 25 to 100 MB, and more below, where gloo pays for its threads.

@@ -29,12 +29,12 @@ import torch
 
 from podium.errors import ConfigError, PodiumError, UnknownName
 from podium.records.manifest import hardware, versions
-from podium.records.nvml import Board, open_board
+from podium.records.nvml import Gpu, open_board
 from podium.records.window import ENERGY_WINDOW_S, Idle, Reading, Window, measure_idle
-from podium.sweeps.executors.alone import Alone
 from podium.sweeps.executors.auto import Auto, describe, repeated, seconds_per_step
 from podium.sweeps.executors.base import Executor, State
-from podium.sweeps.executors.graphed import GraphedAlone
+from podium.sweeps.executors.graphed import GraphedTrainer
+from podium.sweeps.executors.reference import ReferenceTrainer
 from podium.sweeps.fused.array import Array
 from podium.sweeps.fused.bundle import Bundle
 from podium.sweeps.fused.widths import widest
@@ -152,7 +152,7 @@ class Bench:
     ) -> None:
         self.recipe_of, self.arms, self.rounds, self.seconds, self.energy_s = recipe_of, arms, rounds, seconds, energy_s
         self.shuffle = shuffle
-        self.board: Board | None = None
+        self.board: Gpu | None = None
         self.idle: Idle | None = None
         on_gpu = recipe_of("digits-mlp", "fp32").torch_device.type == "cuda"
         self.most_processes = most_processes or (16 if on_gpu else len(os.sched_getaffinity(0)))
@@ -298,12 +298,12 @@ class _Runner:
         resident = recipe.resident_of(self.parts.task)
         self.width = 1
         if arm == "eager":
-            self._step = repeated(Alone(recipe, trials[0], resident, made[0]).step)
+            self._step = repeated(ReferenceTrainer(recipe, trials[0], resident, made[0]).step)
             return
         if recipe.torch_device.type != "cuda" and arm not in ("streams", "fused"):
             raise ConfigError(f"{arm}: needs a GPU")
         if arm in ("graph", "compiled"):
-            self._step = repeated(GraphedAlone(recipe, trials[0], resident, made[0], compiled=arm == "compiled").step)
+            self._step = repeated(GraphedTrainer(recipe, trials[0], resident, made[0], compiled=arm == "compiled").step)
             return
         if arm == "streams":
             self.width = min(32, len(trials))
@@ -338,7 +338,7 @@ class _Runner:
 
 
 class _Watch:
-    """A desk that gives out endless trials, watches their steps, and has enough once they were timed."""
+    """A queue that gives out endless trials, watches their steps, and has enough once they were timed."""
 
     def __init__(
         self,
@@ -347,7 +347,7 @@ class _Watch:
         rounds: int,
         seconds: float,
         energy_s: float,
-        board: Board | None,
+        board: Gpu | None,
         idle: Idle | None,
     ) -> None:
         self.waiting, self.count, self.rounds = list(trials), count, rounds
@@ -409,7 +409,7 @@ class _Watch:
             self._stop = True
 
 
-def _idle(board: Board, seconds: float) -> Idle:
+def _idle(board: Gpu, seconds: float) -> Idle:
     """Memory as it was before this process had a context; power with one, since every arm has one."""
     before = measure_idle(board, 0.2)
     torch.zeros(1, device="cuda")

@@ -220,7 +220,7 @@ def _read_study(folder: Path) -> tuple[Row, list[Row]]:
 
 
 def _read_sweep(folder: Path) -> tuple[list[Outcome], Mapping[str, Any]]:
-    from podium.sweeps.desk import read_outcomes
+    from podium.sweeps.queue import read_outcomes
 
     return read_outcomes(folder), read_manifest(folder)["config"]
 

@@ -38,7 +38,7 @@ from podium.lab.stats.checks import Analysis
 from podium.lab.stats.speedup import SpeedUps, speedups
 from podium.lab.stats.statistics import Mean, Summary
 from podium.lab.stats.winners import Winner
-from podium.lab.study.again import command, python_call
+from podium.lab.study.reproduce import command, python_call
 from podium.lab.study.rows import arranged, crossed, finished
 from podium.lab.study.store import Row, Store, modern, write_whole
 

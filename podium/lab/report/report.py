@@ -52,7 +52,7 @@ from podium.lab.report.templating import environment
 from podium.lab.stats.power import MOST_SEEDS, power
 from podium.lab.stats.speedup import speedups
 from podium.lab.stats.statistics import Mean
-from podium.lab.study.again import command, python_call
+from podium.lab.study.reproduce import command, python_call
 from podium.lab.study.rows import (
     TARGET_SHARE,
     RuleLine,

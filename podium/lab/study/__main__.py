@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from podium.lab.study.one import main
+from podium.lab.study.run_one import main
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), sys.stdin)

@@ -27,10 +27,10 @@ from podium.lab.report.report import write_report
 from podium.lab.stats.statistics import Summary, mean_interval, require_statistics
 from podium.lab.study.design import TOLD, Design, check_same, strategies_design, surroundings
 from podium.lab.study.file import read_study
-from podium.lab.study.one import Asked, Launch, OnEvent, run_one
 from podium.lab.study.responses import response_of
 from podium.lab.study.rows import arranged, finished
-from podium.lab.study.several import run_several
+from podium.lab.study.run_one import Asked, Launch, OnEvent, run_one
+from podium.lab.study.run_parallel import run_several
 from podium.lab.study.store import Key, Row, Store, finished_keys, modern, short_name
 from podium.lab.study.study import Study
 from podium.launch.rendezvous import rendezvous_folder

@@ -9,8 +9,8 @@ from typing import Any
 
 from podium.lab.sweeps.report import write_report
 from podium.lab.sweeps.table import write_csv
+from podium.sweeps.result import Sweep, read_sweep
 from podium.sweeps.sweep import sweep as train_sweep
-from podium.sweeps.swept import Sweep, read_sweep
 
 __all__ = ["sweep", "write_all"]
 

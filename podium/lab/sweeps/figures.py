@@ -17,7 +17,7 @@ from typing import Any
 
 from podium.lab.report.figures import Convergence, Curve, Line
 from podium.records.recorder import read_records
-from podium.sweeps.swept import Point, Sweep, tell_value
+from podium.sweeps.result import Point, Sweep, tell_value
 from podium.sweeps.trial import Outcome
 
 MOST_CURVES = 8

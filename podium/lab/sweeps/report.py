@@ -15,13 +15,13 @@ from markupsafe import Markup
 from podium.lab.report import format as written
 from podium.lab.report.templating import environment
 from podium.lab.study.store import write_whole
-from podium.lab.sweeps.again import command, python_call
 from podium.lab.sweeps.drawing import STATUS_COLOURS, standalone, to_svg
 from podium.lab.sweeps.figures import Figure, curve_figure, score_figure, timeline_figure
+from podium.lab.sweeps.reproduce import command, python_call
 from podium.lab.sweeps.table import headings, tell_statuses, values
 from podium.records.manifest import read_manifest
 from podium.records.window import LABEL
-from podium.sweeps.swept import Sweep, count_pairs, number, tell_mean, tell_options, tell_p, tell_value
+from podium.sweeps.result import Sweep, count_pairs, number, tell_mean, tell_options, tell_p, tell_value
 
 FIGURE_NAMES = ("scores", "curves", "slots")
 MOST_POINTS = 200

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from podium.lab.study.store import write_whole
 from podium.lab.sweeps.figures import varied
-from podium.sweeps.swept import Point, Sweep, number, tell_mean, tell_value
+from podium.sweeps.result import Point, Sweep, number, tell_mean, tell_value
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -32,18 +32,18 @@ from typing import Any, NamedTuple, final
 import torch
 
 from podium.errors import ConfigError
-from podium.sweeps.executors.alone import Alone
-from podium.sweeps.executors.base import Desk, Executor, OnEvent, WithReturned
+from podium.sweeps.executors.base import Executor, OnEvent, Queue, Requeued
 from podium.sweeps.executors.fused import WIDTH, Fused, take_parts
-from podium.sweeps.executors.graphed import GraphedAlone
+from podium.sweeps.executors.graphed import GraphedTrainer
 from podium.sweeps.executors.processes import Processes
+from podium.sweeps.executors.reference import ReferenceTrainer
 from podium.sweeps.executors.sequential import Sequential
 from podium.sweeps.executors.streams import Streams
 from podium.sweeps.fused.array import Array
 from podium.sweeps.fused.bundle import Bundle
 from podium.sweeps.fused.compiling import seconds_to_compile
+from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.fused.probe import Verified, probe
-from podium.sweeps.fused.resident import Resident
 from podium.sweeps.fused.widths import widest
 from podium.sweeps.recipe import Parts, Recipe, precision_of, with_threads
 
@@ -127,29 +127,29 @@ class Auto(Executor):
         if not self.seconds > 0:
             raise ConfigError(f"auto: seconds must be above 0, got {self.seconds}")
 
-    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
-        self.run_groups(recipe, [desk], on_event)
+    def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
+        self.run_groups(recipe, [queue], on_event)
 
-    def run_groups(self, recipe: Recipe, desks: Sequence[Desk], on_event: OnEvent) -> None:
+    def run_groups(self, recipe: Recipe, queues: Sequence[Queue], on_event: OnEvent) -> None:
         """Choose for each group; groups that chose the same way are trained together."""
-        chosen: dict[Executor, list[Desk]] = {}
-        several = len(desks) > 1  # then arrays run side by side, in one graph
-        for number, desk in enumerate(desks):
-            taken = take_parts(recipe, desk, WIDTH[recipe.torch_device.type], self.name)
+        chosen: dict[Executor, list[Queue]] = {}
+        several = len(queues) > 1  # then arrays run side by side, in one graph
+        for number, queue in enumerate(queues):
+            taken = take_parts(recipe, queue, WIDTH[recipe.torch_device.type], self.name)
             if not taken:
                 continue
-            choice = self.choose(recipe, taken, on_event, desk.stop_requested)
+            choice = self.choose(recipe, taken, on_event, queue.stop_requested)
             if several:
                 choice = choice._replace(made=None)  # memory that the next group is to find free
-            if desk.stop_requested():
+            if queue.stop_requested():
                 return
             on_event({
                 "event": "chose", "group": number, "executor": describe(choice.executor), "why": choice.why,
                 "table": [candidate.to_dict() for candidate in choice.candidates],
             })  # fmt: skip
             if choice.made is not None and isinstance(choice.executor, Fused):
-                return choice.executor.run_made(recipe, desk, on_event, taken, choice.made)
-            chosen.setdefault(choice.executor, []).append(WithReturned(desk, [parts.trial for parts in taken]))
+                return choice.executor.run_made(recipe, queue, on_event, taken, choice.made)
+            chosen.setdefault(choice.executor, []).append(Requeued(queue, [parts.trial for parts in taken]))
         for executor, group in chosen.items():
             executor.run_groups(recipe, group, on_event)
 
@@ -220,7 +220,7 @@ class _Timing:
     """Times ways to train one group of trials."""
 
     def __init__(
-        self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified, seconds: float
+        self, recipe: Recipe, taken: Sequence[Parts], resident: DeviceData, found: Verified, seconds: float
     ) -> None:
         self.recipe, self.taken, self.resident, self.found, self.seconds = recipe, taken, resident, found, seconds
         self.steps = sum(parts.steps for parts in taken)
@@ -251,7 +251,9 @@ class _Timing:
 
         def begin() -> Callable[[int], None]:
             again = self.recipe.make(self.taken[0].trial)
-            alone: Any = (GraphedAlone if on_gpu else Alone)(self.recipe, again.trial, self.resident, again)
+            alone: Any = (GraphedTrainer if on_gpu else ReferenceTrainer)(
+                self.recipe, again.trial, self.resident, again
+            )
             return repeated(alone.step)
 
         return self._timed(Sequential(mode="graph" if on_gpu else "eager"), 1, begin)

@@ -1,11 +1,11 @@
 """How trials share a device: the interface of executors, and what they see of the sweep.
 
-An executor takes trials from a desk, trains them in its own way, reports each evaluation and does as the desk says, and
+An executor takes trials from a queue, trains them in its own way, reports each evaluation, does as the queue says, and
 hands in each trial's outcome with an ordinary `state_dict`. It knows neither where trials come from (`search/`) nor by
 which rule they are stopped (`stopping/`).
 
     Recipe     what all trials of a sweep share (`recipe.py`)
-    Desk       gives out trials, hears reports, takes outcomes; called from one thread
+    Queue       gives out trials, hears reports, takes outcomes; called from one thread
     Executor   trains
 """
 
@@ -27,7 +27,7 @@ State = Mapping[str, Tensor]
 OnEvent = Callable[[dict[str, Any]], None]
 
 
-class Desk(Protocol):
+class Queue(Protocol):
     """Where an executor gets its trials, and hands them in. Called from one thread at a time."""
 
     def take(self) -> Trial | None:
@@ -63,53 +63,53 @@ class Executor(ABC):
     """Whether `become` verdicts (population-based training) are possible."""
 
     @abstractmethod
-    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
-        """Train until the desk has no more trials. `on_event` hears what may be of interest, as plain dicts."""
+    def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
+        """Train until the queue has no more trials. `on_event` hears what may be of interest, as plain dicts."""
 
-    def run_groups(self, recipe: Recipe, desks: Sequence[Desk], on_event: OnEvent) -> None:
-        """The same for several desks, each with trials of one structure; one after another unless it knows better."""
-        for desk in desks:
-            self.run(recipe, desk, on_event)
+    def run_groups(self, recipe: Recipe, queues: Sequence[Queue], on_event: OnEvent) -> None:
+        """The same for several queues, each with trials of one structure; one after another unless it knows better."""
+        for queue in queues:
+            self.run(recipe, queue, on_event)
 
 
-class InFront(ABC):
-    """A desk in front of another: it has its own way to give out trials, and passes on all else."""
+class QueueWrapper(ABC):
+    """A queue in front of another: it has its own way to give out trials, and passes on all else."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
 
     @abstractmethod
     def take(self) -> Trial | None: ...
 
     def expects_more(self) -> bool:
-        return self._desk.expects_more()
+        return self._queue.expects_more()
 
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
-        return self._desk.report(trial, evaluation)
+        return self._queue.report(trial, evaluation)
 
     def report_all(self, rows: Sequence[tuple[Trial, Evaluation]]) -> list[Verdict | ConfigError]:
-        return self._desk.report_all(rows)
+        return self._queue.report_all(rows)
 
     def begin_again(self, trial: Trial) -> None:
-        self._desk.begin_again(trial)
+        self._queue.begin_again(trial)
 
     def hand_in(self, outcome: Outcome, state: State | None) -> None:
-        self._desk.hand_in(outcome, state)
+        self._queue.hand_in(outcome, state)
 
     def stop_requested(self) -> bool:
-        return self._desk.stop_requested()
+        return self._queue.stop_requested()
 
 
 @final
-class WithReturned(InFront):
-    """A desk that some trials were taken from and given back to: they come first."""
+class Requeued(QueueWrapper):
+    """A queue that some trials were taken from and given back to: they come first."""
 
-    def __init__(self, desk: Desk, trials: Sequence[Trial]) -> None:
-        super().__init__(desk)
+    def __init__(self, queue: Queue, trials: Sequence[Trial]) -> None:
+        super().__init__(queue)
         self._returned = list(trials)
 
     def take(self) -> Trial | None:
-        return self._returned.pop(0) if self._returned else self._desk.take()
+        return self._returned.pop(0) if self._returned else self._queue.take()
 
     def expects_more(self) -> bool:
-        return bool(self._returned) or self._desk.expects_more()
+        return bool(self._returned) or self._queue.expects_more()

@@ -9,12 +9,12 @@ from typing import final
 import torch
 
 from podium.errors import ConfigError
-from podium.sweeps.executors.base import Desk, Executor, OnEvent, WithReturned
+from podium.sweeps.executors.base import Executor, OnEvent, Queue, Requeued
 from podium.sweeps.executors.sequential import Sequential
 from podium.sweeps.fused.array import Array, Mode
 from podium.sweeps.fused.bundle import Bundle
+from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.fused.probe import Verified, probe
-from podium.sweeps.fused.resident import Resident
 from podium.sweeps.fused.slots import failed, train_in_slots
 from podium.sweeps.fused.widths import widest
 from podium.sweeps.recipe import Parts, Recipe, precision_of, with_threads
@@ -55,66 +55,66 @@ class Fused(Executor):
         if self.mode not in ("forward", "gradient"):
             raise ConfigError(f"fused: mode must be 'forward' or 'gradient', got {self.mode!r}")
 
-    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
-        self.run_groups(recipe, [desk], on_event)
+    def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
+        self.run_groups(recipe, [queue], on_event)
 
-    def run_groups(self, recipe: Recipe, desks: Sequence[Desk], on_event: OnEvent) -> None:
+    def run_groups(self, recipe: Recipe, queues: Sequence[Queue], on_event: OnEvent) -> None:
         """All groups in one bundle, a branch each. What cannot be fused is trained after them, one by one."""
-        arrays: list[tuple[Array, Desk]] = []
+        arrays: list[tuple[Array, Queue]] = []
         first: dict[int, list[Parts]] = {}
-        left: list[Desk] = []
+        left: list[Queue] = []
         with precision_of(recipe), with_threads(self.threads):
-            for desk in desks:
-                if desk.stop_requested():
+            for queue in queues:
+                if queue.stop_requested():
                     return
-                taken = take_parts(recipe, desk, self.width or WIDTH[recipe.torch_device.type], self.name)
+                taken = take_parts(recipe, queue, self.width or WIDTH[recipe.torch_device.type], self.name)
                 if not taken:
                     continue
                 resident = recipe.resident_of(taken[0].task)
-                found = self._verify(recipe, taken, resident, on_event, desk.stop_requested)
+                found = self._verify(recipe, taken, resident, on_event, queue.stop_requested)
                 if not found.fuses:
-                    left.append(WithReturned(desk, [parts.trial for parts in taken]))
+                    left.append(Requeued(queue, [parts.trial for parts in taken]))
                     continue
-                rows = self._rows(recipe, taken, resident, found, 1 / len(desks))
+                rows = self._rows(recipe, taken, resident, found, 1 / len(queues))
                 first[len(arrays)] = taken[:rows]
-                more = WithReturned(desk, [parts.trial for parts in taken[rows:]])
+                more = Requeued(queue, [parts.trial for parts in taken[rows:]])
                 arrays.append((self._array(recipe, taken[0], resident, found, rows), more))
         self._train(recipe, arrays, first, on_event, left=left)
 
-    def run_made(self, recipe: Recipe, desk: Desk, on_event: OnEvent, taken: Sequence[Parts], bundle: Bundle) -> None:
-        """Train these trials of the desk, and all others, in a bundle's one array, whatever it held before."""
+    def run_made(self, recipe: Recipe, queue: Queue, on_event: OnEvent, taken: Sequence[Parts], bundle: Bundle) -> None:
+        """Train these trials of the queue, and all others, in a bundle's one array, whatever it held before."""
         rows = bundle.arrays[0].rows
         for row in range(rows):
             bundle.arrays[0].release(row)
-        more = WithReturned(desk, [parts.trial for parts in taken[rows:]])
+        more = Requeued(queue, [parts.trial for parts in taken[rows:]])
         self._train(recipe, [(bundle.arrays[0], more)], {0: list(taken[:rows])}, on_event, bundle=bundle)
 
     def _train(
         self,
         recipe: Recipe,
-        arrays: list[tuple[Array, Desk]],
+        arrays: list[tuple[Array, Queue]],
         first: dict[int, list[Parts]],
         on_event: OnEvent,
         *,
-        left: Sequence[Desk] = (),
+        left: Sequence[Queue] = (),
         bundle: Bundle | None = None,
     ) -> None:
         """Train in these arrays, then one by one what came back from there, and what is `left` anyway."""
-        returned: list[Desk] = []
+        returned: list[Queue] = []
         if arrays:
             with precision_of(recipe), with_threads(self.threads):
                 returned = train_in_slots(
                     recipe, arrays, first, self.name, on_event,
                     captured=self.captured, narrows=self.narrows, bundle=bundle,
                 )  # fmt: skip
-        for desk in (*left, *returned):
-            Sequential(threads=self.threads).run(recipe, desk, on_event)
+        for queue in (*left, *returned):
+            Sequential(threads=self.threads).run(recipe, queue, on_event)
 
     def _verify(
         self,
         recipe: Recipe,
         taken: Sequence[Parts],
-        resident: Resident,
+        resident: DeviceData,
         on_event: OnEvent,
         stop: Callable[[], bool],
     ) -> Verified:
@@ -124,10 +124,10 @@ class Fused(Executor):
         on_event(found.to_event(len(taken)))
         return found
 
-    def _rows(self, recipe: Recipe, taken: Sequence[Parts], resident: Resident, found: Verified, share: float) -> int:
+    def _rows(self, recipe: Recipe, taken: Sequence[Parts], resident: DeviceData, found: Verified, share: float) -> int:
         return self.width or widest(recipe, taken[0], resident, len(taken), found.mode, share)
 
-    def _array(self, recipe: Recipe, first: Parts, resident: Resident, found: Verified, rows: int) -> Array:
+    def _array(self, recipe: Recipe, first: Parts, resident: DeviceData, found: Verified, rows: int) -> Array:
         if recipe.torch_device.type == "cuda":
             torch.cuda.empty_cache()
         return Array(
@@ -136,12 +136,12 @@ class Fused(Executor):
         )  # fmt: skip
 
 
-def take_parts(recipe: Recipe, desk: Desk, most: int, executor: str) -> list[Parts]:
-    """So many trials from the desk, made; one that cannot be made is handed in as failed."""
+def take_parts(recipe: Recipe, queue: Queue, most: int, executor: str) -> list[Parts]:
+    """So many trials from the queue, made; one that cannot be made is handed in as failed."""
     taken: list[Parts] = []
-    while len(taken) < most and (trial := desk.take()) is not None:
+    while len(taken) < most and (trial := queue.take()) is not None:
         try:
             taken.append(recipe.make(trial))
         except Exception as error:  # this trial's, not the sweep's
-            desk.hand_in(failed(trial, error, executor), None)
+            queue.hand_in(failed(trial, error, executor), None)
     return taken

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from podium.sweeps.fused.array import Array, structure_of
 from podium.sweeps.fused.bundle import Bundle
-from podium.sweeps.fused.resident import Resident
+from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.recipe import Parts, Recipe
 from podium.sweeps.trial import Evaluation, Trial
 
 
-class GraphedAlone:
+class GraphedTrainer:
     """A trial under way, with the same face as `Alone`. Trials of one structure share the captured step, in turn."""
 
     def __init__(
         self,
         recipe: Recipe,
         trial: Trial,
-        resident: Resident,
+        resident: DeviceData,
         parts: Parts | None = None,
         graphs: MutableMapping[Any, Any] | None = None,
         *,

@@ -1,6 +1,6 @@
 """Trials in processes that share the GPU through MPS: their kernels run side by side instead of taking turns.
 
-A busy client that is killed may harm all others, so labourers are asked to stop between two steps and given time for
+A busy client that is killed may harm all others, so processes are asked to stop between two steps and given time for
 it; one that has to be killed all the same is taken off the GPU first. For the same reason a fault of one process may
 fail the trials of all: each is handed in as failed, and the next ones go to fresh processes.
 """
@@ -15,11 +15,11 @@ from typing import final
 
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.launch.rendezvous import rendezvous_folder
-from podium.sweeps.executors.base import Desk, Executor, OnEvent
-from podium.sweeps.executors.crew import run_crew
-from podium.sweeps.executors.labourer import Mode
+from podium.sweeps.executors.base import Executor, OnEvent, Queue
 from podium.sweeps.executors.mps_daemon import MpsDaemon
-from podium.sweeps.executors.processes import Children, check_options, check_recipe, crew_of
+from podium.sweeps.executors.process_pool import run_pool
+from podium.sweeps.executors.processes import Children, check_options, check_recipe, pool_of
+from podium.sweeps.executors.trial_process import Mode
 from podium.sweeps.recipe import Recipe
 
 GRACE_S = 60.0
@@ -57,13 +57,13 @@ class Mps(Executor):
         need_gpu(self.name, recipe)
         check_recipe(self, recipe)
 
-    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
-        crew = crew_of(self, recipe)
+    def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
+        pool = pool_of(self, recipe)
         limits = {"active_thread_percentage": self.active_thread_percentage, "memory_limit": self.memory_limit}
         with daemon_for(self.name, recipe) as daemon, rendezvous_folder() as spool:
             env = {**(self.env or {}), **daemon.env(**limits)}  # type: ignore[arg-type]  # each has its own type
             children = Children(env, grace_s=GRACE_S, before_kill=lambda pid: take_off(daemon, pid))
-            run_crew(crew, children, recipe, spool, desk, on_event)
+            run_pool(pool, children, recipe, spool, queue, on_event)
 
 
 def check_clients(executor: str, count: int | None) -> None:

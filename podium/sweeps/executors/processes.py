@@ -22,9 +22,9 @@ from podium.errors import ConfigError, TrainingError
 from podium.launch.forking import UNKNOWN, how_fork_server_ended
 from podium.launch.local import fork_server, nullified_main
 from podium.launch.rendezvous import rendezvous_folder
-from podium.sweeps.executors.base import Desk, Executor, OnEvent
-from podium.sweeps.executors.crew import Crew, Heard, Labourers, run_crew
-from podium.sweeps.executors.labourer import LONGEST_MESSAGE, Mode, Orders, work
+from podium.sweeps.executors.base import Executor, OnEvent, Queue
+from podium.sweeps.executors.process_pool import Heard, ProcessPool, TrialProcesses, run_pool
+from podium.sweeps.executors.trial_process import LONGEST_MESSAGE, Mode, ProcessSetup, work
 from podium.sweeps.recipe import Recipe
 
 MOST_ON_A_GPU = 16
@@ -61,9 +61,9 @@ class Processes(Executor):
         """Refuse what could not be trained so."""
         check_recipe(self, recipe)
 
-    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
+    def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
         with rendezvous_folder() as spool:
-            run_crew(crew_of(self, recipe), Children(self.env or {}), recipe, spool, desk, on_event)
+            run_pool(pool_of(self, recipe), Children(self.env or {}), recipe, spool, queue, on_event)
 
 
 def check_options(executor: Any) -> None:
@@ -81,11 +81,11 @@ def check_options(executor: Any) -> None:
 
 def check_recipe(executor: Any, recipe: Recipe) -> None:
     """What holds for every recipe of trials that are trained in processes."""
-    crew_of(executor, recipe)
+    pool_of(executor, recipe)
     recipe.to_dict()
 
 
-def crew_of(executor: Any, recipe: Recipe) -> Crew:
+def pool_of(executor: Any, recipe: Recipe) -> ProcessPool:
     """What an executor's options come to on this machine."""
     on_gpu = recipe.torch_device.type == "cuda"
     if executor.mode != "eager" and not on_gpu:
@@ -94,7 +94,7 @@ def crew_of(executor: Any, recipe: Recipe) -> Crew:
     cores = len(os.sched_getaffinity(0))
     count = executor.count or (min(MOST_ON_A_GPU, cores) if on_gpu else cores)
     threads = executor.threads or max(1, cores // count)
-    return Crew(
+    return ProcessPool(
         executor=executor.name,
         count=count,
         mode=executor.mode,
@@ -105,8 +105,8 @@ def crew_of(executor: Any, recipe: Recipe) -> Crew:
 
 
 @final
-class Children(Labourers):
-    """Labourers forked from the fork server, each at the other end of a pipe."""
+class Children(TrialProcesses):
+    """Processes forked from the fork server, each at the other end of a pipe."""
 
     def __init__(
         self, env: Mapping[str, str], *, grace_s: float = _GRACE_S, before_kill: Callable[[int], Any] | None = None
@@ -115,12 +115,12 @@ class Children(Labourers):
         self._env, self._grace_s, self._before_kill = {**os.environ, **env}, grace_s, before_kill
         self._children: dict[int, tuple[ForkServerProcess, Connection]] = {}
 
-    def start(self, orders: Orders) -> int | None:
+    def start(self, setup: ProcessSetup) -> int | None:
         context = fork_server()
         ours, theirs = context.Pipe()
-        orders = dataclasses.replace(orders, env=self._env, clears_env=True, grace_s=self._grace_s)
-        name = f"podium-labourer-{orders.number}"
-        process = context.Process(target=work, args=(theirs, orders.to_json()), name=name, daemon=True)
+        setup = dataclasses.replace(setup, env=self._env, clears_env=True, grace_s=self._grace_s)
+        name = f"podium-process-{setup.number}"
+        process = context.Process(target=work, args=(theirs, setup.to_json()), name=name, daemon=True)
         try:
             with nullified_main():
                 process.start()
@@ -131,7 +131,7 @@ class Children(Labourers):
             ) from error
         finally:
             theirs.close()
-        self._children[orders.number] = process, ours
+        self._children[setup.number] = process, ours
         pid: int | None = process.pid
         return pid
 

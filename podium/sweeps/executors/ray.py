@@ -29,11 +29,11 @@ from typing import Any, final
 import podium
 from podium.errors import ConfigError, MissingExtra, TrainingError
 from podium.launch.rendezvous import rendezvous_folder
-from podium.sweeps.executors.base import Desk, Executor, OnEvent
-from podium.sweeps.executors.crew import Heard, Labourers, run_crew
-from podium.sweeps.executors.labourer import Labourer, Mode, Orders, Page, settle_in
+from podium.sweeps.executors.base import Executor, OnEvent, Queue
 from podium.sweeps.executors.mps import GRACE_S, check_clients, daemon_for, need_gpu, take_off
-from podium.sweeps.executors.processes import check_options, check_recipe, crew_of
+from podium.sweeps.executors.process_pool import Heard, TrialProcesses, run_pool
+from podium.sweeps.executors.processes import check_options, check_recipe, pool_of
+from podium.sweeps.executors.trial_process import Mode, Page, ProcessSetup, TrialProcess, settle_in
 from podium.sweeps.recipe import Recipe
 
 _GRACE_S = 5.0
@@ -81,39 +81,39 @@ class RayActors(Executor):
             need_gpu(self.name, recipe)
         check_recipe(self, recipe)
 
-    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
-        ray, crew = _import_ray(), crew_of(self, recipe)
+    def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
+        ray, pool = _import_ray(), pool_of(self, recipe)
         on_gpu = recipe.torch_device.type == "cuda"
         with ExitStack() as stack:
             daemon = stack.enter_context(daemon_for(self.name, recipe)) if self.mps else None
             spool = stack.enter_context(rendezvous_folder())
             if not ray.is_initialized():
                 stack.enter_context(_own_ray(ray, spool / "ray", gpus=int(on_gpu)))
-            share = 1 / crew.count if on_gpu else 0
+            share = 1 / pool.count if on_gpu else 0
             if daemon is None:
                 actors = Actors(ray, share)
             else:
                 actors = Actors(
                     ray, share, daemon.env(), grace_s=GRACE_S, before_kill=functools.partial(take_off, daemon)
                 )
-            run_crew(crew, actors, recipe, spool, desk, on_event)
+            run_pool(pool, actors, recipe, spool, queue, on_event)
 
 
 class _Actor:
-    """A labourer in a Ray process; its messages are the arguments and results of calls."""
+    """A process in a Ray process; its messages are the arguments and results of calls."""
 
-    def __init__(self, orders: str) -> None:
-        told = Orders.from_json(orders)
+    def __init__(self, setup: str) -> None:
+        told = ProcessSetup.from_json(setup)
         settle_in(told)
-        self._labourer = Labourer(told)
+        self._process = TrialProcess(told)
 
     def answer(self, text: str) -> str:
-        return self._labourer.answer(text)
+        return self._process.answer(text)
 
 
 @final
-class Actors(Labourers):
-    """Labourers that are Ray actors of this machine."""
+class Actors(TrialProcesses):
+    """Processes that are Ray actors of this machine."""
 
     def __init__(
         self,
@@ -131,19 +131,19 @@ class Actors(Labourers):
         self._open: dict[Any, int] = {}
         """Calls that are not answered yet."""
 
-    def start(self, orders: Orders) -> int | None:
+    def start(self, setup: ProcessSetup) -> int | None:
         # The environment is set in the actor and not by Ray, which chooses the visible GPU after it.
-        orders = dataclasses.replace(orders, env=self._env)
+        setup = dataclasses.replace(setup, env=self._env)
         affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
         actor = self._ray.remote(_Actor).options(
             num_cpus=0,
             num_gpus=self._share,
             max_restarts=0,
             max_task_retries=0,
-            runtime_env={"env_vars": {"PYTHONPATH": _python_path(), "OMP_NUM_THREADS": str(orders.threads)}},
+            runtime_env={"env_vars": {"PYTHONPATH": _python_path(), "OMP_NUM_THREADS": str(setup.threads)}},
             scheduling_strategy=affinity(self._ray.get_runtime_context().get_node_id(), soft=False),
         )
-        self._actors[orders.number] = actor.remote(orders.to_json()), Page(orders.page)
+        self._actors[setup.number] = actor.remote(setup.to_json()), Page(setup.page)
         return None
 
     def send(self, number: int, text: str) -> None:

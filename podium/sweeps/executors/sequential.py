@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from podium.errors import ConfigError
-from podium.sweeps.executors.alone import Alone, PopulationError, train_alone
-from podium.sweeps.executors.base import Desk, Executor, OnEvent
-from podium.sweeps.fused.resident import Resident
+from podium.sweeps.executors.base import Executor, OnEvent, Queue
+from podium.sweeps.executors.reference import PopulationError, ReferenceTrainer, train_alone
+from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.fused.slots import failed
 from podium.sweeps.recipe import Recipe, precision_of, with_threads
 
@@ -30,33 +30,33 @@ class Sequential(Executor):
         if self.mode not in ("eager", "graph", "compiled"):
             raise ConfigError(f"sequential: mode must be 'eager', 'graph' or 'compiled', got {self.mode!r}")
 
-    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
+    def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
         graphs: dict[Any, Any] = {}
         with precision_of(recipe), with_threads(self.threads):
-            while not desk.stop_requested() and (trial := desk.take()) is not None:
+            while not queue.stop_requested() and (trial := queue.take()) is not None:
                 on_event({"event": "trial", "trial": trial.number, "state": "begins"})
                 try:
                     parts = recipe.make(trial)
                     alone = make_alone(self.mode, recipe, parts, recipe.resident_of(parts.task), graphs)
-                    outcome = train_alone(alone, desk.report, self.name, desk.stop_requested)
+                    outcome = train_alone(alone, queue.report, self.name, queue.stop_requested)
                     state = alone.state()
                 except PopulationError:
                     raise
                 except Exception as error:  # whatever the user's own code raises is this trial's, not the sweep's
-                    desk.hand_in(failed(trial, error, self.name), None)
+                    queue.hand_in(failed(trial, error, self.name), None)
                     continue
                 if outcome is not None:
-                    desk.hand_in(outcome, state)
+                    queue.hand_in(outcome, state)
 
 
-def make_alone(mode: str, recipe: Recipe, parts: Any, resident: Resident, graphs: dict[Any, Any]) -> Any:
+def make_alone(mode: str, recipe: Recipe, parts: Any, resident: DeviceData, graphs: dict[Any, Any]) -> Any:
     """A trial ready to be trained by itself; `graphs` keeps captured steps for trials of the same structure.
 
     What a captured step would change (state in Python, branches, randomness) is trained without one.
     """
     if mode == "eager" or recipe.torch_device.type != "cuda":
-        return Alone(recipe, parts.trial, resident, parts)
-    from podium.sweeps.executors.graphed import GraphedAlone
+        return ReferenceTrainer(recipe, parts.trial, resident, parts)
+    from podium.sweeps.executors.graphed import GraphedTrainer
     from podium.sweeps.fused.array import structure_of
     from podium.sweeps.fused.probe import probe
 
@@ -64,5 +64,5 @@ def make_alone(mode: str, recipe: Recipe, parts: Any, resident: Resident, graphs
     if key not in graphs and not probe(recipe, [parts.trial], resident, rows=1).fuses:
         graphs[key] = None
     if key in graphs and graphs[key] is None:
-        return Alone(recipe, parts.trial, resident, parts)
-    return GraphedAlone(recipe, parts.trial, resident, parts, graphs, compiled=mode == "compiled")
+        return ReferenceTrainer(recipe, parts.trial, resident, parts)
+    return GraphedTrainer(recipe, parts.trial, resident, parts, graphs, compiled=mode == "compiled")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import final
 
 from podium.errors import ConfigError
-from podium.sweeps.executors.base import Desk, Executor, OnEvent, WithReturned
+from podium.sweeps.executors.base import Executor, OnEvent, Queue, Requeued
 from podium.sweeps.executors.fused import take_parts
 from podium.sweeps.executors.sequential import Sequential
 from podium.sweeps.fused.array import Array
@@ -37,28 +37,28 @@ class Streams(Executor):
         if self.width < 1:
             raise ConfigError(f"streams: width must be at least 1, got {self.width}")
 
-    def run(self, recipe: Recipe, desk: Desk, on_event: OnEvent) -> None:
-        self.run_groups(recipe, [desk], on_event)
+    def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
+        self.run_groups(recipe, [queue], on_event)
 
-    def run_groups(self, recipe: Recipe, desks: Sequence[Desk], on_event: OnEvent) -> None:
-        arrays: list[tuple[Array, Desk]] = []
+    def run_groups(self, recipe: Recipe, queues: Sequence[Queue], on_event: OnEvent) -> None:
+        arrays: list[tuple[Array, Queue]] = []
         first: dict[int, list[Parts]] = {}
-        left: list[Desk] = []
+        left: list[Queue] = []
         with precision_of(recipe), with_threads(self.threads):
-            for desk in desks:
-                taken = take_parts(recipe, desk, self.width, self.name)
+            for queue in queues:
+                taken = take_parts(recipe, queue, self.width, self.name)
                 if not taken:
                     continue
                 resident = recipe.resident_of(taken[0].task)
                 found = probe(recipe, [parts.trial for parts in taken], resident, rows=1)
                 on_event(found.to_event(len(taken)))
                 if not found.fuses:
-                    left.append(WithReturned(desk, [parts.trial for parts in taken]))
+                    left.append(Requeued(queue, [parts.trial for parts in taken]))
                     continue
                 for parts in taken:
                     first[len(arrays)] = [parts]
-                    arrays.append((Array(recipe, parts, resident, 1), desk))
+                    arrays.append((Array(recipe, parts, resident, 1), queue))
             if arrays:
                 left += train_in_slots(recipe, arrays, first, self.name, on_event)
-        for desk in left:
-            Sequential(threads=self.threads).run(recipe, desk, on_event)
+        for queue in left:
+            Sequential(threads=self.threads).run(recipe, queue, on_event)

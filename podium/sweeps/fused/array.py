@@ -32,13 +32,12 @@ from torch.optim import SGD, Adagrad
 
 from podium.engine.optim import has_step_hooks
 from podium.errors import ConfigError, TrainingError
-from podium.sweeps.executors.alone import at_least_single, on_device, plain_state, validation
+from podium.sweeps.executors.reference import at_least_single, on_device, plain_state, validation
 from podium.sweeps.fused.compiling import compile_method, seconds_to_compile
+from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.fused.dropout import CountedDropout
-from podium.sweeps.fused.keys import callable_key, module_key, optimizer_key
 from podium.sweeps.fused.losses import lifted
 from podium.sweeps.fused.modules import prepared
-from podium.sweeps.fused.resident import Resident
 from podium.sweeps.fused.stacked_optim import (
     ALIGN,
     OwnOptimizers,
@@ -50,6 +49,7 @@ from podium.sweeps.fused.stacked_optim import (
     stretches_of,
     values_of,
 )
+from podium.sweeps.fused.structure import callable_key, module_key, optimizer_key
 from podium.sweeps.recipe import Parts, Recipe, computing
 from podium.sweeps.trial import Evaluation
 
@@ -103,7 +103,7 @@ class Array:
         self,
         recipe: Recipe,
         first: Parts,
-        resident: Resident,
+        resident: DeviceData,
         rows: int,
         *,
         mode: Mode = "forward",

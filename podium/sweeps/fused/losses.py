@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from podium.errors import ConfigError
-from podium.sweeps.fused.keys import callable_key, module_key
+from podium.sweeps.fused.structure import callable_key, module_key
 
 _IGNORED = -100
 """Targets that do not count, as torch has it."""

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from podium.sweeps.executors.alone import Alone
+from podium.sweeps.executors.reference import ReferenceTrainer
 from podium.sweeps.fused.array import Array, Mode
-from podium.sweeps.fused.keys import attributes_key
-from podium.sweeps.fused.resident import Resident
+from podium.sweeps.fused.device_data import DeviceData
+from podium.sweeps.fused.structure import attributes_key
 from podium.sweeps.recipe import Recipe, precision_of
 from podium.sweeps.trial import Evaluation, Trial
 
@@ -95,7 +95,7 @@ class _Stopped(Exception):
 def probe(
     recipe: Recipe,
     trials: Sequence[Trial],
-    resident: Resident,
+    resident: DeviceData,
     *,
     rows: int = 2,
     stop: Callable[[], bool] = lambda: False,
@@ -152,7 +152,7 @@ class _Yardstick:
     """The trials alone: in float64, or in float32 where a model insists."""
 
     def __init__(
-        self, recipe: Recipe, trials: Sequence[Trial], resident: Resident, stop: Callable[[], bool] = lambda: False
+        self, recipe: Recipe, trials: Sequence[Trial], resident: DeviceData, stop: Callable[[], bool] = lambda: False
     ) -> None:
         self.trials, self.given, self.stop, self.is_exact = trials, resident, stop, True
         try:
@@ -172,7 +172,7 @@ class _Yardstick:
             self.results = [self._alone(t, steps_of(i, len(self.trials))) for i, t in enumerate(self.trials)]
 
     def _alone(self, trial: Trial, steps: int) -> _Result:
-        alone = Alone(self.recipe, trial, self.resident)
+        alone = ReferenceTrainer(self.recipe, trial, self.resident)
         largest: dict[str, float] = {}
         for _ in range(steps):
             if self.stop():
@@ -211,7 +211,7 @@ def _compare(yardstick: _Yardstick, mode: Mode, rows: int) -> Verified:
     return Verified(fuses=True, mode=mode, worst=worst, looped=looped)
 
 
-def _in_own_precision(recipe: Recipe, yardstick: _Yardstick, resident: Resident, found: Verified) -> Verified:
+def _in_own_precision(recipe: Recipe, yardstick: _Yardstick, resident: DeviceData, found: Verified) -> Verified:
     """One step again as the sweep will take it, with the kernels that it will use on a GPU.
 
     Short numbers scatter, more in some layers than in others, so the yardstick is what the same trial alone does in the
@@ -220,10 +220,10 @@ def _in_own_precision(recipe: Recipe, yardstick: _Yardstick, resident: Resident,
     trial = yardstick.trials[-1]  # the row that takes one step
     with precision_of(recipe):
         fused, _ = _in_an_array(recipe, yardstick.trials, resident, found.mode, 1, 2)
-        alone = Alone(recipe, trial, resident)
+        alone = ReferenceTrainer(recipe, trial, resident)
         before = alone.state()
         alone.step()
-    truth = Alone(yardstick.recipe, trial, yardstick.resident)
+    truth = ReferenceTrainer(yardstick.recipe, trial, yardstick.resident)
     truth.step()
     true_state, own_state = truth.state(), alone.state()
     for name in dict(alone.model.named_parameters()):
@@ -241,7 +241,7 @@ def _in_own_precision(recipe: Recipe, yardstick: _Yardstick, resident: Resident,
 
 
 def _in_an_array(
-    recipe: Recipe, trials: Sequence[Trial], resident: Resident, mode: Mode, steps: int, rows: int
+    recipe: Recipe, trials: Sequence[Trial], resident: DeviceData, mode: Mode, steps: int, rows: int
 ) -> tuple[list[_Result], list[str]]:
     """What the trials come to in an array; each begins a step after the one before it."""
     drawn, failure = _generators(recipe.torch_device), None
@@ -261,7 +261,9 @@ def _in_an_array(
     return results, looped
 
 
-def _side_by_side(recipe: Recipe, trials: Sequence[Trial], resident: Resident, mode: Mode, steps: int) -> list[_Result]:
+def _side_by_side(
+    recipe: Recipe, trials: Sequence[Trial], resident: DeviceData, mode: Mode, steps: int
+) -> list[_Result]:
     parts, count = [recipe.make(trial) for trial in trials], len(trials)
     array = Array(recipe, parts[0], resident, count, mode=mode, tells=True)
     python: Any = None
@@ -278,7 +280,7 @@ def _side_by_side(recipe: Recipe, trials: Sequence[Trial], resident: Resident, m
     return [_Result(array.save(row), evaluations[row]) for row in range(count)]
 
 
-def _in_turn(recipe: Recipe, trials: Sequence[Trial], resident: Resident, mode: Mode, steps: int) -> list[_Result]:
+def _in_turn(recipe: Recipe, trials: Sequence[Trial], resident: DeviceData, mode: Mode, steps: int) -> list[_Result]:
     parts, results = [recipe.make(trial) for trial in trials], []
     array = Array(recipe, parts[0], resident, 1, mode=mode)
     python: Any = None

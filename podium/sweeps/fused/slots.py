@@ -2,7 +2,7 @@
 
 The host knows beforehand when anything will happen to a row: its samples run out, it is to be evaluated, it ends. So it
 lets all arrays run as many steps as nothing happens in, without looking at the device, and then does what is due: gives
-rows new samples, evaluates those that are due together, asks the desk, frees rows and fills them from the queue. The
+rows new samples, evaluates those that are due together, asks the queue, frees rows and fills them from the queue. The
 graph stays the same while rows are needed; a trial that comes late begins at its own step 0 in it.
 
 Towards a sweep's end rows stay empty, and cost as much as others. Once half of them are, and what is left of the sweep
@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from podium.errors import ConfigError, PodiumError, TrainingError
-from podium.sweeps.executors.alone import outcome_of
-from podium.sweeps.executors.base import Desk, OnEvent, WithReturned
+from podium.sweeps.executors.base import OnEvent, Queue, Requeued
+from podium.sweeps.executors.reference import outcome_of
 from podium.sweeps.fused.array import Array, structure_of
 from podium.sweeps.fused.bundle import Bundle
 from podium.sweeps.recipe import Parts, Recipe
@@ -58,12 +58,12 @@ class Slot:
 
 
 class Slots:
-    """Fills the rows of these arrays from the desk, until there is no more."""
+    """Fills the rows of these arrays from the queue, until there is no more."""
 
     def __init__(
         self,
         recipe: Recipe,
-        arrays: list[tuple[Array, Desk]],
+        arrays: list[tuple[Array, Queue]],
         executor: str,
         on_event: OnEvent,
         *,
@@ -71,7 +71,7 @@ class Slots:
         narrows: bool = True,
         bundle: Bundle | None = None,
     ) -> None:
-        """Each array has the desk that its trials come from. `bundle`: of these arrays, if there is one already."""
+        """Each array has the queue that its trials come from. `bundle`: of these arrays, if there is one already."""
         self.recipe, self.executor, self.on_event = recipe, executor, on_event
         self.arrays, self.captured = dict(enumerate(arrays)), captured
         """By their places; those that nobody needs any more are left out."""
@@ -112,7 +112,7 @@ class Slots:
                 slot.steps += steps
             if any(slot.parts.is_due(slot.steps, self.recipe.eval_every) for slot in self.slots.values()):
                 self._note_time()
-            if any(desk.stop_requested() for _, desk in self.arrays.values()):
+            if any(queue.stop_requested() for _, queue in self.arrays.values()):
                 return
             for place in self.arrays:
                 self._judge(place)
@@ -132,9 +132,9 @@ class Slots:
     # What happens to rows.
 
     def _fill(self) -> None:
-        for place, (array, desk) in self.arrays.items():
+        for place, (array, queue) in self.arrays.items():
             while len([key for key in self.slots if key[0] == place]) < array.rows:
-                trial = desk.take()
+                trial = queue.take()
                 if trial is None:
                     break
                 self._begin(place, trial, lambda trial=trial: self.recipe.make(trial))  # type: ignore[misc]  # as above
@@ -200,9 +200,9 @@ class Slots:
 
     def _rows_wanted(self, place: int) -> int:
         """How many rows the array would have if it were made now."""
-        array, desk = self.arrays[place]
+        array, queue = self.arrays[place]
         live = sum(at == place for at, _ in self.slots)
-        if desk.expects_more():
+        if queue.expects_more():
             return array.rows
         if array.rows <= 2 or not array.optimizer.capturable:
             return array.rows if live else 0
@@ -218,7 +218,7 @@ class Slots:
         return array.narrower(rows, [slot.steps for slot in slots]), slots
 
     def _judge(self, place: int) -> None:
-        array, desk = self.arrays[place]
+        array, queue = self.arrays[place]
         due = [
             slot
             for (at, _), slot in sorted(self.slots.items())
@@ -238,7 +238,7 @@ class Slots:
                 continue
             sound.append((slot, evaluation))
         becoming: list[tuple[Slot, Verdict]] = []
-        verdicts = desk.report_all([(slot.trial, evaluation) for slot, evaluation in sound])
+        verdicts = queue.report_all([(slot.trial, evaluation) for slot, evaluation in sound])
         for (slot, _), verdict in zip(sound, verdicts, strict=True):
             if isinstance(verdict, ConfigError):  # it has not the metric that the sweep is about
                 self._end(place, slot, "failed", f"{type(verdict).__name__}: {verdict}")
@@ -256,12 +256,12 @@ class Slots:
         return [slot.trial for (at, _), slot in sorted(self.slots.items()) if at == place]
 
     def _end(self, place: int, slot: Slot, status: str, why: str) -> None:
-        _, desk = self.arrays[place]
+        _, queue = self.arrays[place]
         seconds = time.perf_counter() - slot.began
         state = slot.array.save(slot.row)
         slot.array.release(slot.row)
         del self.slots[place, slot.row]
-        desk.hand_in(outcome_of(slot.parts, status, why, slot.steps, slot.history, self.executor, seconds), state)
+        queue.hand_in(outcome_of(slot.parts, status, why, slot.steps, slot.history, self.executor, seconds), state)
 
     def _become(self, place: int, slot: Slot, verdict: Verdict) -> None:
         """The row takes over another's parameters and moments, and goes on with changed numbers."""
@@ -290,7 +290,7 @@ class Slots:
 
 def train_in_slots(
     recipe: Recipe,
-    arrays: list[tuple[Array, Desk]],
+    arrays: list[tuple[Array, Queue]],
     first: dict[int, list[Parts]],
     executor: str,
     on_event: OnEvent,
@@ -298,7 +298,7 @@ def train_in_slots(
     captured: bool | None = None,
     narrows: bool = True,
     bundle: Bundle | None = None,
-) -> list[Desk]:
+) -> list[Queue]:
     """Train in these arrays. Where a step raises, what is not finished is left for another way, from its beginning.
 
     The list is empty afterwards: who leaves an array behind on the way lets go of it.
@@ -313,11 +313,11 @@ def train_in_slots(
         if slots.copied:
             raise TrainingError(f"fused: a step raised {type(error).__name__}: {error}") from error
         on_event({"event": "fell back", "why": f"{type(error).__name__}: {error}"[:500]})
-        left: list[Desk] = []
-        for place, (_, desk) in slots.arrays.items():
+        left: list[Queue] = []
+        for place, (_, queue) in slots.arrays.items():
             for trial in slots.unfinished(place):
-                desk.begin_again(trial)
-            left.append(WithReturned(desk, slots.unfinished(place)))
+                queue.begin_again(trial)
+            left.append(Requeued(queue, slots.unfinished(place)))
         return left
     return []
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
-from podium.sweeps.fused.keys import MAY_BE_ABSENT, is_number
+from podium.sweeps.fused.structure import MAY_BE_ABSENT, is_number
 from podium.sweeps.recipe import Parts
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from podium.sweeps.fused.array import Array, Mode
-from podium.sweeps.fused.resident import Resident
+from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.recipe import Parts, Recipe
 
 SHARE_OF_FREE = 0.8
@@ -20,7 +20,7 @@ _FEW = (2, 4)
 
 
 def widest(
-    recipe: Recipe, first: Parts, resident: Resident, wanted: int, mode: Mode = "forward", share: float = 1.0
+    recipe: Recipe, first: Parts, resident: DeviceData, wanted: int, mode: Mode = "forward", share: float = 1.0
 ) -> int:
     """As many rows as wanted, or as many as fit into this share of what may be taken."""
     if recipe.torch_device.type != "cuda" or wanted <= _FEW[1]:
@@ -35,7 +35,7 @@ def widest(
     return max(1, min(wanted, fits))
 
 
-def memory_line(recipe: Recipe, first: Parts, resident: Resident, mode: Mode) -> tuple[int, int]:
+def memory_line(recipe: Recipe, first: Parts, resident: DeviceData, mode: Mode) -> tuple[int, int]:
     """(fixed, each) in bytes."""
     device = recipe.torch_device
     peaks = []

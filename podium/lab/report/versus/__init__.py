@@ -20,7 +20,7 @@ from __future__ import annotations
 from podium.lab.report.versus.base import Change, Difference, FromZero, Set, Side, Versus
 from podium.lab.report.versus.changes import compare_results, compare_sets, read_set, welch
 from podium.lab.report.versus.page import write_versus
-from podium.lab.report.versus.words import lines
+from podium.lab.report.versus.prose import lines
 
 __all__ = [
     "Change",

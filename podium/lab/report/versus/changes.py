@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from podium.errors import RecordError
 from podium.lab.report.versus.base import Change, Difference, FromZero, Set, Side, Versus
-from podium.lab.report.versus.words import answer, limits
+from podium.lab.report.versus.prose import answer, limits
 from podium.lab.stats.statistics import ALPHA, Contrast, compare_pairs, corrected, holm, mean_interval
 from podium.lab.stats.terms import load
 from podium.lab.study.rows import (

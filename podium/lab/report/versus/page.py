@@ -15,7 +15,7 @@ from podium.lab.report.sections import MOST_BARS
 from podium.lab.report.templating import environment
 from podium.lab.report.versus.base import PAGE, Change, Set, Versus
 from podium.lab.report.versus.changes import compare_sets, named, read_set
-from podium.lab.report.versus.words import amount, heading, size, worded
+from podium.lab.report.versus.prose import amount, heading, size, worded
 from podium.lab.study.store import write_whole
 
 

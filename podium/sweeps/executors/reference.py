@@ -20,7 +20,7 @@ from podium.engine.build import derived_seed
 from podium.engine.modes import evaluating
 from podium.engine.pytree import join_rows, map_tensors
 from podium.errors import ConfigError
-from podium.sweeps.fused.resident import Resident, Shelf
+from podium.sweeps.fused.device_data import DeviceData, Shelf
 from podium.sweeps.recipe import Parts, Recipe, computing, seeded
 from podium.sweeps.trial import Evaluation, Outcome, Trial, Verdict
 
@@ -29,10 +29,10 @@ class PopulationError(ConfigError):
     """A trial was to take over another's state where it is trained alone."""
 
 
-class Alone:
+class ReferenceTrainer:
     """A trial under way. Its model, optimizer and schedule are its own."""
 
-    def __init__(self, recipe: Recipe, trial: Trial, resident: Resident, parts: Parts | None = None) -> None:
+    def __init__(self, recipe: Recipe, trial: Trial, resident: DeviceData, parts: Parts | None = None) -> None:
         self.recipe, self.trial, self.resident = recipe, trial, resident
         self.parts = recipe.make(trial) if parts is None else parts
         self.model = self.parts.model.to(recipe.torch_device)  # its modules in the modes that they were made in
@@ -93,7 +93,7 @@ class Alone:
 
 
 def train_alone(
-    alone: Alone, report: Callable[[Trial, Evaluation], Verdict], executor: str, stop: Callable[[], bool]
+    alone: ReferenceTrainer, report: Callable[[Trial, Evaluation], Verdict], executor: str, stop: Callable[[], bool]
 ) -> Outcome | None:
     """Train to the end, or until a verdict says otherwise; None when `stop` cut it short.
 
@@ -109,7 +109,7 @@ def seed_of_training(trial: Trial) -> int:
 
 
 def _train(
-    alone: Alone, report: Callable[[Trial, Evaluation], Verdict], executor: str, stop: Callable[[], bool]
+    alone: ReferenceTrainer, report: Callable[[Trial, Evaluation], Verdict], executor: str, stop: Callable[[], bool]
 ) -> Outcome | None:
     began, history = time.perf_counter(), []
     status, why = "finished", ""
@@ -158,7 +158,7 @@ def outcome_of(
     )
 
 
-def validation(resident: Resident, parts: Parts) -> tuple[Shelf, np.ndarray]:
+def validation(resident: DeviceData, parts: Parts) -> tuple[Shelf, np.ndarray]:
     """What a trial is validated on: its fold's held-out samples, or the test data."""
     if parts.valid is not None:
         return resident.train, parts.valid

@@ -1,4 +1,4 @@
-"""What trains trials in another process: a labourer, told by messages what to do.
+"""What trains trials in another process: a process, told by messages what to do.
 
 It makes the recipe again from plain values, opens the data once, and then answers one message at a time, so that it
 does not matter how messages travel (a pipe in `processes.py`, a call in `ray.py`):
@@ -7,7 +7,7 @@ does not matter how messages travel (a pipe in `processes.py`, a call in `ray.py
     {"verdict": …}  →  {"evaluation": …}  or  {"over": …}
 
 Messages are JSON; nothing is unpickled. A model does not travel: its file is left in the spool, a folder that both
-sides see. A trial that raises is answered as failed, and the labourer goes on with the next.
+sides see. A trial that raises is answered as failed, and the process goes on with the next.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from podium.engine.files import save_tree
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.launch.forking import let_go_of_fork_server
 from podium.launch.signals import die_with_parent, leave_to_launcher
-from podium.sweeps.executors.alone import Alone, seed_of_training
+from podium.sweeps.executors.reference import ReferenceTrainer, seed_of_training
 from podium.sweeps.executors.sequential import make_alone
-from podium.sweeps.fused.keys import callable_key
-from podium.sweeps.fused.resident import Resident
+from podium.sweeps.fused.device_data import DeviceData
+from podium.sweeps.fused.structure import callable_key
 from podium.sweeps.recipe import Folds, Recipe, precision_of, seed_others
 from podium.sweeps.trial import Evaluation, Status, Trial, Verdict
 
 Mode = Literal["eager", "graph", "compiled"]
-"""How a labourer trains its trials: as `sequential` does with this mode."""
+"""How a process trains its trials: as `sequential` does with this mode."""
 
 LONGEST_MESSAGE = 1 << 20
 _MPS = "CUDA_MPS_PIPE_DIRECTORY"
@@ -71,8 +71,8 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
-    """All that a labourer needs to know to begin. Plain values, since they travel as JSON."""
+class ProcessSetup:
+    """All that a process needs to know to begin. Plain values, since they travel as JSON."""
 
     number: int
     recipe: Mapping[str, Any]
@@ -98,7 +98,7 @@ class Orders:
         return to_json(vars(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Orders:
+    def from_json(cls, text: str) -> ProcessSetup:
         return cls(**json.loads(text))
 
     @property
@@ -117,11 +117,11 @@ class Orders:
 
 
 def page_path(spool: Path, number: int) -> Path:
-    return spool / f"labourer-{number}.page"
+    return spool / f"process-{number}.page"
 
 
 def log_path(spool: Path, number: int) -> Path:
-    return spool / f"labourer-{number}.log"
+    return spool / f"process-{number}.log"
 
 
 def state_path(spool: Path, trial: int) -> Path:
@@ -143,9 +143,9 @@ def load_folds(spool: Path) -> Folds | None:
 
 
 class Page:
-    """A few bytes of memory that a labourer and its crew both see: how far it is, and whether it is to stop.
+    """A few bytes of memory that a process and its pool both see: how far it is, and whether it is to stop.
 
-    Reading and writing them costs less than a microsecond, so it is done at every step; and a labourer that hangs does
+    Reading and writing them costs less than a microsecond, so it is done at every step; and a process that hangs does
     not move, which a heartbeat from a thread of its own would hide.
     """
 
@@ -175,7 +175,7 @@ class Page:
 
     @property
     def pid(self) -> int:
-        """The labourer's process; 0 until it has begun."""
+        """The process's process; 0 until it has begun."""
         return int(self._FORM.unpack_from(self._memory)[2])
 
     def ask_to_stop(self) -> None:
@@ -188,7 +188,7 @@ class Page:
 
 @dataclass
 class Over:
-    """What a trial came to in a labourer, before the crew makes an outcome of it."""
+    """What a trial came to in a process, before the pool makes an outcome of it."""
 
     status: Status | Literal["cut"]
     """`cut`: it was asked to stop, and the trial is neither finished nor handed in."""
@@ -202,18 +202,18 @@ class Over:
     """The name of its file in the spool."""
     traceback: str = ""
     is_fit: bool = True
-    """Whether the labourer can train another one: after some faults its GPU context cannot."""
+    """Whether the process can train another one: after some faults its GPU context cannot."""
 
 
-class Labourer:
+class TrialProcess:
     """Trains one trial after the other, as messages say."""
 
-    def __init__(self, orders: Orders) -> None:
-        self.recipe = orders.make_recipe()
+    def __init__(self, setup: ProcessSetup) -> None:
+        self.recipe = setup.make_recipe()
         self.is_fit = True
-        self._spool, self._mode, self._page = Path(orders.spool), orders.mode, Page(orders.page)
+        self._spool, self._mode, self._page = Path(setup.spool), setup.mode, Page(setup.page)
         self._training: Generator[Evaluation, Verdict, Over] | None = None
-        self._residents: dict[Any, Resident] = {}
+        self._residents: dict[Any, DeviceData] = {}
         self._graphs: dict[Any, Any] = {}
         self._page.tick()
 
@@ -261,13 +261,13 @@ class Labourer:
             over.state = path.name
         return over
 
-    def _make_runner(self, trial: Trial) -> Alone:
+    def _make_runner(self, trial: Trial) -> ReferenceTrainer:
         parts = self.recipe.make(trial)
         data = callable_key(parts.task.data)
         if data not in self._residents:
             opened = self.recipe.data_of(parts.task)
-            self._residents[data] = Resident(opened, self.recipe.torch_device, self.recipe.torch_dtype)
-        runner: Alone = make_alone(self._mode, self.recipe, parts, self._residents[data], self._graphs)
+            self._residents[data] = DeviceData(opened, self.recipe.torch_device, self.recipe.torch_dtype)
+        runner: ReferenceTrainer = make_alone(self._mode, self.recipe, parts, self._residents[data], self._graphs)
         return runner
 
     def _come_to_rest(self) -> None:
@@ -289,7 +289,7 @@ class Labourer:
         return True
 
 
-def train(runner: Alone, page: Page) -> Generator[Evaluation, Verdict, Over]:
+def train(runner: ReferenceTrainer, page: Page) -> Generator[Evaluation, Verdict, Over]:
     """Train to the end: gives out each evaluation and takes the verdict on it."""
     torch.manual_seed(seed_of_training(runner.trial))  # what the model draws itself comes from the trial's seed
     seed_others(seed_of_training(runner.trial))
@@ -319,21 +319,21 @@ def train(runner: Alone, page: Page) -> Generator[Evaluation, Verdict, Over]:
 
 
 def work(connection: Connection, text: str) -> None:
-    """Be a labourer at the other end of this connection, until it is closed."""
-    leave_to_launcher()  # signals reach all processes of a job; the crew's is the one to answer
+    """Be a process at the other end of this connection, until it is closed."""
+    leave_to_launcher()  # signals reach all processes of a job; the pool's is the one to answer
     let_go_of_fork_server()
-    orders = Orders.from_json(text)
-    if _MPS not in orders.env:  # a client of MPS that is killed may take the others with it: it ends by itself
+    setup = ProcessSetup.from_json(text)
+    if _MPS not in setup.env:  # a client of MPS that is killed may take the others with it: it ends by itself
         die_with_parent()
-    settle_in(orders)
-    watch = partial(_end_when_closed, connection.fileno(), Page(orders.page), orders.grace_s)
+    settle_in(setup)
+    watch = partial(_end_when_closed, connection.fileno(), Page(setup.page), setup.grace_s)
     threading.Thread(target=watch, name="watch", daemon=True).start()
-    labourer = Labourer(orders)
-    with contextlib.suppress(EOFError, ConnectionError):  # the crew is gone, or wants nothing more
-        while labourer.is_fit:
-            if not connection.poll(orders.deadline_s if labourer.awaits_verdict else None):
-                raise DeadlineExceeded(f"labourer {orders.number}: no verdict came within {orders.deadline_s:g} s")
-            told = labourer.answer(connection.recv_bytes(LONGEST_MESSAGE).decode())
+    trial_process = TrialProcess(setup)
+    with contextlib.suppress(EOFError, ConnectionError):  # the pool is gone, or wants nothing more
+        while trial_process.is_fit:
+            if not connection.poll(setup.deadline_s if trial_process.awaits_verdict else None):
+                raise DeadlineExceeded(f"process {setup.number}: no verdict came within {setup.deadline_s:g} s")
+            told = trial_process.answer(connection.recv_bytes(LONGEST_MESSAGE).decode())
             connection.send_bytes(told.encode())
 
 
@@ -347,19 +347,19 @@ def _end_when_closed(file: int, page: Page, grace_s: float) -> None:
     os._exit(1)
 
 
-def settle_in(orders: Orders) -> None:
-    """Make this process a labourer's own: its environment, where it is, where its output goes, its threads."""
+def settle_in(setup: ProcessSetup) -> None:
+    """Make this process a process's own: its environment, where it is, where its output goes, its threads."""
     # Before anything starts CUDA, which looks at its environment once.
-    for name in set(os.environ) - set(orders.env) if orders.clears_env else ():
+    for name in set(os.environ) - set(setup.env) if setup.clears_env else ():
         del os.environ[name]
-    os.environ.update(orders.env)
-    file = os.open(orders.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.environ.update(setup.env)
+    file = os.open(setup.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    os.chdir(orders.cwd)
-    sys.path += [place for place in orders.path if place not in sys.path]
-    torch.set_num_threads(orders.threads)
+    os.chdir(setup.cwd)
+    sys.path += [place for place in setup.path if place not in sys.path]
+    torch.set_num_threads(setup.threads)
     keep_freed_memory()
 
 

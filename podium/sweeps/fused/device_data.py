@@ -80,13 +80,13 @@ class Shelf:
         return inputs, targets
 
 
-class Resident:
+class DeviceData:
     """Training and test data of one task."""
 
     def __init__(self, data: Data, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.train, self.test = (Shelf(part, device, dtype) for part in (data.train, data.test))
 
-    def converted(self, dtype: torch.dtype) -> Resident:
+    def converted(self, dtype: torch.dtype) -> DeviceData:
         """The same data in another precision; nothing is copied."""
         other = copy.copy(self)
         other.train, other.test = self.train.converted(dtype), self.test.converted(dtype)

@@ -72,7 +72,7 @@ class Address(NamedTuple):
 
 
 @final
-class BoardHandle(Handle):
+class SharedMemoryHandle(Handle):
     """An exchange that was issued."""
 
     def __init__(
@@ -153,7 +153,7 @@ class _Peer:
             raise Lost(f"rank {self.rank} is gone, or its memory is: {error}") from None
 
 
-class Board:
+class SharedMemoryGroup:
     """One worker's part in its host's collectives, for one generation."""
 
     def __init__(self, arena: Arena, deadline_s: float, lasting: Collection[int] = ()) -> None:
@@ -171,7 +171,7 @@ class Board:
         self._peers: list[_Peer] = []
         self._index = self._spins = 0
         self._turn = threading.Lock()  # held by whoever carries out exchanges
-        self._queue: deque[BoardHandle] = deque()
+        self._queue: deque[SharedMemoryHandle] = deque()
         self._number = 0
         self._error: str | None = None
         self._work = threading.Semaphore(0)
@@ -190,23 +190,23 @@ class Board:
 
     # Issuing and waiting.
 
-    def all_reduce(self, tensor: Tensor) -> BoardHandle:
-        return self._issue(BoardHandle("sum", tensor))
+    def all_reduce(self, tensor: Tensor) -> SharedMemoryHandle:
+        return self._issue(SharedMemoryHandle("sum", tensor))
 
-    def broadcast(self, tensor: Tensor, source: int) -> BoardHandle:
+    def broadcast(self, tensor: Tensor, source: int) -> SharedMemoryHandle:
         """`source`: its place among the members."""
-        return self._issue(BoardHandle("copy", tensor, source=source))
+        return self._issue(SharedMemoryHandle("copy", tensor, source=source))
 
-    def all_gather(self, tensor: Tensor, into: Tensor) -> BoardHandle:
-        return self._issue(BoardHandle("gather", tensor, into))
+    def all_gather(self, tensor: Tensor, into: Tensor) -> SharedMemoryHandle:
+        return self._issue(SharedMemoryHandle("gather", tensor, into))
 
-    def _issue(self, handle: BoardHandle) -> BoardHandle:
+    def _issue(self, handle: SharedMemoryHandle) -> SharedMemoryHandle:
         self._queue.append(handle)
         if self._engine is not None and handle.tensor.nbytes > _SMALL_BYTES:
             self._work.release()
         return handle
 
-    def wait(self, handle: BoardHandle, deadline_s: float) -> None:
+    def wait(self, handle: SharedMemoryHandle, deadline_s: float) -> None:
         """Carry out exchanges until this one is done; raises `Lost` when it failed."""
         until = time.monotonic() + deadline_s
         while not handle.done:
@@ -272,7 +272,7 @@ class Board:
 
     # Carrying out.
 
-    def _carry_out(self, handle: BoardHandle, until: float) -> None:
+    def _carry_out(self, handle: SharedMemoryHandle, until: float) -> None:
         if handle.tensor.is_cuda and self._one_gpu is None:
             self._agree_on_gpu(handle.tensor, until)
         self._number += 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from podium.comm.arena import Arena, Neighbour, Place
 from podium.comm.base import Communicator
-from podium.comm.board import DTYPES, Address, Board
+from podium.comm.shared_memory import DTYPES, Address, SharedMemoryGroup
 from podium.errors import CommError, Lost
 from tests.worlds import Real
 
@@ -223,7 +223,7 @@ def test_an_exchange_of_an_abandoned_generation_fails_and_the_next_works() -> No
 
 def test_a_wait_for_one_that_somebody_else_carries_out_ends_at_its_deadline() -> None:
     """The board's own thread may be stuck in an exchange before: that is no success."""
-    board = Board(Arena(), DEADLINE_S)
+    board = SharedMemoryGroup(Arena(), DEADLINE_S)
     handle = board.all_reduce(torch.ones(4))
     with board._turn, pytest.raises(Lost, match=r"did not end in 0\.1 s"):
         board.wait(handle, 0.1)
@@ -232,7 +232,7 @@ def test_a_wait_for_one_that_somebody_else_carries_out_ends_at_its_deadline() ->
 
 
 def test_closing_fails_all_that_was_issued() -> None:
-    board = Board(Arena(), DEADLINE_S)
+    board = SharedMemoryGroup(Arena(), DEADLINE_S)
     handles = [board.all_reduce(torch.ones(4)) for _ in range(3)]
     board.close()
     for handle in handles:
@@ -243,13 +243,13 @@ def test_closing_fails_all_that_was_issued() -> None:
 
 
 def test_a_peer_that_cannot_be_reached_is_told_at_once() -> None:
-    board = Board(Arena(), DEADLINE_S)
+    board = SharedMemoryGroup(Arena(), DEADLINE_S)
     with pytest.raises((OSError, ValueError)):
         board.meet(0, {1: Address(os.getpid(), Place(0, 0, 0))})
 
 
 def test_an_address_travels_as_numbers() -> None:
-    board = Board(Arena(), DEADLINE_S)
+    board = SharedMemoryGroup(Arena(), DEADLINE_S)
     address = board.address
     assert Address.from_json(address.to_json()) == address
     assert Neighbour(address.pid).attach(address.place, torch.int64, (8,)).tolist()[:2] == [0, 0]
@@ -259,7 +259,7 @@ def test_two_boards_of_one_process_add_up_with_threads_of_their_own(monkeypatch:
     """Where there are cores to spare, exchanges run by themselves: here that is made believe."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
     arenas = [Arena(), Arena()]
-    boards = [Board(arena, DEADLINE_S) for arena in arenas]
+    boards = [SharedMemoryGroup(arena, DEADLINE_S) for arena in arenas]
     for rank, board in enumerate(boards):
         board.meet(rank, {1 - rank: boards[1 - rank].address})
     assert all(board._engine is not None for board in boards)

@@ -26,8 +26,8 @@ from podium.exchange.codecs.base import Memory, Turn
 from podium.exchange.codecs.dense import Dense
 from podium.exchange.reducing import span_of
 from podium.records.recorder import Recorder
+from podium.servers.push_codec import Wires
 from podium.servers.ranges import Range, lay_out
-from podium.servers.wires import Wires
 from podium.strategies.parameter_server import ParameterServer
 from tests.toys import CLASSES, FEATURES, toy
 from tests.worlds import Memory as Threads
@@ -342,7 +342,7 @@ def test_whatever_bytes_come_the_server_takes_them_or_refuses_them(codec: str, d
 
 def test_only_podiums_own_codecs_may_be_chosen_over_the_network() -> None:
     wires = Wires(flat_of(), Dense(), Dense())
-    for name in ("os:system", "tests.servers.test_wires:Wires", "nothing"):
+    for name in ("os:system", "tests.servers.test_push_codec:Wires", "nothing"):
         with pytest.raises(ConfigError, match="unknown codec"):
             wires.begin(name)
     wires.begin("top-k:ratio=0.5")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from podium.comm.channel import Channel
 
 MOVE, GIVE_UP = ".move", ".give-up"
-"""Kinds of frames that are the desk's, not the inbox's."""
+"""Kinds of frames that are the runner's, not the inbox's."""
 
 Number = tuple[int, int]
 """Names an exchange: generation, and which of it."""
@@ -50,7 +50,7 @@ class ExchangeHandle(Handle):
         return self.finished or self.error is not None
 
 
-class Desk:
+class ScheduleRunner:
     """One endpoint's exchanges."""
 
     def __init__(self, channel: Channel) -> None:
@@ -64,7 +64,7 @@ class Desk:
         self._gone: set[int] = set()
         self._landing: dict[int, Number] = {}  # by source: whose tensor is being received into
         self._given_up: dict[int, str] = {}  # generation -> why
-        channel.desk = self
+        channel.runner = self
 
     # Used by the communicator.
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from podium.comm import frames
 from podium.comm.channel import Channel
-from podium.comm.desk import GIVE_UP, MOVE, Desk, ExchangeHandle
 from podium.comm.frames import Limits
 from podium.comm.schedule import Chain, Move
+from podium.comm.schedule_runner import GIVE_UP, MOVE, ExchangeHandle, ScheduleRunner
 from podium.errors import CommError, Lost
 
 LIMIT_S = 20.0
@@ -25,22 +25,22 @@ N = 100
 
 
 class End:
-    """One endpoint: a channel and its desk."""
+    """One endpoint: a channel and its runner."""
 
     def __init__(self, rank: int, folder: Path, deadline_s: float, limits: Limits | None) -> None:
         self.rank = rank
         listen = f"unix:{folder}/{rank}"
         self.channel = Channel(rank, secret=b"here", listen=listen, deadline_s=deadline_s, limits=limits)
-        self.desk = Desk(self.channel)
+        self.runner = ScheduleRunner(self.channel)
 
     def issue(self, number: int, chains: list[Chain], tensor: Tensor, members: tuple[int, ...] = (0, 1, 2)) -> Any:
-        return self.desk.issue(number, members, chains, tensor)
+        return self.runner.issue(number, members, chains, tensor)
 
     def wait(self, handle: ExchangeHandle, deadline_s: float = LIMIT_S) -> None:
-        self.desk.wait(handle, deadline_s)
+        self.runner.wait(handle, deadline_s)
 
     def post(self, to: int, of: Any, name: Any, part: Tensor | None, kind: str = MOVE, **meta: Any) -> None:
-        """A message as a desk sends it, or one that no desk would."""
+        """A message as a runner sends it, or one that no runner would."""
         self.channel.post(to, kind, {"of": of, "name": name, **meta}, part, lambda _well: None)
 
     def cut(self, to: int, of: Any, name: Any, part: Tensor) -> None:
@@ -67,7 +67,7 @@ def meet(tmp_path: Path) -> Iterator[Meet]:
         ends.extend(End(rank, tmp_path, deadline_s, limits) for rank in range(count))
         for end in ends:
             end.channel.introduce({other.rank: other.channel.address for other in ends if other is not end})
-            end.desk.form(1)
+            end.runner.form(1)
         return ends
 
     yield make
@@ -98,12 +98,12 @@ def test_a_message_may_come_before_its_exchange_was_begun(meet: Meet) -> None:
     here, there, _ = meet()
     for number in (3, 2, 1):
         there.post(0, (1, number), (0, 0), ones(float(number)))
-    wait_until(lambda: here.desk._early_bytes == 3 * 4 * N)
+    wait_until(lambda: here.runner._early_bytes == 3 * 4 * N)
     for number in (1, 2, 3):
         tensor = ones(10.0)
         here.wait(here.issue(number, adds(1), tensor))
         assert tensor.unique().tolist() == [10.0 + number]
-    assert here.desk._early_bytes == 0
+    assert here.runner._early_bytes == 0
 
 
 def test_messages_of_one_exchange_may_come_in_any_order(meet: Meet) -> None:
@@ -124,15 +124,15 @@ def test_a_message_of_a_later_generation_waits_for_it(meet: Meet) -> None:
     there.post(0, (1, 1), (0, 0), ones(3.0))
     now, later = ones(), ones()
     here.wait(here.issue(1, adds(1), now))
-    wait_until(lambda: here.desk._early_bytes == 4 * N)
-    here.desk.form(2)
+    wait_until(lambda: here.runner._early_bytes == 4 * N)
+    here.runner.form(2)
     here.wait(here.issue(1, adds(1), later))
     assert (float(now[0]), float(later[0])) == (4.0, 6.0)
 
 
 def test_a_message_of_an_old_generation_is_ignored_and_harms_nothing(meet: Meet) -> None:
     here, there, _ = meet()
-    here.desk.form(4)
+    here.runner.form(4)
     tensor = ones()
     handle = here.issue(1, adds(1), tensor)
     for generation in (1, 2, 3):
@@ -140,18 +140,18 @@ def test_a_message_of_an_old_generation_is_ignored_and_harms_nothing(meet: Meet)
     there.post(0, (4, 1), (0, 0), ones(2.0))
     here.wait(handle)
     assert tensor.unique().tolist() == [3.0]
-    assert here.desk._early_bytes == 0
+    assert here.runner._early_bytes == 0
 
 
 def test_forming_anew_fails_what_was_under_way_and_forgets_what_was_early(meet: Meet) -> None:
     here, there, _ = meet()
     handle = here.issue(1, adds(1), ones())
     there.post(0, (1, 9), (0, 0), ones())
-    wait_until(lambda: here.desk._early_bytes == 4 * N)
-    here.desk.form(2)
+    wait_until(lambda: here.runner._early_bytes == 4 * N)
+    here.runner.form(2)
     with pytest.raises(Lost, match="the group was dropped"):
         here.wait(handle)
-    wait_until(lambda: here.desk._early_bytes == 0)  # it may have been on its way
+    wait_until(lambda: here.runner._early_bytes == 0)  # it may have been on its way
     tensor = ones()
     there.post(0, (2, 1), (0, 0), ones())
     here.wait(here.issue(1, adds(1), tensor))
@@ -215,7 +215,7 @@ def test_one_that_takes_no_part_is_cut_off_and_the_others_go_on(meet: Meet) -> N
     tensor = ones()
     handle = here.issue(1, adds(1), tensor, members=(0, 1))
     stranger.post(0, (1, 1), (0, 0), ones(100.0))
-    wait_until(lambda: 2 in here.desk._gone)
+    wait_until(lambda: 2 in here.runner._gone)
     there.post(0, (1, 1), (0, 0), ones())
     here.wait(handle)
     assert tensor.unique().tolist() == [2.0]
@@ -236,14 +236,14 @@ def test_who_waits_for_one_hears_that_another_gave_up(meet: Meet) -> None:
     """Rank 0 waits for rank 2, which is silent; rank 1 knows why."""
     here, there, _ = meet()
     handle = here.issue(1, adds(2), ones())
-    there.desk.give_up("rank 2 was lost", (0, 1, 2))
+    there.runner.give_up("rank 2 was lost", (0, 1, 2))
     with pytest.raises(Lost, match="rank 1 gave up: rank 2 was lost"):
         here.wait(handle)
     with pytest.raises(Lost, match="rank 1 gave up"):
         here.wait(here.issue(2, adds(1), ones()))  # nor does anything else of this generation work
-    here.desk.form(2)
+    here.runner.form(2)
     tensor = ones()
-    there.desk.form(2)
+    there.runner.form(2)
     there.post(0, (2, 1), (0, 0), ones())
     here.wait(here.issue(1, adds(1), tensor))
     assert tensor.unique().tolist() == [2.0]
@@ -260,7 +260,7 @@ def test_a_deadline_that_passes_is_told_to_the_others(meet: Meet) -> None:
 
 def test_giving_up_a_generation_that_is_over_harms_nothing(meet: Meet) -> None:
     here, there, _ = meet()
-    here.desk.form(3)
+    here.runner.form(3)
     handle = here.issue(1, adds(1), ones())
     there.post(0, None, None, None, kind=GIVE_UP, generation=2, why="late")
     there.post(0, (3, 1), (0, 0), ones())
@@ -270,8 +270,8 @@ def test_giving_up_a_generation_that_is_over_harms_nothing(meet: Meet) -> None:
 def test_a_generation_may_be_given_up_before_it_is_formed_here(meet: Meet) -> None:
     here, there, _ = meet()
     there.post(0, None, None, None, kind=GIVE_UP, generation=2, why="somebody else is gone")
-    wait_until(lambda: 2 in here.desk._given_up)
-    here.desk.form(2)
+    wait_until(lambda: 2 in here.runner._given_up)
+    here.runner.form(2)
     with pytest.raises(Lost, match="rank 1 gave up: somebody else is gone"):
         here.wait(here.issue(1, adds(2), ones()))
 
@@ -283,7 +283,7 @@ def test_who_is_not_needed_any_more_may_leave(meet: Meet) -> None:
     first.post(0, (1, 1), (0, 0), ones())
     wait_until(lambda: handle.running is not None and not handle.running.misses(1))
     first.channel.close()
-    wait_until(lambda: 1 in here.desk._gone)
+    wait_until(lambda: 1 in here.runner._gone)
     assert not handle.done
     second.post(0, (1, 1), (0, 0), ones())
     here.wait(handle)
@@ -295,7 +295,7 @@ def test_who_has_left_before_an_exchange_needs_it_is_missed_at_once(meet: Meet) 
     there.post(0, (1, 1), (0, 0), ones())
     here.wait(here.issue(1, adds(1), ones()))
     there.channel.close()
-    wait_until(lambda: 1 in here.desk._gone)
+    wait_until(lambda: 1 in here.runner._gone)
     for kind in ("add", "send"):
         with pytest.raises(Lost):
             here.wait(here.issue(2, [[Move(kind, 1, 0, 0, N)]], ones()))
@@ -309,7 +309,7 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_message_fails_the_exchange(
     there.cut(0, (1, 1), (0, 0), ones(9.0, 50_000))
     with pytest.raises(Lost, match="rank 1 is gone"):
         here.wait(handle)
-    here.desk.form(2)  # which waits for nobody who is in the middle of a message
+    here.runner.form(2)  # which waits for nobody who is in the middle of a message
     assert kind == "put" or tensor.unique().tolist() == [1.0]
 
 
@@ -318,10 +318,10 @@ def test_nothing_lands_in_a_tensor_whose_exchange_has_failed(meet: Meet) -> None
     here, there, _ = meet()
     tensor = ones()
     handle = here.issue(1, [[Move("put", 1, 0, 0, N)]], tensor)
-    here.desk.give_up("a test", ())
+    here.runner.give_up("a test", ())
     there.post(0, (1, 1), (0, 0), ones(9.0))
     there.post(0, (2, 1), (0, 0), ones(4.0))  # behind it, so once this is here the other was dealt with
-    wait_until(lambda: (2, 1) in here.desk._early)
+    wait_until(lambda: (2, 1) in here.runner._early)
     with pytest.raises(Lost, match="a test"):
         here.wait(handle)
     assert tensor.unique().tolist() == [1.0]
@@ -337,14 +337,14 @@ def test_what_nobody_asked_for_is_not_read_beyond_the_limit(meet: Meet) -> None:
     here, there, _ = meet(limits=SMALL)
     for number in (1, 2, 3):
         there.post(0, (1, number), (0, 0), ones(float(number)))
-    wait_until(lambda: here.desk._early_bytes == 4 * N)
+    wait_until(lambda: here.runner._early_bytes == 4 * N)
     time.sleep(0.2)
-    assert here.desk._early_bytes == 4 * N
+    assert here.runner._early_bytes == 4 * N
     for number in (1, 2, 3):
         tensor = ones(0.0)
         here.wait(here.issue(number, adds(1), tensor))
         assert tensor.unique().tolist() == [float(number)]
-    assert here.desk._early_bytes == 0
+    assert here.runner._early_bytes == 0
 
 
 def test_a_message_for_an_exchange_under_way_needs_no_room(meet: Meet) -> None:
@@ -352,7 +352,7 @@ def test_a_message_for_an_exchange_under_way_needs_no_room(meet: Meet) -> None:
     tensor = ones()
     handle = here.issue(1, adds(2), tensor)
     first.post(0, (1, 2), (0, 0), ones())
-    wait_until(lambda: here.desk._early_bytes == 4 * N)
+    wait_until(lambda: here.runner._early_bytes == 4 * N)
     second.post(0, (1, 1), (0, 0), ones())
     here.wait(handle)
     assert tensor.unique().tolist() == [2.0]
@@ -362,7 +362,7 @@ def test_an_early_message_for_which_there_is_never_room_ends_its_connection(meet
     here, there, _ = meet(limits=SMALL, deadline_s=0.5)
     for number in (1, 2):
         there.post(0, (1, number), (0, 0), ones())
-    wait_until(lambda: 1 in here.desk._gone)
+    wait_until(lambda: 1 in here.runner._gone)
     tensor = ones()
     with pytest.raises(CommError):
         here.wait(here.issue(2, adds(1), tensor))
@@ -371,19 +371,19 @@ def test_an_early_message_for_which_there_is_never_room_ends_its_connection(meet
 def test_the_room_of_an_early_message_that_was_cut_off_is_free_again(meet: Meet) -> None:
     here, there, other = meet(limits=SMALL)
     there.cut(0, (1, 1), (0, 0), ones())
-    wait_until(lambda: 1 in here.desk._gone)
+    wait_until(lambda: 1 in here.runner._gone)
     other.post(0, (1, 2), (0, 0), ones())
-    wait_until(lambda: (1, 2) in here.desk._early, 3.0)
-    assert here.desk._early_bytes == 4 * N
+    wait_until(lambda: (1, 2) in here.runner._early, 3.0)
+    assert here.runner._early_bytes == 4 * N
 
 
 def test_the_room_of_messages_of_a_generation_that_was_given_up_is_free_again(meet: Meet) -> None:
     here, there, other = meet(limits=SMALL)
-    here.desk.give_up("a test", ())
+    here.runner.give_up("a test", ())
     there.post(0, (1, 1), (0, 0), ones())
     other.post(0, (2, 1), (0, 0), ones())
-    wait_until(lambda: (2, 1) in here.desk._early, 3.0)
-    wait_until(lambda: here.desk._early_bytes == 4 * N, 3.0)
+    wait_until(lambda: (2, 1) in here.runner._early, 3.0)
+    wait_until(lambda: here.runner._early_bytes == 4 * N, 3.0)
 
 
 def test_the_room_of_a_message_whose_generation_ended_on_the_way_is_free_again(meet: Meet) -> None:
@@ -395,12 +395,12 @@ def test_the_room_of_a_message_whose_generation_ended_on_the_way_is_free_again(m
     buffers = frames.encode_frame(MOVE, 1, 0, {"of": (1, 1), "name": (0, 0)}, (part,), SMALL)
     raw, link = b"".join(bytes(buffer) for buffer in buffers), there.channel._links[0]
     link.sock.sendall(raw[:-100])
-    wait_until(lambda: here.desk._early_bytes == 4 * N, 3.0)
-    here.desk.form(2)
+    wait_until(lambda: here.runner._early_bytes == 4 * N, 3.0)
+    here.runner.form(2)
     link.sock.sendall(raw[-100:])
     other.post(0, (2, 1), (0, 0), ones())
-    wait_until(lambda: (2, 1) in here.desk._early, 3.0)
-    wait_until(lambda: here.desk._early_bytes == 4 * N, 3.0)
+    wait_until(lambda: (2, 1) in here.runner._early, 3.0)
+    wait_until(lambda: here.runner._early_bytes == 4 * N, 3.0)
 
 
 # Many at once.

@@ -1,4 +1,4 @@
-"""The sweep's desk: gives out trials, hears reports, writes down what each trial came to.
+"""The sweep's queue: gives out trials, hears reports, writes down what each trial came to.
 
 A sweep's folder:
 
@@ -28,7 +28,7 @@ from typing import Any, Literal, final
 from podium.engine.files import save_tensors
 from podium.errors import ConfigError, PodiumError, RecordError, UnknownName
 from podium.records.recorder import read_records, to_json
-from podium.sweeps.executors.base import Desk, InFront, State
+from podium.sweeps.executors.base import Queue, QueueWrapper, State
 from podium.sweeps.search.base import Source
 from podium.sweeps.stopping.base import Ledger, NoStopping, Stopping
 from podium.sweeps.trial import GO, Evaluation, Outcome, Trial, Verdict
@@ -44,8 +44,8 @@ Event = dict[str, Any]
 
 
 @final
-class TrialDesk:
-    """Implements `Desk` for the whole sweep; `group_desk` does so for trials of one structure."""
+class TrialQueue:
+    """Implements `Queue` for the whole sweep; `group_queue` does so for trials of one structure."""
 
     def __init__(
         self,
@@ -178,9 +178,9 @@ class TrialDesk:
         """Trials of all groups that have been asked for and not been taken."""
         return sum(map(len, self._queues.values()))
 
-    def group_desk(self, key: Hashable) -> Desk:
-        """A desk that gives out trials of this group only."""
-        return _GroupDesk(self, key)
+    def group_queue(self, key: Hashable) -> Queue:
+        """A queue that gives out trials of this group only."""
+        return _GroupQueue(self, key)
 
     @property
     def best(self) -> Outcome | None:
@@ -199,7 +199,7 @@ class TrialDesk:
             if lines is not None:
                 lines.close()
 
-    def __enter__(self) -> TrialDesk:
+    def __enter__(self) -> TrialQueue:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -317,12 +317,12 @@ _NO_KEY = object()  # None may be a group's key
 
 
 @final
-class _GroupDesk(InFront):
-    """A desk for one group."""
+class _GroupQueue(QueueWrapper):
+    """A queue for one group."""
 
-    def __init__(self, desk: TrialDesk, key: Hashable) -> None:
-        super().__init__(desk)
-        self._whole, self._key = desk, key
+    def __init__(self, queue: TrialQueue, key: Hashable) -> None:
+        super().__init__(queue)
+        self._whole, self._key = queue, key
 
     def take(self) -> Trial | None:
         return self._whole._take(self._key)

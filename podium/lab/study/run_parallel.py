@@ -16,8 +16,8 @@ from pathlib import Path
 from threading import Event
 
 from podium.lab.report.format import plain
-from podium.lab.study.one import Asked, unfinished
 from podium.lab.study.processes import environment, least_used, left_behind
+from podium.lab.study.run_one import Asked, unfinished
 from podium.lab.study.store import Key, Row
 from podium.launch.signals import blocked
 from podium.records.recorder import to_json
@@ -36,15 +36,15 @@ def run_several(
     from podium.launch.ending import termination_unwinds
     from podium.launch.rendezvous import rendezvous_folder
 
-    waiting, crew = list(keys), list[_Labourer]()
+    waiting, pool = list(keys), list[_RunProcess]()
     with termination_unwinds(), rendezvous_folder() as scratch:  # were this process killed, the next would remove it
         try:
-            while (waiting or any(one.key for one in crew)) and not stop.is_set():
-                crew = [one for one in crew if one.key or one.lives()]
-                while waiting and len(crew) < jobs:
-                    core = least_used(os.sched_getaffinity(0), [one.core for one in crew])
-                    crew.append(_Labourer(scratch, core))
-                for one in crew:
+            while (waiting or any(one.key for one in pool)) and not stop.is_set():
+                pool = [one for one in pool if one.key or one.lives()]
+                while waiting and len(pool) < jobs:
+                    core = least_used(os.sched_getaffinity(0), [one.core for one in pool])
+                    pool.append(_RunProcess(scratch, core))
+                for one in pool:
                     if one.key is None and waiting:
                         key = waiting.pop(0)
                         one.give(key, asked(key))
@@ -52,11 +52,11 @@ def run_several(
                         yield one.free(), row
                 time.sleep(_POLL_S)
         finally:
-            for one in crew:
+            for one in pool:
                 one.end()
 
 
-class _Labourer:
+class _RunProcess:
     """A process that does the runs that it is given, and the core that it keeps to."""
 
     def __init__(self, scratch: Path, core: int) -> None:

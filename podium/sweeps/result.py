@@ -32,7 +32,7 @@ from podium.engine.files import load_tensors
 from podium.errors import ConfigError, RecordError
 from podium.records.manifest import read_manifest
 from podium.records.recorder import read_records
-from podium.sweeps.desk import read_outcomes
+from podium.sweeps.queue import read_outcomes
 from podium.sweeps.trial import Outcome, Trial
 
 ALPHA = 0.05
