@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -336,7 +337,8 @@ def test_a_worker_that_hangs_and_goes_on_beating_is_removed(tmp_path: Path, stra
     assert result.status == "finished" and result.lost == [1]
     assert len(set(result.param_hash.values())) == 1
     (lost,) = records_of(result.run_dir, "lost")
-    assert "while server 3 and others waited for it" in lost["cause"] and "deadline_s" in lost["cause"]
+    assert re.search(r"while server [34] and others waited for it", lost["cause"]), "whichever waited first"
+    assert "deadline_s" in lost["cause"]
     assert (result.audit or {})["missing"] == 0
 
 
