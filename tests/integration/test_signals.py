@@ -70,7 +70,9 @@ def test_a_signal_to_all_processes_of_a_run_is_one_request_to_save_and_end(
 def test_when_a_kill_follows_the_request_the_checkpoint_is_there_before_the_last_validation(tmp_path: Path) -> None:
     """Batch systems give a few seconds; a validation may take longer."""
     faults = Faults().gate(0, step=AT).and_then("hang", 0, 1, where="validation")
-    process = command_line(tmp_path, "--set", "eval_every=0", faults=faults)  # no validation but the last
+    # No validation but the last, and so many steps that they are not over before the ranks hear of the request.
+    fields = {"eval_every": 0, "epochs": 100}
+    process = command_line(tmp_path, *settings(fields), faults=faults)
     process.terminate()
     read_until(process, ASKED)
     Gate(tmp_path).open()
@@ -82,8 +84,8 @@ def test_when_a_kill_follows_the_request_the_checkpoint_is_there_before_the_last
     process.kill()
     process.communicate()
     wait_until_gone(children)
-    rest = train(tmp_path / "rest", workers=2, resume=str(run_dir_in(tmp_path)), eval_every=0)
-    assert rest.param_hash == train(tmp_path / "whole", workers=2, eval_every=0).param_hash
+    rest = train(tmp_path / "rest", workers=2, resume=str(run_dir_in(tmp_path)), **fields)
+    assert rest.param_hash == train(tmp_path / "whole", workers=2, **fields).param_hash
 
 
 @pytest.mark.slow
