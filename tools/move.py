@@ -1,4 +1,4 @@
-"""Move modules, and say so wherever they are named: `python tools/move.py podium.flat=podium.engine.flat …`
+"""Move modules and rewrite their names wherever they are written: `python tools/move.py podium.flat=podium.engine.flat`
 
 An entry names a module or a package, old and new; `@FILE` reads entries from a file, one per line. Files go by
 `git mv`. Dotted names and paths are changed in all text that git tracks. An entry for part of a package wins over the
@@ -25,7 +25,7 @@ def path_of(dotted: str) -> str:
 
 
 def modules(entries: dict[str, str]) -> dict[str, str]:
-    """Every file that moves: old to new, without `.py`."""
+    """Every file that moves, old to new."""
     moves: dict[str, str] = {}
     for old, new in sorted(entries.items(), key=lambda entry: -len(entry[0])):  # parts before the whole
         place = Path(path_of(old))

@@ -7,7 +7,7 @@ The rules of a trial, the same for every executor:
 
 - An epoch is one permutation of its training samples, fixed by (order seed, epoch). Every step takes a full batch; what
   is left at an epoch's end is not used in that epoch. Fewer samples than a batch are one batch.
-- Dropout masks are drawn from (seed, layer, step, element), not from a generator (`dropout.py`).
+- Dropout masks are drawn from (seed, layer, step, element), not from a generator (`fused/dropout.py`).
 - A gradient is clipped by its own trial's norm. Gradients are not accumulated: a step's batch is computed at once.
 - Its loss is looked at when it is evaluated; one that is no number ends it.
 """

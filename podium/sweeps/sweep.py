@@ -49,7 +49,7 @@ OnEvent = Callable[[dict[str, Any]], None]
 MAY_DIFFER = ("executor", "device")
 """What may be another when a sweep is gone on with: how trials are trained, not what they are."""
 MADE_FROM = {"source": "source file of the task", "data": "data set"}
-"""What trials are made from (`origin.py`), in words."""
+"""What trials are made from (`fingerprint.py`), in words."""
 
 
 def sweep(

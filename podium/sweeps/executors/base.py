@@ -4,7 +4,7 @@ An executor takes trials from a queue, trains them in its own way, reports each 
 hands in each trial's outcome with an ordinary `state_dict`. It knows neither where trials come from (`search/`) nor by
 which rule they are stopped (`stopping/`).
 
-    Recipe     what all trials of a sweep share (`recipe.py`)
+    Recipe     what all trials of a sweep share (`podium/sweeps/recipe.py`)
     Queue       gives out trials, hears reports, takes outcomes; called from one thread
     Executor   trains
 """
