@@ -70,3 +70,7 @@ def study(size: str | None) -> podium.Study:
 def _batch(levels: dict[str, Any]) -> dict[str, Any]:
     workers = METHODS[levels["method"]]["workers"]
     return {"batch_size": BATCH * workers if levels["equal"] == "samples per worker" else BATCH}
+
+
+if __name__ == "__main__":
+    raise SystemExit("podium compare studies/reduction.py")

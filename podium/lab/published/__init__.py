@@ -1,1 +1,0 @@
-"""Studies that were published, each with its own design, tables and page."""
