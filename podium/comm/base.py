@@ -20,17 +20,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from podium.comm.network import Terrain
-from podium.comm.schedule import Chain
 from podium.errors import CommError, Lost
+
+if TYPE_CHECKING:
+    from podium.comm.clocks import Clock
+    from podium.comm.network import Terrain
+    from podium.comm.schedule import Chain
 
 DEPARTED = "departed"
 """Kind of the message that tells a receiver that its source is gone."""
+
+BUSY_DEADLINES = 12
+"""How many deadlines ranks wait for one that is busy (with validation, say), or that may be."""
 
 Meta = dict[str, Any]
 """Small facts that travel with a message: JSON types only."""
@@ -101,32 +107,12 @@ class Counters:
         before = self.values.get(key)
         if before is None:
             if len(self.values) >= self.KEPT and key < min(self.values):
-                raise Lost(f"turn {turn} of generation {generation} is over: others have gone on")
+                raise Lost(f"turn {turn} of generation {generation} is over: other workers draw from a later one")
             before = 0
         self.values[key] = before + count
         if len(self.values) > self.KEPT:
             del self.values[min(self.values)]
         return before
-
-
-class Clock(ABC):
-    """Time as the world has it. In a real world time passes by itself; in the virtual one work must be charged."""
-
-    is_simulated: ClassVar[bool] = False
-    """Whether ranks that wait for each other, if only to compare something, change what a run is said to take."""
-
-    @abstractmethod
-    def now_ns(self) -> int:
-        """Nanoseconds since the run began."""
-
-    def begin_pass(self, samples: int) -> None:
-        """A forward and backward pass over this many samples begins now."""
-
-    def reach(self, fraction: float) -> None:
-        """This share of the backward pass is done."""
-
-    def touch(self, nbytes: int) -> None:
-        """This many bytes of parameters were updated in memory."""
 
 
 class Ground(NamedTuple):
@@ -210,9 +196,9 @@ class Communicator(ABC):
     def draw(self, turn: int, count: int = 1) -> int:
         """Take the next `count` numbers of this turn; the first of them. No two workers get the same.
 
-        A turn begins at 0 with whoever draws first. Turns go up; the last few are kept, so workers may be a turn
-        apart, and a new generation begins them anew. Waits for an answer, but for no other worker; raises Lost where
-        the counter is out of reach.
+        A turn begins at 0 with the first worker that draws. Turns go up; the last few are kept, so workers may be a
+        turn apart, and a new generation begins them anew. Waits for an answer, but for no other worker; raises Lost
+        where the counter is out of reach.
         """
         if self.in_backward:
             raise CommError(f"rank {self.rank}: drawing inside a backward pass is not allowed")
@@ -265,7 +251,7 @@ class Communicator(ABC):
 
         With `calls`: waits for a message or for all of these calls, whichever is first, and is None if it was the
         calls; one that failed counts as done. In virtual time, now is this rank's own clock, which polling does not
-        move: whoever has nothing to compute must wait, not poll again.
+        move: a rank that has nothing to compute must wait, not poll again.
         """
         if self.in_backward:
             raise CommError(f"rank {self.rank}: polling inside a backward pass is not allowed")

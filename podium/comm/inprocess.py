@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from podium.comm.base import Handle, Message
+from podium.comm.base import BUSY_DEADLINES, Handle, Message
 from podium.comm.schedule import Key, Running
-from podium.errors import CommError, DeadlineExceeded
+from podium.errors import CommError, DeadlineExceeded, Lost, PodiumError, RankFailed
 
 
 @dataclass(eq=False)
@@ -51,8 +51,6 @@ Number = tuple[int, int]
 """Names an exchange by schedule: generation, and which of it."""
 
 
-BUSY_DEADLINES = 12
-"""How many deadlines the others wait for a rank that says it is busy, with validation, say."""
 _ENDING_S = 10.0
 """How long the others may take to end once a rank was given up."""
 
@@ -86,7 +84,7 @@ class Watch:
         return BUSY_DEADLINES if self._busy else 1
 
     def hung(self, running: Collection[int]) -> bool:
-        """Whether those that do not wait have not gone on for as long as others wait for them."""
+        """Whether ranks that others wait for have made no progress for as long as these wait."""
         limit_s = self.deadline_s * (BUSY_DEADLINES if self._busy.keys() & set(running) else 1)
         if not self.has_begun:
             limit_s = max(limit_s, self.start_deadline_s)
@@ -126,7 +124,7 @@ def _place_of(thread: threading.Thread) -> str:
 
 
 class Exchanges:
-    """Exchanges by schedule under way in one process: who is at which, and who is through."""
+    """Exchanges by schedule under way in one process: which rank is at which, and which have ended."""
 
     def __init__(self) -> None:
         self.open: dict[tuple[int, Number], tuple[Pending, Running]] = {}
@@ -155,7 +153,7 @@ class Exchanges:
             found[1].arrived(peer, name, part)
 
     def end(self, rank: int, number: Number) -> None:
-        """One rank's part is through."""
+        """One rank's part has ended."""
         self._through[number].add(rank)
         self.open.pop((rank, number), None)
         if self._through[number] >= set(self._members[number]):
@@ -199,3 +197,14 @@ def land(body: Sequence[Tensor], into: Sequence[Tensor] | None) -> tuple[Tensor,
     for mine, theirs in zip(into, body, strict=True):
         mine.copy_(theirs)
     return tuple(into)
+
+
+def raise_first(errors: Sequence[BaseException | None]) -> None:
+    """Raise what went wrong first: a rank's own error before the losses that it caused elsewhere."""
+    failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+    if not failed:
+        return
+    rank, error = next(((r, e) for r, e in failed if not isinstance(e, Lost)), failed[0])
+    if isinstance(error, PodiumError) or not isinstance(error, Exception):
+        raise error
+    raise RankFailed(f"rank {rank}: {type(error).__name__}: {error}") from error

@@ -16,53 +16,15 @@ from typing import final
 
 from torch import Tensor
 
-from podium.comm.base import DEPARTED, Clock, Communicator, Counters, Handle, Message, Meta, nbytes_of
+from podium.comm.base import DEPARTED, Communicator, Counters, Handle, Message, Meta, nbytes_of
+from podium.comm.clocks import Clock, WallClock
 from podium.comm.inprocess import Exchanges, Number, Pending, Round, Watch, gathered, land, sum_in_order, taken
 from podium.comm.schedule import Chain, Key, Running
 from podium.engine.generators import several_in_one_process
-from podium.errors import ConfigError, DeadlineExceeded, Lost
+from podium.errors import DeadlineExceeded, Lost
 
 Parcel = tuple[Number, int, Key, Tensor]
 """Part of an exchange: which, from which member, its name, its elements."""
-
-
-class WallClock(Clock):
-    """Nanoseconds since it was made, or since `start_ns` of the machine's monotonic clock, which ranks may share."""
-
-    def __init__(self, start_ns: int | None = None) -> None:
-        self._start = time.monotonic_ns() if start_ns is None else start_ns
-
-    def now_ns(self) -> int:
-        return time.monotonic_ns() - self._start
-
-
-@final
-class SlowClock(WallClock):
-    """The wall's time on a slower accelerator: each pass takes 1 / speed times as long, by sleeping.
-
-    It sleeps whenever a part of the pass is done, so that gradients come as late as they would there. Others have the
-    processor meanwhile. What a pass leaves to a GPU is not its time: it is measured where it is called.
-    """
-
-    def __init__(self, start_ns: int | None = None, *, speed: float, changes: Sequence[tuple[int, float]] = ()) -> None:
-        """`changes`: from when on, in nanoseconds of this clock, it has which speed; in order of time."""
-        super().__init__(start_ns)
-        for each in (speed, *(changed for _, changed in changes)):
-            if not 0 < each <= 1:
-                raise ConfigError(f"a slow clock's speed must be above 0 and at most 1, got {each}")
-        self._speed, self._changes = speed, deque(changes)
-        self._since: int | None = None  # when the part of the pass under way began; None between passes
-
-    def begin_pass(self, samples: int) -> None:
-        while self._changes and self.now_ns() >= self._changes[0][0]:
-            _, self._speed = self._changes.popleft()
-        self._since = time.monotonic_ns()
-
-    def reach(self, fraction: float) -> None:
-        if self._since is None:
-            return
-        time.sleep((time.monotonic_ns() - self._since) * (1 / self._speed - 1) / 1e9)
-        self._since = time.monotonic_ns() if fraction < 1 else None
 
 
 _LOOK_S = 0.25
@@ -118,7 +80,7 @@ class MemoryWorld:
         return errors
 
     def _hung(self, threads: Sequence[threading.Thread], errors: Sequence[BaseException | None]) -> list[int]:
-        """Ranks that do not go on, where others wait for them or have given up waiting."""
+        """Ranks that make no progress, where others wait for them or have given up waiting."""
         alive = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         running = [rank for rank in alive if not self._waiting[rank]]
         are_waited_for = len(running) < len(alive) or any(error is not None for error in errors)
@@ -135,7 +97,7 @@ class MemoryWorld:
 
     @contextmanager
     def waits(self, rank: int) -> Iterator[None]:
-        """This rank waits; when it need not wait any more, the run has gone on."""
+        """This rank waits; when it need not wait any more, the run has made progress."""
         self._waiting[rank] += 1
         try:
             yield
@@ -156,7 +118,7 @@ class MemoryWorld:
             self.compute_lock.release()
 
     def depart(self, rank: int, failed: bool) -> None:
-        """This rank is gone: whoever waits for it is told."""
+        """This rank is gone: ranks that wait for it are told."""
         with self.changed:
             self.departed.add(rank)
             for other, inbox in self.inboxes.items():

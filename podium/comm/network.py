@@ -2,7 +2,7 @@
 
 `fifo`: a network card serves one message after the other, in the order in which they were sent. A message holds its
 sender's card for size / up and its receiver's for size / down, the receiver's after the latency; it has arrived when
-both are through. `fair`: messages under way share the cards as long TCP flows do (max-min), latency paid up front.
+both have served it. `fair`: messages under way share the cards as long TCP flows do (max-min), latency paid up front.
 
 Which one holds is no detail: 256 asynchronous workers took 0.59 s one way and 1.00 s the other, since fair sharing
 keeps equal workers in phase and leaves one direction of the server's card idle.
@@ -162,7 +162,7 @@ class Fair(Network):
         self._forecast()
 
     def _share(self) -> None:
-        """Raise all rates together; whoever meets a full card, or its own path, stops there."""
+        """Raise all rates together; a flow that meets a full card, or its own limit, stops there."""
         room: dict[tuple[str, int], float] = {}
         users: dict[tuple[str, int], int] = defaultdict(int)
         for flow in self._flows:

@@ -1,9 +1,9 @@
 """The virtual world: real gradients, a simulated clock and network, and the same bits every time.
 
-Ranks are threads that pass a baton: one runs at a time, and whoever blocks runs the event loop until somebody, perhaps
-itself, can go on. A rank's own clock runs ahead while it computes; what it sends becomes an event at the time stamped
-on it, and events are taken in the order (time, class, rank, number). So hundreds of ranks need one core, tracebacks are
-ordinary, and nothing depends on how the operating system schedules threads.
+Ranks are threads that pass a baton: one runs at a time, and a rank that blocks runs the event loop until some rank,
+perhaps itself, can continue. A rank's own clock runs ahead while it computes; what it sends becomes an event at the
+time stamped on it, and events are taken in the order (time, class, rank, number). So hundreds of ranks need one core,
+tracebacks are ordinary, and nothing depends on how the operating system schedules threads.
 
 Measured wall time never enters the clock. What work costs comes from the cluster description: a pass over b samples
 takes (seconds_per_step + b * seconds per sample) / speed, a third of it forward; a bucket is ready when its share of
@@ -30,7 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from podium.comm.base import DEPARTED, Clock, Communicator, Counters, Handle, Message, Meta, nbytes_of
+from podium.comm.base import DEPARTED, Communicator, Counters, Handle, Message, Meta, nbytes_of
+from podium.comm.clocks import Clock
 from podium.comm.inprocess import Exchanges, Number, Pending, Round, Watch, gathered, land, sum_in_order, taken
 from podium.comm.network import Network, Terrain, make_network
 from podium.comm.schedule import Chain, Key, Running
@@ -45,10 +46,10 @@ HEADER_BYTES = 256
 
 class Event(NamedTuple):
     time: int
-    order: int  # 0: something arrives or is done; 1: a rank goes on
+    order: int  # 0: something arrives or is done; 1: a rank continues
     rank: int
     number: int
-    action: Callable[[], None] | None  # None: the rank goes on
+    action: Callable[[], None] | None  # None: the rank continues
 
 
 @dataclass(eq=False)
@@ -68,7 +69,7 @@ class _Seat:
     wants_message: bool = False
     waiting_for: str = ""
     alive: bool = True
-    error: CommError | None = None  # to raise when it goes on
+    error: CommError | None = None  # to raise when it continues
 
 
 class VirtualWorld:
@@ -209,7 +210,7 @@ class VirtualWorld:
     # The baton.
 
     def block(self, rank: int) -> None:
-        """Let others run until this rank can go on."""
+        """Let others run until this rank can continue."""
         seat = self._seats[rank]
         self._check_whole(rank)
         if self._next(rank) != rank:
@@ -220,7 +221,7 @@ class VirtualWorld:
             raise error
 
     def _next(self, me: int | None = None) -> int | None:
-        """Run events until a rank can go on, and hand it the baton (unless it is `me`)."""
+        """Run events until a rank can continue, and hand it the baton (unless it is `me`)."""
         while self._events or self._break_deadlock():
             event = heapq.heappop(self._events)
             assert event.time >= self.now, "time ran backwards"
@@ -273,7 +274,7 @@ class VirtualWorld:
     # What events do.
 
     def finish(self, handle: Pending, error: CommError | None = None) -> None:
-        """An exchange ended; its owner goes on if it waited for nothing else."""
+        """An exchange ended; its owner continues if it waited for nothing else."""
         if handle.finished:
             return
         handle.finished, handle.error = True, error
@@ -342,7 +343,7 @@ class VirtualClock(Clock):
         self.local += self.moving_ns(nbytes)
 
     def moving_ns(self, nbytes: int) -> int:
-        """How long it takes to go through so many bytes of memory."""
+        """How long it takes to read or write this many bytes of memory."""
         return round(nbytes / self._memory_bytes_per_s * 1e9)
 
     def _jitter(self) -> float:

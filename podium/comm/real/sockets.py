@@ -104,7 +104,7 @@ VANISHED_S = 25.0
 SHORTEST_VANISHED_S = 4.0
 """Below this, a host that lives would count as vanished: a kernel whose buffers are full drops what comes, and whoever
 sent it tries again after 0.2, 0.4, 0.8 s."""
-_CHECKS = 5  # how often whoever receives looks, in that time
+_CHECKS = 5  # how often the receiver looks, in that time
 
 
 def tune(sock: Stream, deadline_s: float, vanished_s: float = VANISHED_S) -> None:
@@ -171,7 +171,7 @@ class Pulse:
             return _Facts()
         try:
             raw = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        except OSError:  # it is closed already, which whoever receives will find
+        except OSError:  # it is closed already, which the receiver will find
             return _Facts()
         if len(raw) < _TCP_INFO.size:  # a kernel before 4.6
             return _Facts()

@@ -1,7 +1,7 @@
 """Sleeping on a word of shared memory until another process changes it: Linux's futex, through the C library.
 
-Offered on x86-64 only: there, a store that another core sees is never overtaken by an earlier one, so whoever sees the
-flag sees the data that were written before it. Elsewhere Python has no fence to say so.
+Offered on x86-64 only: there, a store that another core sees is never overtaken by an earlier one, so a process that
+sees the flag sees the data that were written before it. Elsewhere Python has no fence to say so.
 """
 
 from __future__ import annotations

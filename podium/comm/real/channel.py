@@ -1,8 +1,8 @@
 """The point-to-point tensor channel: calls, replies and messages between endpoints, over TCP or Unix sockets.
 
 Any two endpoints share one connection, used both ways, so its end fails pending calls on both sides and reaches a
-receiver as a message, in order after all that came before. Whoever needs the connection first dials. When both dial
-at once, the higher rank's dial wins: it answers the other's with BUSY, and the lower rank waits for it to come in.
+receiver as a message, in order after all that came before. The endpoint that needs the connection first dials. When
+both dial at once, the higher rank's dial wins: it answers the other's with BUSY, and the lower rank waits for it.
 
 Each connection has a thread that receives; a second one, started when first needed, sends what cannot go at once.
 What is received lands straight in the caller's `into`, in what the sink offers, or in fresh tensors.
@@ -13,50 +13,35 @@ queue behind the messages of the same connection, so an endpoint that expects ma
 
 from __future__ import annotations
 
+import functools
 import itertools
-import os
-import select
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from torch import Tensor
 
-from podium.comm import frames
-from podium.comm.arena import Arena
 from podium.comm.base import DEPARTED, Message, Meta, Traffic
-from podium.comm.frames import Limits, Refused, Sink
-from podium.comm.link import CLOSE_S, ChannelHandle, Inbox, Link, Waiter
-from podium.comm.sockets import (
-    SHORTEST_VANISHED_S,
-    VANISHED_S,
-    Address,
-    Stream,
-    address_of,
-    listen_at,
-    remake_folder,
-    resolve,
-    shut,
-    tune,
-)
-from podium.comm.tls import Guard, Tls, TlsStream
+from podium.comm.real import frames
+from podium.comm.real.arena import Arena
+from podium.comm.real.frames import Limits, Refused, Sink
+from podium.comm.real.link import CLOSE_S, ChannelHandle, Inbox, Link, Waiter
+from podium.comm.real.listener import Listener
+from podium.comm.real.sockets import SHORTEST_VANISHED_S, VANISHED_S, Address, Stream, resolve, shut, tune
+from podium.comm.real.tls import Guard, Tls, TlsStream
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
 if TYPE_CHECKING:
-    from podium.comm.schedule_runner import ScheduleRunner
+    from podium.comm.real.schedule_runner import ScheduleRunner
 
 _HANDSHAKE_S = 5.0
 _RETRY_S = 0.05
-_HEAL_S = 1.0
-"""How often an endpoint looks whether its Unix socket still has its name: temporary files are cleaned up."""
 _HEALED_S = 2.5
 """How long the socket of an endpoint that was never met may be missing."""
-_MAX_STRANGERS = 64  # connections in their handshake; one more drops the oldest
 
 
 @final
@@ -102,46 +87,18 @@ class Channel:
         self._alive: set[Link] = set()
         self._dialling: set[int] = set()
         self._accepting: set[int] = set()
-        self._strangers: dict[threading.Thread, Stream | None] = {}  # None once they have proved themselves
         self._asked: dict[int, tuple[Link, int]] = {}
         self._tokens = itertools.count(1)
         self._closed = False
         self._met: set[int] = set()
-        self._listener, self._inode = self._listen(listen)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC)  # shutting a Unix socket down does not end a wait with a timeout
-        self.address: Address = address_of(self._listener)
-        self._acceptor = threading.Thread(target=self._accept, name=f"podium-accept-{rank}", daemon=True)
-        self._acceptor.start()
-
-    def _listen(self, address: Address) -> tuple[socket.socket, int]:
-        """Listen there; the number (inode) of a Unix socket's name tells whether it is still ours."""
-        if not address.startswith("unix:"):
-            return listen_at(address, self._secret), 0
-        return listen_at(address, self._secret), Path(address.removeprefix("unix:")).stat().st_ino
-
-    def _heal(self) -> None:
-        """Listen anew where the name of our Unix socket was removed: those who have not met us yet look for it."""
-        if not self._inode or self._closed:
-            return
-        path = Path(self.address.removeprefix("unix:"))
-        with suppress(OSError):
-            if path.stat().st_ino == self._inode:
-                return
-        with suppress(OSError, ConfigError):  # whoever needs us finds no socket, and says so
-            remake_folder(path.parent)
-            path.unlink(missing_ok=True)
-            listener, inode = self._listen(self.address)
-            with self._changed:
-                if self._closed:
-                    return listener.close()
-                listener.settimeout(_HEAL_S)
-                before, self._listener, self._inode = self._listener, listener, inode
-            before.close()
+        wrap = functools.partial(self._guarded, listens=True)
+        self._listener = Listener(listen, secret, str(rank), wrap=wrap, greet=self._greet)
+        self.address: Address = self._listener.address
+        self._listener.start()
 
     def let_name_go(self) -> None:
-        """Nobody is to meet us any more: whoever owns the folder of our Unix socket may remove it for good."""
-        with self._changed:
-            self._inode = 0
+        """No peer is to connect any more: the owner of the folder of our Unix socket may remove it for good."""
+        self._listener.let_name_go()
 
     # Meeting the others.
 
@@ -320,7 +277,7 @@ class Channel:
         return token
 
     def take_leave(self, link: Link, orphans: Sequence[ChannelHandle]) -> None:
-        """The connection is over: fail the calls that hung on it and tell whoever receives."""
+        """The connection is over: fail its pending calls and tell the receiver."""
         with self._changed:
             self._alive.discard(link)
             if self._links.get(link.peer) is link:
@@ -427,67 +384,15 @@ class Channel:
         link.offer_sharing()
         return link
 
-    def _accept(self) -> None:
-        self._listener.settimeout(_HEAL_S)  # whoever dialled may have hung up since, and nobody follows
-        while not self._closed:
-            try:
-                if not self._is_dialled():
-                    self._heal()
-                    continue
-                plain, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                if not self._closed:
-                    time.sleep(_RETRY_S)  # out of file descriptors, most likely, which may pass
-                continue
-            try:
-                sock = self._guarded(plain, listens=True)
-            except OSError:  # it has hung up already
-                plain.close()
-                continue
-            with self._changed:
-                if self._closed:
-                    return sock.close()
-                self._drop_oldest_stranger()
-                name = f"podium-admit-{self.rank}"
-                thread = threading.Thread(target=self._admit, args=(sock,), name=name, daemon=True)
-                self._strangers[thread] = sock
-                thread.start()
-
-    def _is_dialled(self) -> bool:
-        """Wait for somebody to dial, for the end, or until it is time to look after the socket's name."""
-        waiting = select.poll()
-        waiting.register(self._listener, select.POLLIN)
-        waiting.register(self._wake, select.POLLIN)
-        ready = [number for number, _ in waiting.poll(_HEAL_S * 1000)]
-        return self._listener.fileno() in ready and not self._closed
-
-    def _drop_oldest_stranger(self) -> None:
-        """Keep room for one more handshake, so that a crowd that says nothing cannot keep out one that speaks."""
-        silent = [thread for thread, sock in self._strangers.items() if sock is not None]
-        if len(silent) >= _MAX_STRANGERS:
-            shut(self._strangers[silent[0]])
-            self._strangers[silent[0]] = None
-
-    def _admit(self, sock: Stream) -> None:
-        """Shake hands with whoever dialled; one who fails is dropped, and nothing else happens."""
-        try:
-            self._greet(sock)
-        except (OSError, CommError):
-            sock.close()
-        finally:
-            with self._changed:
-                del self._strangers[threading.current_thread()]
-
     def _greet(self, sock: Stream) -> None:
+        """Shake hands with a peer that dialled; raises where it fails."""
         until = time.monotonic() + _HANDSHAKE_S
         if isinstance(sock, TlsStream):
             sock.shake_hands(until)
         proven = frames.challenge(sock, self.rank, self._secret, until)
         peer = proven.peer
+        self._listener.trust_current()
         with self._changed:
-            self._strangers[threading.current_thread()] = None
             ours_wins = peer in self._dialling and self.rank > peer
             busy = self._closed or ours_wins or peer in self._links or peer in self._accepting
             if not busy:
@@ -509,25 +414,16 @@ class Channel:
             if self._closed:
                 return
             self._closed = True
-            links, strangers = list(self._alive), dict(self._strangers)
+            links = list(self._alive)
             self._changed.notify_all()
         self.inbox.close()
-        os.eventfd_write(self._wake, 1)
-        for sock in (self._listener, *strangers.values()):
-            shut(sock)
+        self._listener.stop()
         for link in links:
             shut(link.sock, socket.SHUT_WR)
         until = time.monotonic() + CLOSE_S
         for link in links:
             link.join(until)
-        for thread in (self._acceptor, *strangers):
-            thread.join(CLOSE_S)
-        if not self._acceptor.is_alive():
-            os.close(self._wake)
         self._listener.close()
-        if self.address.startswith("unix:"):
-            with suppress(OSError):  # a cleaner was here before, and something else may have the folder's name
-                Path(self.address.removeprefix("unix:")).unlink()
 
 
 def _fits(body: Sequence[Tensor], landing: Sequence[Tensor]) -> bool:

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, final
 
 from torch import Tensor
 
-from podium.comm import frames
-from podium.comm.arena import neighbour_of
 from podium.comm.base import DEPARTED, Handle, Message
-from podium.comm.frames import Frame, FrameError, Header, Limits
-from podium.comm.schedule_runner import GIVE_UP, MOVE
-from podium.comm.sockets import Pulse, Stream, leaves_host, shut
+from podium.comm.real import frames
+from podium.comm.real.arena import neighbour_of
+from podium.comm.real.frames import GIVE_UP, MOVE, Frame, FrameError, Header, Limits
+from podium.comm.real.sockets import Pulse, Stream, leaves_host, shut
 from podium.errors import CommError, DeadlineExceeded, Lost
 
 if TYPE_CHECKING:
-    from podium.comm.channel import Channel
+    from podium.comm.real.channel import Channel
 
 CLOSE_S = 2.0
 """How long `close` lets peers read what was sent to them."""
@@ -130,7 +129,7 @@ class Inbox:
             return message
 
     def nudge(self) -> None:
-        """A call has ended: whoever waits for a message or for that looks again."""
+        """A call has ended: threads that wait for a message or for that call look again."""
         if self._minds_calls:
             with self._filled:
                 self._filled.notify_all()
@@ -208,7 +207,7 @@ class Link:
                 self._turn.notify_all()
             elif sent is not None or (later and (large or ticket != self._serving)):
                 # In the order of tickets, so still under the lock: the one thread must not wait for what is behind it.
-                # An error breaks the link, and so reaches whoever waits for the reply.
+                # An error breaks the link, and so reaches the thread that waits for the reply.
                 self._sender.submit(self._send, ticket, buffers, body, sent, gone)
                 return
         if sent is None:
@@ -235,7 +234,7 @@ class Link:
             sent(True)
 
     def _write_some(self, buffers: list[memoryview]) -> int:
-        """Write what goes at once; called under the lock by whoever has the turn."""
+        """Write what goes at once; called under the lock by the thread whose turn it is."""
         if not isinstance(self.sock, socket.socket):
             return 0
         try:
@@ -270,7 +269,7 @@ class Link:
         took = f"{self.channel.deadline_s:g} s"
         self.break_off(f"it took nothing for {took}")
         return DeadlineExceeded(
-            f"rank {self.channel.rank}: sending to rank {self.peer} did not go on for {took}; its connection is dropped"
+            f"rank {self.channel.rank}: sending to rank {self.peer} made no progress for {took}; connection dropped"
         )
 
     def _check_whole(self) -> None:
@@ -314,7 +313,7 @@ class Link:
             return None
         if header.kind in (MOVE, GIVE_UP):
             if self.channel.runner is None or header.call:
-                raise FrameError(f"rank {self.peer} sent {header.kind!r}, and no exchange goes on here")
+                raise FrameError(f"rank {self.peer} sent {header.kind!r}, and no exchange is under way here")
             return self.channel.runner.place(header)
         if header.call < 0:
             handle = self._pending.get(-header.call)

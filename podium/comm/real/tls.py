@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, final
 
-from podium.comm.sockets import VANISHED_S, Pulse
+from podium.comm.real.sockets import VANISHED_S, Pulse
 from podium.config import RunConfig
 from podium.errors import ConfigError
 
@@ -129,7 +129,7 @@ class TlsStream:
     def shake_hands(self, until: float) -> None:
         """TLS's own handshake, before all else; raises SSLError when the other side is not to be trusted.
 
-        A dialler is through before the listener has looked at its certificate: a refusal reaches it as the error of
+        A dialler is done before the listener has looked at its certificate: a refusal reaches it as the error of
         what it receives next.
         """
         while True:
@@ -148,7 +148,7 @@ class TlsStream:
         return bytes(received[: self.recv_into(memoryview(received), nbytes, flags)])
 
     def recv_into(self, view: memoryview, nbytes: int = 0, flags: int = 0, /) -> int:
-        """As the socket's; of the flags, MSG_WAITALL is heeded."""
+        """As the socket's; of the flags, only MSG_WAITALL has an effect."""
         total, filled, until = nbytes or view.nbytes, 0, self._until()
         while filled < total:
             got = self._read(view[filled:total], until)
@@ -222,7 +222,7 @@ class TlsStream:
             raise OSError(errno.EBADF, "the connection is closed")
 
     def shutdown(self, how: int, /) -> None:
-        # Not SSLSocket's own method, which also forgets that there is TLS and would go on in the clear.
+        # Not SSLSocket's own method, which also forgets that there is TLS and would continue unencrypted.
         socket.socket.shutdown(self._tls, how)
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class TlsStream:
 
 
 class _Turn:
-    """A lock that goes to whoever waits, not back to the thread that has just let go of it and wants it again."""
+    """A fair lock: it goes to a waiting thread, not back to the one that has just released it and wants it again."""
 
     def __init__(self) -> None:
         self._next, self._held = threading.Lock(), threading.Lock()

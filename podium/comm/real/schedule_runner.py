@@ -1,11 +1,10 @@
-"""Exchanges by schedule over the channel: parts of tensors from worker to worker, with nobody waiting in between.
+"""Exchanges by schedule over the channel: parts of tensors from worker to worker, with no thread waiting in between.
 
-What arrives is added or put in place by the thread that received it, which then posts what can go on; so an exchange
-that was issued runs by itself, also while its rank computes. What takes the place of old elements is received straight
-into them.
+The thread that received a part adds it or puts it in place, and then posts what can be sent next. So an exchange that
+was issued runs by itself, also while its rank computes. What replaces old elements is received straight into them.
 
 A message may come before its exchange was issued here: it waits, up to the channel's limits. When a worker is lost,
-those who miss it fail at once and tell the others, who may not have missed it yet.
+workers that wait for it fail at once and tell the others, which may not have noticed yet.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ from typing import TYPE_CHECKING, final
 from torch import Tensor
 
 from podium.comm.base import Handle, Meta
-from podium.comm.frames import FrameError, Header
+from podium.comm.real.frames import GIVE_UP, MOVE, FrameError, Header
 from podium.comm.schedule import Chain, Key, Running
 from podium.errors import CommError, Lost
 
 if TYPE_CHECKING:
-    from podium.comm.channel import Channel
-
-MOVE, GIVE_UP = ".move", ".give-up"
-"""Kinds of frames that are the runner's, not the inbox's."""
+    from podium.comm.real.channel import Channel
 
 Number = tuple[int, int]
 """Names an exchange: generation, and which of it."""
@@ -220,7 +216,7 @@ class ScheduleRunner:
             self._fail(lambda handle: handle.number[0] == generation, self._given_up[generation])
 
     def departed(self, rank: int) -> None:
-        """A connection has ended: whoever still waits for something from there waits in vain."""
+        """A connection has ended: exchanges that still wait for that peer fail."""
         with self._changed:
             self._gone.add(rank)
             self._landing.pop(rank, None)

@@ -1,7 +1,7 @@
 """Collectives through `torch.distributed`: the one module that knows c10d.
 
 A group is formed by hand from a store, not by `init_process_group`: it can be dropped and formed anew in the same
-process, which is how survivors of a lost rank go on. gloo cannot say which rank it lost, and a group that failed or
+process, which is how survivors of a lost rank continue. gloo cannot say which rank it lost, and a group that failed or
 timed out is dead for good, so every failure here is a plain `Lost` and the launcher finds out who it was.
 
 Work objects are kept here and nowhere else: a neighbour of a dead rank must let go of all of them, or the others wait
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, FileStore, PrefixStore, TCPStore
 
-from podium.comm.sockets import remake_folder
+from podium.comm.real.sockets import remake_folder
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
 FORMING_S = 5.0

@@ -2,7 +2,7 @@
 
 Who proves a secret by an HMAC gives the other side something to try guesses on, for as long as it likes, and so does a
 handshake that somebody overheard. Here each side sends one point of a curve, made from the secret and a number that it
-forgets. Whoever does not know the secret learns nothing from that, and has one guess for each connection that it makes.
+forgets. A stranger who does not know the secret learns nothing from that, and has one guess per connection.
 
 Curve25519 as in RFC 7748, the map of Elligator 2 as in RFC 9380, the exchange as in draft-irtf-cfrg-cpace. In Python: 2
 to 3 ms for each side of a connection, which is why Unix sockets, open to this user only, do without.
@@ -32,7 +32,7 @@ class Agreement:
         """What the other side is sent."""
 
     def key(self, theirs: bytes) -> bytes:
-        """What only whoever holds the same secret can work out; raises ValueError for a point that tells nothing."""
+        """What only a holder of the same secret can work out; raises ValueError for a point that tells nothing."""
         product = multiply(self._scalar, _decoded(theirs))
         if product == 0:
             raise ValueError("the point is of small order")

@@ -38,13 +38,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from podium.comm.agreement import SHARE_BYTES, Agreement
-from podium.comm.arena import Place
 from podium.comm.base import Meta
-from podium.comm.sockets import Stream
+from podium.comm.real.agreement import SHARE_BYTES, Agreement
+from podium.comm.real.arena import Place
+from podium.comm.real.sockets import Stream
 from podium.errors import CommError
 
 MAGIC, VERSION = b"PODM", 1
+MOVE, GIVE_UP = ".move", ".give-up"
+"""Kinds of frames that the schedule runner takes; all others go to the inbox."""
 PROLOGUE = struct.Struct("!4sHIQI")
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -217,7 +219,7 @@ def send_buffers(sock: Stream, buffers: Sequence[memoryview]) -> int:
 
 
 def after(buffers: Sequence[memoryview], gone: int) -> list[memoryview]:
-    """What is left of these when so many bytes have gone."""
+    """What is left of these when this many bytes were sent."""
     rest = []
     for buffer in buffers:
         skipped = min(gone, buffer.nbytes)
@@ -402,7 +404,7 @@ def _destinations(kind: str, specs: Sequence[TensorSpec], offered: Sequence[Tens
 def _receive(
     sock: Stream, nbytes: int, what: str, idle: Callable[[], None] | None = None, *, may_end: bool = False
 ) -> bytes:
-    """Exactly so many bytes; none at all if the stream ended before the first and that is allowed."""
+    """Exactly this many bytes; none at all if the stream ended before the first and that is allowed."""
     while True:
         try:
             received = sock.recv(nbytes, socket.MSG_WAITALL)
@@ -441,7 +443,7 @@ def _ask(idle: Callable[[], None] | None, error: BlockingIOError) -> None:
 # The handshake.
 
 ACCEPTED, BUSY, REFUSED = 1, 2, 3
-"""The listener's verdicts: go on; a connection of this pair exists or is being made; not with me."""
+"""The listener's verdicts: accepted; a connection of this pair exists or is being made; not with me."""
 _HELLO, _CLAIM, _VERDICT = struct.Struct("!4sH32s"), struct.Struct("!II32s32s"), struct.Struct("!B32s")
 
 
@@ -520,7 +522,7 @@ def _sign(key: bytes, role: bytes, transcript: bytes) -> bytes:
 
 
 def _receive_by(sock: Stream, nbytes: int, until: float) -> bytes:
-    """Exactly so many bytes by then, however slowly they drip."""
+    """Exactly this many bytes by then, however slowly they come."""
     received = b""
     while len(received) < nbytes:
         sock.settimeout(max(until - time.monotonic(), 0.001))

@@ -2,7 +2,7 @@
 
 A segment is an anonymous file in memory (`memfd`): it has no name to clean up, and goes when the last process that uses
 it does, killed or not. Others open it through `/proc`, which the kernel allows to the same user only. A segment can
-neither shrink nor grow, so whoever has mapped it cannot be made to read past its end.
+neither shrink nor grow, so a process that has mapped it cannot be made to read past its end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensors of one GPU, seen by several processes: the driver's own sharing (CUDA IPC), spoken of in plain numbers.
 
-A process says where its allocation is (`describe`); another opens it once (`Opened`) and looks at any part of it. The
-allocation must stay: flat buffers do.
+A process says where its allocation is (`describe`); another opens it once (`OpenedHandles`) and looks at any part of
+it. The allocation must stay: flat buffers do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def identity(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class Described:
+class SharedHandles:
     """What this process has said of its own allocations, said once each."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Described:
         return self._known[storage.data_ptr()]
 
 
-class Opened:
+class OpenedHandles:
     """Another process's allocations, opened here."""
 
     def __init__(self, device: torch.device) -> None:

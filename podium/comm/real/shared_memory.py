@@ -1,18 +1,18 @@
 """Collectives among the processes of one host, in memory that they share: nothing is sent.
 
-Every worker has a board, a page of numbers that all others can read. To add up a tensor, each says on its board where
+Every worker has a status page: numbers that all others can read. To add up a tensor, each says on its page where
 its own lies (`arrived`), waits for all, adds up *its* part of the elements over all workers in rank order, and writes
-the sum into everybody's tensor; then it says so (`done`), and waits for all again. A part is gone through in blocks
+the sum into everybody's tensor; then it says so (`done`), and waits for all again. A part is processed in blocks
 that stay in the cache, so memory is read once and written once: 2 n bytes per worker, whatever their number.
 
 Sums run in rank order and each element is added up by one worker, so all hold the same bits, those of the memory and
 virtual worlds.
 
-Exchanges are carried out in order, by whoever waits for them, or by a thread of their own where the host has cores to
-spare. A worker that is gone is noticed by its process's end; one that gave up says so on its board.
+Exchanges are carried out in order, by the thread that waits for them, or by a thread of their own where the host has
+cores to spare. A worker that is gone is noticed by its process's end; one that gave up says so on its page.
 
 Tensors of a GPU that all workers share are added up there, each worker its part, through the driver's own sharing of
-memory; where that is not to be had they are copied to shared memory and back.
+memory; where that is not available they are copied to shared memory and back.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from typing import Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from podium.comm import futex
-from podium.comm.arena import Arena, Neighbour, Place
 from podium.comm.base import Handle
-from podium.comm.device import Described, Opened, identity
+from podium.comm.real import futex
+from podium.comm.real.arena import Arena, Neighbour, Place
+from podium.comm.real.cuda_ipc import OpenedHandles, SharedHandles, identity
 from podium.errors import CommError, Lost
 
 _ARRIVED, _DONE, _ABANDONED, _FILE, _INODE, _OFFSET, _NUMEL, _DTYPE, _KIND, _TEXT = range(10)
@@ -58,7 +58,7 @@ DTYPES = (
 
 
 class Address(NamedTuple):
-    """Where a worker's board is, as it tells the others."""
+    """Where a worker's status page is, as it tells the others."""
 
     pid: int
     place: Place
@@ -88,7 +88,7 @@ class SharedMemoryHandle(Handle):
 
 
 class _Page:
-    """One worker's board, seen from here."""
+    """One worker's status page, seen from here."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._bytes: memoryview = tensor.numpy().data.cast("B")
@@ -107,12 +107,12 @@ class _Page:
     def text(self, text: str) -> None:
         data, start = text.encode(), (_TEXT + 1) * _WORD_BYTES
         if start + len(data) > len(self._bytes):
-            raise ValueError(f"a board has room for {len(self._bytes) - start} bytes of text, got {len(data)}")
+            raise ValueError(f"a status page has room for {len(self._bytes) - start} bytes of text, got {len(data)}")
         self._bytes[start : start + len(data)] = data
         self.words[_TEXT] = len(data)
 
     def write(self, word: int, value: int) -> None:
-        """Write, and wake whoever waits for it."""
+        """Write, and wake the processes that wait for it."""
         self.words[word] = value
         futex.wake(self.address + word * _WORD_BYTES)
 
@@ -124,7 +124,7 @@ class _Peer:
         self.rank = rank
         self.arena = Neighbour(address.pid)
         self.page = _Page(self.arena.attach(address.place, torch.int64, (_WORDS,)))
-        self.opened: Opened | None = None
+        self.opened: OpenedHandles | None = None
         self._process = os.pidfd_open(address.pid)
 
     @property
@@ -144,7 +144,7 @@ class _Peer:
         if numel == 0:
             return torch.empty_like(mine)
         if mine.is_cuda:
-            self.opened = self.opened or Opened(mine.device)
+            self.opened = self.opened or OpenedHandles(mine.device)
             return self.opened.tensor(self.page.text, words[_OFFSET], dtype, numel)
         place = Place(words[_FILE], words[_INODE], words[_OFFSET])
         try:
@@ -166,11 +166,11 @@ class SharedMemoryGroup:
         self._page = _Page(page)
         self.address = Address(os.getpid(), place)
         self._stage = torch.empty(0, dtype=torch.uint8)
-        self._described = Described()
+        self._described = SharedHandles()
         self._one_gpu: bool | None = None  # whether all workers' tensors lie on one GPU and can be shared there
         self._peers: list[_Peer] = []
         self._index = self._spins = 0
-        self._turn = threading.Lock()  # held by whoever carries out exchanges
+        self._turn = threading.Lock()  # held by the thread that carries out exchanges
         self._queue: deque[SharedMemoryHandle] = deque()
         self._number = 0
         self._error: str | None = None
@@ -178,14 +178,14 @@ class SharedMemoryGroup:
         self._engine: threading.Thread | None = None
 
     def meet(self, rank: int, others: dict[int, Address]) -> None:
-        """Open the others' boards; raises OSError or ValueError where one cannot be reached."""
+        """Open the others' status pages; raises OSError or ValueError where one cannot be reached."""
         for other in sorted(others):
             self._peers.append(_Peer(other, others[other]))
         self._index = sum(other < rank for other in others)
         cores = len(os.sched_getaffinity(0))
         self._spins = _SPINS if cores > len(others) else 0
         if cores > len(others) + 1:
-            self._engine = threading.Thread(target=self._run, name=f"podium-board-{rank}", daemon=True)
+            self._engine = threading.Thread(target=self._run, name=f"podium-shared-{rank}", daemon=True)
             self._engine.start()
 
     # Issuing and waiting.
@@ -231,7 +231,7 @@ class SharedMemoryGroup:
                     self._next(time.monotonic() + self._deadline_s)
 
     def _next(self, until: float) -> None:
-        """Carry out the oldest exchange; called by whoever has the turn."""
+        """Carry out the oldest exchange; called by the thread that holds the turn."""
         if not self._queue:
             return
         handle = self._queue.popleft()
@@ -246,7 +246,7 @@ class SharedMemoryGroup:
                 self._fail(f"a collective failed: {error}")
                 handle.error = CommError(f"a collective cannot be carried out: {error}")
                 return
-            except BaseException as error:  # whoever waits for it must not wait for ever
+            except BaseException as error:  # a thread that waits for it must not wait for ever
                 self._fail(f"a collective was broken off: {type(error).__name__}")
                 handle.error = CommError(self._error or "")
                 raise

@@ -1,0 +1,1 @@
+"""The real world: processes, sockets, shared memory, `torch.distributed`."""
