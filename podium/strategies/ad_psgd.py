@@ -1,4 +1,4 @@
-"""AD-PSGD: asynchronous gossip in pairs. Nobody waits for the slowest, and nobody holds the parameters.
+"""AD-PSGD: asynchronous gossip in pairs. No worker waits for the slowest, and no server holds the parameters.
 
 Lian et al., 2018, Asynchronous Decentralized Parallel Stochastic Gradient Descent, arXiv 1710.06952.
 
@@ -7,17 +7,17 @@ with its parameters; the passive one takes the average of both and answers with 
 
     x_i, x_j <- (x_i + x_j) / 2        then        x_i <- x_i - eta g_i, with g_i taken before the averaging
 
-Calls go one way between the two kinds only, so there is nothing to deadlock. The gradient is computed while the call is
-under way. A passive worker answers between its steps and while it waits for samples; an active one that has no answer
-yet goes on by itself for up to `ahead` steps, and takes the average up when it comes: x_i + average - what it sent. So
-the sum over all workers changes by their steps alone, and a slow passive worker holds up nobody by more than that.
+Only active workers call, so pairs cannot deadlock. The gradient is computed while the call is under way. A passive
+worker answers between its steps and while it waits for samples. An active worker without an answer continues alone for
+up to `ahead` steps and applies the average when it arrives: x_i + average - what it sent. So the sum over all workers
+changes by their steps alone, and a slow passive worker delays an active one by no more than that.
 
-Samples are leased one after the other, so that a fast worker trains on more of them. They are lent by a server beside
-the first worker, which holds no parameters. The learning rate is the task's own: a lease is a worker's part of a global
-step, and the mean replica moves by an N-th of each. A lease's step is scaled by its samples, as under `gossip`.
+Workers lease samples, so that a fast worker trains on more of them. A server beside the first worker lends them; it
+holds no parameters. The learning rate is the task's own: a lease is a worker's part of a global step, and the mean
+replica moves by an N-th of each. A lease's step is scaled by its samples, as under `gossip`.
 
-Replicas differ while training goes on: validation in the middle is that of the first worker. `finish` averages
-parameters and moments exactly. What travels are parameters as they are: codecs have no part in it.
+Replicas differ during training: validation before the end is that of the first worker. `finish` averages parameters and
+moments exactly. Parameters travel as they are, without a codec.
 """
 
 from __future__ import annotations
@@ -32,25 +32,30 @@ from torch import Tensor
 from podium.comm.base import DEPARTED
 from podium.errors import CommError, ConfigError, Lost
 from podium.servers.gate import Rules
-from podium.servers.server import PATIENCE
+from podium.servers.leases.lease import PATIENCE
+from podium.servers.wire.messages import Draw, DrawReply, Leave, decode, encode
+from podium.servers.worker_side.seeding import seed_for
+from podium.strategies.averaging import average, need_dense
 from podium.strategies.base import Strategy
-from podium.strategies.gossip import average, need_dense
+from podium.strategies.checks import at_least
+from podium.strategies.traits import Cadence, Payload, ServerSpec
 
 if TYPE_CHECKING:
-    from podium.comm.base import Handle, Message, Meta
-    from podium.engine.worker import Batch, Worker
+    from podium.comm.base import Handle, Message
+    from podium.engine.batch import Batch
+    from podium.engine.worker import Worker
 
 
 @dataclass
 class PairState:
-    calls: tuple[int, ...]  # whom this worker may call; nobody, if it is passive or alone
+    calls: tuple[int, ...]  # workers that this one may call; none where it is passive or alone
     draws: np.random.Generator
     sent: list[Tensor]  # the parameters that went with the call under way, …
     average: list[Tensor]  # … and what they were averaged to
     call: Handle | None = None
     age: int = 0  # steps since it went out
     samples: int = 0
-    through: set[int] = field(default_factory=set)  # active workers that will call no more
+    through: set[int] = field(default_factory=set)  # active workers that have made their last call
 
 
 @final
@@ -59,34 +64,18 @@ class ADPSGD(Strategy[PairState]):
     """Asynchronous decentralised SGD."""
 
     name: ClassVar[str] = "ad-psgd"
-    talks: ClassVar[bool] = True
-    packs: ClassVar[bool] = False
-    compares_speeds: ClassVar[bool] = False
-    takes_gradients: ClassVar[bool] = False
-    lends_only: ClassVar[bool] = True
+    cadence: ClassVar[Cadence] = Cadence(every="lease", compares_speeds=False)
+    payload: ClassVar[Payload] = Payload(kind="parameters", point_to_point=True)
+    server_spec: ClassVar[ServerSpec] = ServerSpec(count=1, colocated=True, role="lender")
 
     graph: Literal["complete", "ring"] = "complete"
     """Whom an active worker may call: any passive one, or those next to it."""
     ahead: int = 4
-    """Steps that an active worker does while its call is unanswered, before it waits."""
+    """Steps that an active worker takes while its call is unanswered, before it waits."""
     bucket_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:
-        for name in ("ahead", "bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"ad-psgd: {name} must be at least 1, got {getattr(self, name)}")
-
-    @property
-    def server_count(self) -> int:
-        return 1
-
-    @property
-    def colocated(self) -> bool:
-        return True
-
-    @property
-    def feed(self) -> Literal["step", "cursor", "round"]:
-        return "cursor"
+        at_least(1, self, "ahead", "bucket_bytes")
 
     def init(self, worker: Worker) -> PairState:
         need_dense(worker, self.name)
@@ -95,12 +84,13 @@ class ADPSGD(Strategy[PairState]):
         if most is not None and size > most:
             raise ConfigError(f"{self.name}: all parameters go in one message of at most {most} bytes, got {size}")
         if comm.index == 0:
-            comm.wait(comm.call(comm.servers[0], "seed", self._work(worker)))
-        draws = np.random.default_rng([worker.turn.seed, worker.position, comm.rank])
+            seed = seed_for(worker, Rules())._replace(lends_only=True)
+            comm.wait(comm.call(comm.servers[0], "seed", encode(seed)))
+        draws = np.random.default_rng([worker.context.seed, worker.position, comm.rank])
         sent, average_ = ([torch.empty_like(p) for p in worker.params] for _ in range(2))
         state = PairState(self._peers(worker), draws, sent, average_)
         comm.barrier()
-        worker.lease_done = -1
+        worker.leases.clear()
         self._next_lease(worker, state)
         return state
 
@@ -108,7 +98,7 @@ class ADPSGD(Strategy[PairState]):
         if state.call is None and state.calls:
             self._call(worker, state)
         loss = self._own_step(worker, batch)
-        worker.lease_done = batch.lease
+        worker.leases.applied(batch.lease)
         self._next_lease(worker, state)
         state.age, state.samples = state.age + 1, state.samples + batch.samples
         if state.call is not None and (state.call.done or state.age >= self.ahead):
@@ -116,7 +106,7 @@ class ADPSGD(Strategy[PairState]):
         return loss
 
     def finish(self, worker: Worker, state: PairState) -> None:
-        """Active workers say that they are through, passive ones answer until all are; then all average exactly."""
+        """Active workers announce their last step, passive ones answer until all have; then all average exactly."""
         comm = worker.comm
         self._take_average(worker, state)
         if _is_active(worker, comm.rank):
@@ -125,9 +115,9 @@ class ADPSGD(Strategy[PairState]):
         else:
             while not state.through >= set(comm.workers[::2]):
                 self._hear(worker, state, comm.recv(PATIENCE * comm.deadline_s))
-        comm.wait(comm.call(comm.servers[0], "leave", {}), deadline_s=PATIENCE * comm.deadline_s)
-        average(worker, worker.params, state.samples)
-        worker.agree()
+        comm.wait(comm.call(comm.servers[0], "leave", encode(Leave())), deadline_s=PATIENCE * comm.deadline_s)
+        average(worker, state.samples, worker.params)
+        worker.end_round()
 
     # Pairs.
 
@@ -148,7 +138,7 @@ class ADPSGD(Strategy[PairState]):
         state.call, state.age = worker.comm.call(to, "average", {}, state.sent, state.average), 0
 
     def _take_average(self, worker: Worker, state: PairState) -> None:
-        """What the call under way came to, as far as it differs from what was sent."""
+        """Apply the answer of the call under way: the average minus what was sent."""
         if state.call is None:
             return
         worker.comm.wait(state.call, deadline_s=PATIENCE * worker.comm.deadline_s)
@@ -158,7 +148,7 @@ class ADPSGD(Strategy[PairState]):
         worker.comm.clock.touch(2 * worker.flat.nbytes)
 
     def _hear(self, worker: Worker, state: PairState, message: Message) -> None:
-        """What another worker wants of this one, which is between two steps."""
+        """Answer another worker, between two steps of this one."""
         comm = worker.comm
         if message.kind == "average":
             for mine, theirs in zip(worker.params, message.body, strict=True):
@@ -186,44 +176,22 @@ class ADPSGD(Strategy[PairState]):
         return loss
 
     def _next_lease(self, worker: Worker, state: PairState) -> None:
-        """Give the last lease back as done and ask for the next, answering others meanwhile.
+        """Return the last lease as done and ask for the next, answering others meanwhile.
 
-        The feed finds it there. It may have to wait until everybody is through with theirs.
+        The feed takes it from `worker.leases`. The server may answer only when all workers have returned theirs.
         """
         comm, patience_s = worker.comm, PATIENCE * worker.comm.deadline_s
-        draw = comm.call(comm.servers[0], "draw", {"done": worker.lease_done, "wishes": list(worker.wishes)})
-        worker.lease_done = -1
+        asked = Draw(worker.leases.take_applied(), worker.votes.requested)
+        draw = comm.call(comm.servers[0], "draw", encode(asked))
         while (message := comm.poll(draw, deadline_s=patience_s)) is not None:
             self._hear(worker, state, message)
         (answer,) = comm.wait(draw)
         assert answer is not None
-        worker.next_lease = answer.meta
-
-    def _work(self, worker: Worker) -> Meta:
-        """What is to be lent in this stretch."""
-        comm = worker.comm
-        return {
-            "lends_only": True,
-            "workers": list(comm.workers),
-            "addresses": list(comm.addresses.items()),
-            "servers": list(comm.servers),
-            "rules": Rules().to_dict(),
-            "mitigation": "none",
-            "strength": None,
-            "clip_norm": None,
-            "leases": True,
-            "samples": worker.samples,
-            "position": worker.position,
-            "end": worker.horizon,
-            "batch_size": worker.batch_size,
-            "parts": self._parts(worker),
-            "codec": None,
-            "unit_bytes": 8 << 20,
-        }
+        worker.leases.put(decode(DrawReply, answer).told(answer.body))
 
     def _parts(self, worker: Worker) -> int:
         """Into how many leases a global step is cut."""
-        return min(worker.comm.size, worker.batch_size)
+        return min(worker.comm.size, worker.progress.batch_size)
 
 
 def _is_active(worker: Worker, rank: int) -> bool:

@@ -1,9 +1,9 @@
-"""All-reduce: every step, all workers add up their gradients and take the same step.
+"""All-reduce: in every step, all workers sum their gradients and take the same step.
 
-Buckets go out as soon as backward has filled them, so that communication hides behind the rest of backward. Parameters
-move only once all buckets are reduced, so a step that loses a rank has not happened and can be done again.
+A bucket is sent as soon as backward has filled it, so that communication hides behind the rest of backward. Parameters
+move only once all buckets are reduced, so a step that loses a worker has not happened and is retried.
 
-Which collective adds them up, and how they are packed, is the run's choice (`collective`, `codec`).
+The run chooses the collective that sums buckets and the codec that packs them (`collective`, `codec`).
 
 Li et al., PyTorch Distributed, VLDB 2020, describes bucketing and overlap.
 """
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from torch import Tensor
 
-from podium.errors import ConfigError
 from podium.strategies.base import Strategy
+from podium.strategies.checks import at_least
+from podium.strategies.traits import Cadence
 
 if TYPE_CHECKING:
-    from podium.engine.worker import Batch, Worker
+    from podium.engine.batch import Batch
+    from podium.engine.worker import Worker
 
 
 @final
@@ -28,17 +30,15 @@ class AllReduce(Strategy[None]):
     """Synchronous data parallelism by summed gradients."""
 
     name: ClassVar[str] = "all-reduce"
-    survives_loss: ClassVar[bool] = True
-    sums_gradients: ClassVar[bool] = True
+    cadence: ClassVar[Cadence] = Cadence(survives_loss=True, sums_gradients=True)
 
     bucket_bytes: int = 8 << 20
     """Gradients travel in buckets of about this size."""
     overlap: bool = True
-    """Whether buckets go out while backward still runs."""
+    """Whether buckets are sent while backward still runs."""
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ConfigError(f"all-reduce: bucket_bytes must be at least 1, got {self.bucket_bytes}")
+        at_least(1, self, "bucket_bytes")
 
     def init(self, worker: Worker) -> None:
         return None

@@ -1,9 +1,9 @@
-"""Bringing replicas together that have stepped by themselves: the mean of their parameters, and of their moments.
+"""Averaging replicas that trained alone: their parameters, and their optimizers' moments.
 
-What travels is how far each worker has gone from where all last agreed to be (its drift), times its part of the round's
-samples. The sum over the workers is the mean drift. So what nobody moved stays as it is in bits, and any codec may
-pack it: what was left out goes out with the next drift. All is packed as gradients are, by the run's codec and
-collective.
+What travels is each worker's drift (its parameters minus the anchor, on which all last agreed), times its part of the
+round's samples. The sum over the workers is the mean drift. So a parameter that no worker moved keeps its bits, and any
+codec may pack drifts: a residual goes out with the next drift. The run's codec and collective serve drifts as they
+serve gradients.
 
 Nothing here changes a parameter before all exchanges have succeeded.
 """
@@ -20,12 +20,11 @@ from podium.comm.broadcast_bytes import share_bytes
 from podium.engine.files import bytes_to_tree, tree_to_bytes
 from podium.engine.worker import Worker
 from podium.errors import ConfigError
-from podium.exchange.codecs.base import Turn
-from podium.strategies.rounds import joined, part_again
+from podium.exchange.codecs.base import StepContext
 
 
 class Anchor:
-    """Where all workers last agreed to be, and how they come to agree again."""
+    """The parameters on which all workers last agreed, and how they agree on the next."""
 
     def __init__(self, worker: Worker, who: str, flats: list[Tensor] | None = None) -> None:
         """`flats`: what drifts are measured from; the parameters as they are now, unless given."""
@@ -38,32 +37,32 @@ class Anchor:
         """This worker's part of the last round; None before the first is over."""
 
     def part_of(self, worker: Worker) -> float:
-        """This worker's part of the samples since then; 0 where it had none."""
+        """This worker's part of the samples since the anchor was set; 0 where it had none."""
         return worker.round.samples / max(1, worker.position - self.position)
 
     def drift(self, worker: Worker) -> list[Tensor]:
-        """The mean way from here to where the workers are now, by samples. Collective, and ends the round.
+        """The workers' mean drift, weighted by samples. Collective, and ends the round.
 
         It lies in the worker's gradients, so it lasts until the next step. The anchor stays for the caller to move.
         """
-        outgoing, turn, weight = worker.outgoing, turn_of(worker), self.part_of(worker)
+        sender, context, weight = worker.sender, round_context(worker), self.part_of(worker)
         drifts = [grad[: flat.numel()] for grad, flat in zip(worker.flat.grads, self.flats, strict=True)]
         for drift, param, anchor in zip(drifts, worker.params, self.flats, strict=True):
             torch.sub(param, anchor, out=drift).mul_(weight)
         for bucket in range(worker.buckets):
-            outgoing.issue(bucket, turn)
-        worker.agree()
-        outgoing.complete(turn)
-        outgoing.step_done()
+            sender.issue(bucket, context)
+        worker.end_round()
+        sender.complete(context)
+        sender.step_done()
         worker.comm.clock.touch(worker.flat.nbytes)
         self.position, self.weight = worker.position, weight
         return drifts
 
     def to_mean(self, worker: Worker) -> None:
         """Anchor and parameters become the mean of the workers' parameters. Collective, and ends the round."""
-        if worker.comm.size == 1 and not worker.outgoing.memory.of_span:
+        if worker.comm.size == 1 and not worker.sender.memory.of_span:
             self.weight, self.position = 1.0, worker.position
-            return worker.agree()  # the mean of one is itself, in bits
+            return worker.end_round()  # the mean of one is itself, in bits
         for anchor, drift in zip(self.flats, self.drift(worker), strict=True):
             anchor += drift
         self.pull_here(worker)
@@ -76,16 +75,40 @@ class Anchor:
 
 def need_plain_codec(worker: Worker, who: str) -> None:
     """Refuse a codec that wants gradients."""
-    codec = worker.outgoing.packing.codec
+    codec = worker.sender.packing.codec
     if codec.takes_momentum:
         raise ConfigError(
             f"{who}: codec {codec.name} does the optimizer's momentum, and no gradients travel; use top-k"
         )
 
 
-def turn_of(worker: Worker) -> Turn:
+def need_dense(worker: Worker, who: str) -> None:
+    """Refuse a codec where parameters travel as they are."""
+    codec = worker.sender.packing.codec
+    if codec.name != "dense":
+        raise ConfigError(
+            f"{who}: workers send each other parameters as they are: codec must be dense, got {codec.name}"
+        )
+
+
+def round_context(worker: Worker) -> StepContext:
     """Which exchange this is, for a codec; workers may have done different numbers of steps."""
-    return worker.turn._replace(step=worker.global_step)
+    return worker.context._replace(step=worker.progress.global_step)
+
+
+def average(worker: Worker, samples: int, flats: Sequence[Tensor] = ()) -> None:
+    """Make replicas alike where each worker has trained on its own number of samples since `init`. Collective.
+
+    Moments become their mean by samples; parameters become the mean of `flats`, where these are given.
+    """
+    comm = worker.comm
+    if comm.size == 1:
+        return
+    total = torch.tensor([samples], dtype=torch.float64)
+    comm.wait(comm.all_reduce(total), *map(worker.sender.all_reduce, flats))
+    for mine, flat in zip(worker.params, flats, strict=bool(flats)):
+        torch.div(flat, comm.size, out=mine)
+    mean_moments(worker, samples / total.item() if total.item() else 1 / comm.size)
 
 
 def mean_moments(worker: Worker, weight: float) -> None:
@@ -96,14 +119,13 @@ def mean_moments(worker: Worker, weight: float) -> None:
     if worker.comm.size == 1:
         return
     _complete_state(worker)
-    moments, counts = worker.moments(), _counts(worker)
+    moments, counts = worker.replica.moments(), _counts(worker)
     kinds = sorted({(str(m.dtype), str(m.device)) for m in moments})
     parts = [[m for m in moments if (str(m.dtype), str(m.device)) == kind] for kind in kinds]
     sums = [joined([m * weight for m in part]) for part in parts]
     # One more number, so that the tensor is never empty.
     told = torch.tensor([*(float(state[key]) for _, state, key in counts), 0.0], dtype=torch.float64) * weight
-    collective = worker.outgoing.reducer.collective
-    worker.comm.wait(worker.comm.all_reduce(told), *(collective.all_reduce(worker.comm, flat) for flat in sums))
+    worker.comm.wait(worker.comm.all_reduce(told), *map(worker.sender.all_reduce, sums))
     for flat, part in zip(sums, parts, strict=True):
         part_again(flat, part)
         worker.comm.clock.touch(flat.nbytes)
@@ -130,7 +152,7 @@ def _set_counts(worker: Worker, counts: Sequence[tuple[int, dict[str, Any], str]
     for (i, _, key), mean in zip(counts, new, strict=True):
         value = states[worker.flat.pieces[i].name][key]
         states[worker.flat.pieces[i].name][key] = value.fill_(mean) if isinstance(value, Tensor) else type(value)(mean)
-    worker.load_optimizer_state(states)
+    worker.replica.load_optimizer_state(states)
 
 
 def _complete_state(worker: Worker) -> None:
@@ -152,8 +174,10 @@ def _complete_state(worker: Worker) -> None:
         given = bytes_to_tree(share_bytes(comm, comm.workers[place], told), f"state of rank {comm.workers[place]}")
         for name in names:
             shape = dict(worker.model.named_parameters())[name].shape
-            states.setdefault(name, {k: _unstepped(k, v, shape, worker.device) for k, v in given[name].items()})
-    worker.load_optimizer_state({name: states[name] for name in (piece.name for piece in pieces) if name in states})
+            states.setdefault(name, {k: _unstepped(k, v, shape, worker.replica.device) for k, v in given[name].items()})
+    worker.replica.load_optimizer_state(
+        {name: states[name] for name in (piece.name for piece in pieces) if name in states}
+    )
 
 
 def _unstepped(key: str, value: Any, shape: torch.Size, device: torch.device) -> Any:
@@ -162,3 +186,14 @@ def _unstepped(key: str, value: Any, shape: torch.Size, device: torch.device) ->
         return value
     value = value.to(device) if value.dim() > 0 else value
     return torch.zeros_like(value) if key == "step" or value.shape == shape else value
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """All of them as one flat tensor, so that they travel together."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
+
+
+def part_again(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The inverse of `joined`: back to where they came from."""
+    for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+        tensor.copy_(part.view_as(tensor))

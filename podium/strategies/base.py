@@ -2,29 +2,27 @@
 
 A frozen dataclass of hyper-parameters, so that one instance serves every worker and its `repr` is its configuration.
 What must outlive a step is the state, which `init` makes and `finish` ends. All three are collective. Training goes in
-stretches, each from one `init` to its `finish`; a checkpoint or a change of strategy lies between two stretches, when
-the worker's own state is the whole truth. A strategy sees
-a worker and, through it, a communicator; it opens no socket, reads no clock and imports no `torch.distributed`, so the
-same code runs on processes, in threads and in virtual time.
+segments, each from one `init` to its `finish`; a checkpoint or a change of strategy lies between two segments, when the
+worker's own state is the whole truth. A strategy sees a worker and, through it, a communicator; it opens no socket,
+reads no clock and imports no `torch.distributed`, so the same code runs on processes, in threads and in virtual time.
+
+What the run has to know beforehand is declared in three objects: `cadence`, `payload` and `server_spec`. Their defaults
+fit a strategy that sums gradients every step, without servers.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
-from podium.config import parse_spec
 from podium.errors import ConfigError
-from podium.exchange.codecs import make_codec
-from podium.exchange.codecs.base import Codec
-from podium.exchange.residuals import Sends, Unit
+from podium.strategies.traits import Cadence, Payload, ServerSpec
 
 if TYPE_CHECKING:
-    from podium.engine.worker import Batch, Worker
-    from podium.strategies.phases import Phase
+    from podium.engine.batch import Batch
+    from podium.engine.worker import Worker
 
 S = TypeVar("S")
 
@@ -34,94 +32,33 @@ class Strategy(ABC, Generic[S]):
 
     name: ClassVar[str]
     max_workers: ClassVar[int | None] = None
-    exchanges: ClassVar[bool] = True
-    """Whether gradients are sent anywhere, so that codecs and collectives have a part in it."""
-    talks: ClassVar[bool] = False
-    """Whether workers send messages to each other, so that they need a channel even where there are no servers."""
-    packs: ClassVar[bool] = True
-    """Whether what it sends may be packed by a codec."""
-    sends: ClassVar[Sends] = "gradients"
-    """What workers send each other or servers, for what a codec leaves out of it."""
-    sums_gradients: ClassVar[bool] = False
-    """Whether every worker sees its own gradient and their sum, so that the gradient noise scale can be measured."""
-    compares_speeds: ClassVar[bool] = True
-    """Whether the first worker can hear how fast the others are."""
-    by_rounds: ClassVar[bool] = False
-    """Whether workers step by themselves and agree now and then (`worker.agree`): a lost round is done again."""
-    survives_loss: ClassVar[bool] = False
-    """Whether training goes on among the survivors after `step` raised `Lost`, and workers may join and leave."""
-    replaces_servers: ClassVar[bool] = False
-    """Whether a lost server can be restored from a copy."""
-    takes_gradients: ClassVar[bool] = True
-    """Whether its servers, where it has any, run the task's optimizer; otherwise that may be any."""
-    lends_only: ClassVar[bool] = False
-    """Whether its server lends samples and holds no parameters."""
-    only_serve: int = 0
-    """The last so many workers train nothing meanwhile and serve only."""
     bucket_bytes: int = 8 << 20
     """Gradients travel in buckets of about this size; a bucket is never smaller than a tensor."""
-    pull: str = "dense"
-    """The codec that packs what servers answer."""
-    replicas: int = 1
-    """How many servers hold each range."""
-    snapshot_every: int = 0
-    """Updates between two snapshots of a server; 0: none."""
-
-    @cached_property
-    def pull_codec(self) -> Codec:
-        """What packs the servers' answers."""
-        return make_codec(*parse_spec(self.pull, "pull"))
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
-        """What the run is made of, in order: this strategy alone, unless it says otherwise."""
-        from podium.strategies.phases import Phase
+    def cadence(self) -> Cadence:
+        """When workers agree: every step, after rounds of local steps, or lease by lease."""
+        return Cadence()
 
-        return (Phase(getattr(self, "name", type(self).__name__), self),)
+    @property
+    def payload(self) -> Payload:
+        """What workers send."""
+        return Payload()
+
+    @property
+    def server_spec(self) -> ServerSpec:
+        """Which servers must exist from the start: none, unless it says otherwise."""
+        return ServerSpec()
 
     def for_workers(self, workers: int) -> Strategy[Any]:
-        """This strategy with what it leaves open until the number of workers is known."""
+        """This strategy with the options filled in whose default depends on the number of workers."""
         return self
 
     def check(self, workers: int) -> None:
         """Raise ConfigError where it cannot run with that many workers."""
         if self.max_workers is not None and workers > self.max_workers:
             raise ConfigError(f"strategy {self.name} runs with {self.max_workers} worker, got workers={workers}")
-        if self.colocated and self.server_count > workers:
-            raise ConfigError(f"{self.name}: colocated servers need a worker each ({workers}), got {self.server_count}")
-
-    def unit(self, worker: Worker) -> Unit:
-        """How far what workers send moves the parameters."""
-        return Unit(self.sends, of=type(self).__name__ if self.sends == "own" else "")
-
-    @property
-    def outer_every(self) -> int:
-        """Steps between two outer steps, which a checkpoint in between would do without; 0: there are none."""
-        return 0
-
-    @property
-    def server_count(self) -> int:
-        """How many servers must exist from the start."""
-        return 0
-
-    @property
-    def sends_rows(self) -> bool:
-        """Whether only touched rows of embeddings travel, where their optimizer allows it."""
-        return False
-
-    @property
-    def colocated(self) -> bool:
-        """Whether servers live in the workers' processes rather than in their own."""
-        return False
-
-    @property
-    def feed(self) -> Literal["step", "cursor", "round"]:
-        """Fed by its share of a global step, or by the next lease from a cursor."""
-        return "step"
-
-    def as_recorded(self, shares_memory: bool) -> Strategy[S]:
-        """This strategy as it was in a recorded run; raises where that cannot be replayed."""
-        return self
+        self.server_spec.check(self.name, workers)
 
     @abstractmethod
     def init(self, worker: Worker) -> S: ...
@@ -134,4 +71,4 @@ class Strategy(ABC, Generic[S]):
         """Wait for the answers that this worker still awaits: it is about to leave the others in mid-epoch."""
 
     def finish(self, worker: Worker, state: S) -> None:
-        """Bring home whatever lives elsewhere: afterwards the worker's own state is the whole truth."""
+        """Collect whatever lives elsewhere: afterwards the worker's own state is the whole truth."""

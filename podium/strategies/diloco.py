@@ -1,4 +1,4 @@
-"""DiLoCo: many steps of one's own, then one outer step along the mean of the ways that the workers have gone.
+"""DiLoCo: each worker takes many local steps; then all take one outer step along the mean of their drifts.
 
     repeat:  each worker:  sync_every steps of the task's optimizer, from x
              all:          d = sum of w_i (x_i - x), with w_i the worker's part of the round's samples
@@ -14,42 +14,37 @@ Douillard et al., 2023, arXiv 2311.08105.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, final
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from podium.errors import ConfigError
-from podium.exchange.residuals import Sends
 from podium.strategies.averaging import Anchor, mean_moments
 from podium.strategies.base import Strategy
-from podium.strategies.local_sgd import Pace, check_steps, check_workers, feed_of
+from podium.strategies.checks import above_zero, at_least, fraction
+from podium.strategies.pace import Pace, check_steps, check_workers
+from podium.strategies.traits import Cadence, Payload
 
 if TYPE_CHECKING:
-    from podium.engine.worker import Batch, Worker
+    from podium.engine.batch import Batch
+    from podium.engine.worker import Worker
 
 MOMENTUM = "outer momentum"
-"""Its name among what the worker keeps."""
+"""Its name in the worker's strategy state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """SGD on what all agree on, with a mean drift in place of a gradient; signs are those of drifts."""
+    """SGD on the anchor, with the mean drift in place of minus a gradient."""
 
     lr: float
     momentum: float
     nesterov: bool
 
-    def check(self, who: str) -> None:
-        if not self.lr > 0:
-            raise ConfigError(f"{who}: outer_lr must be above 0, got {self.lr:g}")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"{who}: outer_momentum must be from 0 to below 1, got {self.momentum:g}")
-
     def prepare(self, worker: Worker) -> None:
-        """The momentum outlives checkpoints and losses."""
-        if self.momentum and MOMENTUM not in worker.kept:
-            worker.kept[MOMENTUM] = [torch.zeros_like(flat) for flat in worker.params]
+        """Make the momentum, unless a checkpoint or a lost worker's segment has left one."""
+        if self.momentum and MOMENTUM not in worker.strategy_state:
+            worker.strategy_state[MOMENTUM] = [torch.zeros_like(flat) for flat in worker.params]
 
     def step(self, anchor: Tensor, drift: Tensor, momentum: Tensor | None) -> None:
         """Move the anchor along the drift."""
@@ -62,7 +57,7 @@ class Outer:
 
 
 class DiLoCoState(NamedTuple):
-    """Since all last agreed."""
+    """Of the present round."""
 
     anchor: Anchor
     pace: Pace
@@ -73,15 +68,13 @@ class DiLoCoState(NamedTuple):
 class DiLoCo(Strategy[DiLoCoState]):
     """Local steps, and an outer step with momentum.
 
-    One worker alone takes outer steps too, so it is not plain training. A round that the end of a stretch cuts short
-    (at a checkpoint, say) ends in the plain mean: momentum is meant for a whole round. Where `steps` is not equal, a
-    round ends with the epoch or stretch at the latest, and takes an outer step however short it is.
+    A single worker takes outer steps, too, so it differs from plain training. A round that the end of a segment cuts
+    short (at a checkpoint, say) ends in the plain mean: momentum is meant for a whole round. Where `steps` is not
+    equal, a round ends with the epoch or segment at the latest, and takes an outer step however short it is.
     """
 
     name: ClassVar[str] = "diloco"
-    by_rounds: ClassVar[bool] = True
-    sends: ClassVar[Sends] = "drifts"
-    survives_loss: ClassVar[bool] = True
+    payload: ClassVar[Payload] = Payload(kind="drifts")
 
     sync_every: int = 50
     """Steps between two outer steps."""
@@ -93,9 +86,9 @@ class DiLoCo(Strategy[DiLoCoState]):
     `40,10,10`, or with `/`."""
 
     def __post_init__(self) -> None:
-        if self.sync_every < 1:
-            raise ConfigError(f"diloco: sync_every must be at least 1, got {self.sync_every}")
-        self._outer.check("diloco")
+        at_least(1, self, "sync_every")
+        above_zero(self, "outer_lr")
+        fraction(self, "outer_momentum", below_one=True)
         check_steps("diloco", self.steps)
 
     def check(self, workers: int) -> None:
@@ -107,12 +100,9 @@ class DiLoCo(Strategy[DiLoCoState]):
         return Outer(lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.nesterov)
 
     @property
-    def feed(self) -> Literal["step", "cursor", "round"]:
-        return feed_of(self.steps)
-
-    @property
-    def outer_every(self) -> int:
-        return self.sync_every if self.outer_momentum else 0
+    def cadence(self) -> Cadence:
+        outer_every = self.sync_every if self.outer_momentum else 0
+        return Cadence(every="round", unequal=self.steps != "equal", survives_loss=True, outer_every=outer_every)
 
     def init(self, worker: Worker) -> DiLoCoState:
         self._outer.prepare(worker)
@@ -131,7 +121,7 @@ class DiLoCo(Strategy[DiLoCoState]):
         drifts = state.anchor.drift(worker)
         state.pace.learn(worker, measured)
         for i, (anchor, drift) in enumerate(zip(state.anchor.flats, drifts, strict=True)):
-            self._outer.step(anchor, drift, worker.kept[MOMENTUM][i] if self.outer_momentum else None)
+            self._outer.step(anchor, drift, worker.strategy_state[MOMENTUM][i] if self.outer_momentum else None)
         state.anchor.pull_here(worker)
         state.pace.begin_round(worker, self.sync_every)
 

@@ -1,4 +1,4 @@
-"""Elastic averaging (EASGD), synchronous: workers roam, tied by springs to a centre that they pull along.
+"""Elastic averaging (EASGD), synchronous: each worker trains alone, pulled to a common centre that follows them.
 
     repeat:  each worker:  period steps of the task's optimizer, from its own x_i
              all:          e_i = elasticity w_i (x_i - c), with w_i the worker's part of the round's samples
@@ -6,7 +6,7 @@
                            c   = c + sum of e_i
 
 With equal parts the paper's moving rate is elasticity / workers. At 1 the centre becomes the mean of the workers; at 0
-they never meet. What travels is the sum of w_i (x_i - c), once per period.
+workers and centre stay apart. What travels is the sum of w_i (x_i - c), once per period.
 
 EAMSGD is the same for a task whose optimizer has Nesterov momentum; the momentum stays with its worker.
 
@@ -20,32 +20,32 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from torch import Tensor
 
-from podium.errors import ConfigError
-from podium.exchange.residuals import Sends
 from podium.strategies.averaging import Anchor, mean_moments
 from podium.strategies.base import Strategy
+from podium.strategies.checks import at_least, fraction
+from podium.strategies.traits import Cadence, Payload
 
 if TYPE_CHECKING:
-    from podium.engine.worker import Batch, Worker
+    from podium.engine.batch import Batch
+    from podium.engine.worker import Worker
 
 CENTRE = "centre"
-"""Its name among what the worker keeps."""
+"""Its name in the worker's strategy state."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ElasticAveraging(Strategy[Anchor]):
-    """Workers explore by themselves around a common centre. The state is the centre.
+    """Workers explore around a common centre. The state is the centre.
 
-    The centre is what training comes to: at the end of a stretch (a checkpoint, say) all workers become the centre, and
-    begin anew from there. A worker without samples in a round neither pulls nor is pulled. One worker alone has a
-    centre, too, so it is not plain training.
+    The centre is the result of training: at the end of a segment (at a checkpoint, say) all workers take its parameters
+    and continue from there. A worker without samples in a round neither pulls nor is pulled. A single worker has a
+    centre, too, so it differs from plain training.
     """
 
     name: ClassVar[str] = "elastic-averaging"
-    by_rounds: ClassVar[bool] = True
-    sends: ClassVar[Sends] = "own"
-    survives_loss: ClassVar[bool] = True
+    cadence: ClassVar[Cadence] = Cadence(every="round", survives_loss=True)
+    payload: ClassVar[Payload] = Payload(kind="own")
 
     period: int = 4
     """Steps between two pulls."""
@@ -53,15 +53,13 @@ class ElasticAveraging(Strategy[Anchor]):
     """How much of the way to the mean of the workers the centre goes; the paper's beta."""
 
     def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ConfigError(f"elastic-averaging: period must be at least 1, got {self.period}")
-        if not 0 <= self.elasticity <= 1:
-            raise ConfigError(f"elastic-averaging: elasticity must be from 0 to 1, got {self.elasticity:g}")
+        at_least(1, self, "period")
+        fraction(self, "elasticity")
 
     def init(self, worker: Worker) -> Anchor:
-        if CENTRE not in worker.kept:  # there is one where the last stretch ended in a loss
-            worker.kept[CENTRE] = [flat.clone() for flat in worker.params]
-        return Anchor(worker, self.name, worker.kept[CENTRE])
+        if CENTRE not in worker.strategy_state:  # there is one where the last segment ended in a loss
+            worker.strategy_state[CENTRE] = [flat.clone() for flat in worker.params]
+        return Anchor(worker, self.name, worker.strategy_state[CENTRE])
 
     def step(self, worker: Worker, state: Anchor, batch: Batch) -> Tensor:
         loss = worker.train_locally(batch)
@@ -82,4 +80,4 @@ class ElasticAveraging(Strategy[Anchor]):
         if state.weight is not None:
             mean_moments(worker, state.weight)
         state.pull_here(worker)
-        del worker.kept[CENTRE]  # the parameters are the centre now
+        del worker.strategy_state[CENTRE]  # the parameters are the centre now

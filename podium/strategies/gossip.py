@@ -1,31 +1,30 @@
-"""Gossip: every worker takes its own steps and mixes its parameters with those of a few neighbours.
+"""Gossip: each worker takes its own steps and mixes its parameters with those of a few neighbours.
 
     x_i <- sum over j of W_ij x_j  -  eta g_i
 
 Lian et al., 2017, Can Decentralized Algorithms Outperform Centralized Algorithms?, arXiv 1705.09056 (D-PSGD). A step
-costs each worker as many messages of the model's size as it has neighbours, however many workers there are, and nobody
-waits for others than these. `podium/strategies/graphs.py` has the graphs and their weights.
+costs each worker one message of the model's size per neighbour, however many workers there are, and it waits for its
+neighbours only. `podium/strategies/graphs.py` has the graphs and their weights.
 
-With `overlap`, as in the paper's box, what is mixed are the parameters before the step: they travel while the gradient
-is computed. Without, the step comes first and its result is mixed, x_i <- sum of W_ij (x_j - eta g_j): the network is
-waited for, and on the complete graph plain SGD is all-reduce.
+With `overlap`, as in the paper's box, workers mix the parameters before the step: these travel while the gradient is
+computed. Without it, workers step first and mix the result, x_i <- sum of W_ij (x_j - eta g_j): they wait for the
+network, and on the complete graph plain SGD equals all-reduce.
 
-`push_sum`: graphs in which some hear from more workers than others make replicas drift from the mean, unless each also
-mixes a scalar weight, which begins at 1, and divides by it wherever parameters are used: Assran et al., 2019,
-Stochastic Gradient Push, arXiv 1811.10792. Here x_i are numerators, and gradients are taken at x_i / w_i. On the
-regular graphs the weights stay at 1.
+`push_sum`: in graphs where some workers receive from more neighbours than others, replicas drift from the mean, unless
+each worker also mixes a scalar weight, which begins at 1, and divides by it wherever it uses parameters: Assran et al.,
+2019, Stochastic Gradient Push, arXiv 1811.10792. Here x_i are numerators, and gradients are taken at x_i / w_i. On
+the regular graphs the weights stay at 1.
 
 A worker's step counts by its samples: where a global step was divided unevenly, what the optimizer did is scaled by
 this worker's part of it times the number of workers, so that the mean replica moves by the mean over samples.
 
-Between two exchanges of votes (`agree_every`) nobody knows what all others want, so that a stop takes up to that many
-steps and one. Replicas differ while training goes on: validation in the middle is that of the first worker. `finish`
-averages parameters and moments exactly. What travels are parameters as they are: codecs have no part in it.
+Workers exchange votes every `agree_every` steps, so a stop takes effect up to that many steps and one later. Replicas
+differ during training: validation before the end is that of the first worker. `finish` averages parameters and moments
+exactly. Parameters travel as they are, without a codec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, final
 
@@ -34,14 +33,16 @@ from torch import Tensor
 
 from podium.comm.schedule import Chain, Move
 from podium.errors import ConfigError
-from podium.strategies.averaging import mean_moments
+from podium.strategies.averaging import average, need_dense
 from podium.strategies.base import Strategy
+from podium.strategies.checks import at_least
 from podium.strategies.graphs import NEEDS_PUSH_SUM, Graph, Mixing, mixing
-from podium.strategies.rounds import Round
+from podium.strategies.traits import Payload
 
 if TYPE_CHECKING:
     from podium.comm.base import Communicator, Handle
-    from podium.engine.worker import Batch, Worker
+    from podium.engine.batch import Batch
+    from podium.engine.worker import Worker
 
 
 @dataclass
@@ -60,8 +61,7 @@ class Gossip(Strategy[GossipState]):
     """Synchronous decentralised SGD."""
 
     name: ClassVar[str] = "gossip"
-    talks: ClassVar[bool] = True
-    packs: ClassVar[bool] = False
+    payload: ClassVar[Payload] = Payload(kind="parameters", point_to_point=True)
 
     graph: Graph = "one-peer"
     """Who mixes with whom; `random` needs `push_sum`."""
@@ -74,12 +74,10 @@ class Gossip(Strategy[GossipState]):
     bucket_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:
-        for name in ("agree_every", "bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"gossip: {name} must be at least 1, got {getattr(self, name)}")
+        at_least(1, self, "agree_every", "bucket_bytes")
         if self.graph in NEEDS_PUSH_SUM and not self.push_sum:
             raise ConfigError(
-                f"gossip: graph={self.graph} needs push_sum=true, since not all workers hear from as many others"
+                f"gossip: graph={self.graph} needs push_sum=true, since workers receive from unequal numbers of others"
             )
 
     def init(self, worker: Worker) -> GossipState:
@@ -87,7 +85,7 @@ class Gossip(Strategy[GossipState]):
         if worker.comm.size > 1:
             worker.comm.meet()
         weights = _Room(torch.ones(1, dtype=torch.float64))
-        return GossipState([_Room(p) for p in worker.params], weights, worker.turn.seed + worker.position)
+        return GossipState([_Room(p) for p in worker.params], weights, worker.context.seed + worker.position)
 
     def step(self, worker: Worker, state: GossipState, batch: Batch) -> Tensor:
         comm = worker.comm
@@ -113,8 +111,8 @@ class Gossip(Strategy[GossipState]):
     def finish(self, worker: Worker, state: GossipState) -> None:
         """Average exactly: afterwards all replicas are alike, and what push-sum kept is no longer needed."""
         self._count_votes(worker, state)
-        average(worker, [room.own for room in state.rooms], state.samples)
-        worker.agree()
+        average(worker, state.samples, [room.own for room in state.rooms])
+        worker.end_round()
 
     # A step.
 
@@ -149,23 +147,20 @@ class Gossip(Strategy[GossipState]):
         for mine, room in zip(worker.params, state.rooms, strict=True):
             mine.copy_(room.own if weight == 1.0 else room.own / weight)
 
-    # Votes, a step behind: by then they are there, unless somebody is further behind than that.
+    # Votes are counted a step after they were sent, when they have arrived unless a worker is more than a step behind.
 
     def _exchange_votes(self, worker: Worker, state: GossipState) -> None:
         self._count_votes(worker, state)
         if state.turn % self.agree_every == 0:
-            words = torch.tensor([*worker.wishes, worker.round.loss, worker.round.samples], dtype=torch.float64)
-            state.votes = worker.comm.all_reduce(words), words
-            worker.round = Round()
+            ballots = worker.votes.ballot(worker.progress.close_round())
+            state.votes = worker.comm.all_reduce(ballots), ballots
 
     def _count_votes(self, worker: Worker, state: GossipState) -> None:
         if state.votes is None:
             return
-        (handle, words), state.votes = state.votes, None
+        (handle, ballots), state.votes = state.votes, None
         worker.comm.wait(handle)
-        stop, pause, switch, loss, samples = words.tolist()
-        worker.heed((stop > 0, pause > 0, switch > 0))
-        worker.step_loss = loss / samples if samples else None
+        worker.votes.count(ballots)
 
 
 class _Room:
@@ -191,27 +186,3 @@ class _Room:
         own = self.own.mul_(part.own)
         for k in range(1, 1 + len(part.receives)):
             own.add_(self._all[k * self._numel : (k + 1) * self._numel], alpha=part.weight)
-
-
-# What decentralised strategies share.
-
-
-def need_dense(worker: Worker, who: str) -> None:
-    """Refuse a codec where parameters travel as they are."""
-    codec = worker.outgoing.packing.codec
-    if codec.name != "dense":
-        raise ConfigError(
-            f"{who}: workers send each other parameters as they are: codec must be dense, got {codec.name}"
-        )
-
-
-def average(worker: Worker, flats: Sequence[Tensor], samples: int) -> None:
-    """Make replicas alike: parameters become the mean of these, moments that by samples since `init`. Collective."""
-    comm, collective = worker.comm, worker.outgoing.reducer.collective
-    if comm.size == 1:
-        return
-    total = torch.tensor([samples], dtype=torch.float64)
-    comm.wait(comm.all_reduce(total), *(collective.all_reduce(comm, flat) for flat in flats))
-    for mine, flat in zip(worker.params, flats, strict=True):
-        torch.div(flat, comm.size, out=mine)
-    mean_moments(worker, samples / total.item() if total.item() else 1 / comm.size)

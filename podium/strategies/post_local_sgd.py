@@ -1,4 +1,4 @@
-"""Post-local SGD: all-reduce until the learning rate first decays, then steps of one's own between averages.
+"""Post-local SGD: all-reduce until the learning rate first decays, then local SGD.
 
 Lin, Stich, Patel, Jaggi, Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, https://arxiv.org/abs/1808.07217
 """

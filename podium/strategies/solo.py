@@ -1,4 +1,4 @@
-"""Solo: one worker, nobody to agree with. The yardstick for all others."""
+"""Solo: one worker trains alone. The reference for all other strategies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, final
 from torch import Tensor
 
 from podium.strategies.base import Strategy
+from podium.strategies.traits import Payload
 
 if TYPE_CHECKING:
-    from podium.engine.worker import Batch, Worker
+    from podium.engine.batch import Batch
+    from podium.engine.worker import Worker
 
 
 @final
@@ -20,7 +22,7 @@ class Solo(Strategy[None]):
 
     name: ClassVar[str] = "solo"
     max_workers: ClassVar[int | None] = 1
-    exchanges: ClassVar[bool] = False
+    payload: ClassVar[Payload] = Payload(kind="nothing")
 
     def init(self, worker: Worker) -> None:
         return None

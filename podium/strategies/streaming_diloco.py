@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: the model in fragments, of which one at a time is on its way while training goes on.
+"""Streaming DiLoCo: the model is cut into fragments, and one fragment at a time is synchronised during training.
 
     every sync_every / fragments steps, the next fragment f in turn:
         send     d = sum of w_i (x_i - x), with w_i the worker's part of the samples since f was last sent
@@ -6,9 +6,9 @@
         merge    m = outer_momentum m + d;  x = x + outer_lr (d + outer_momentum m)
                  x_i = mix x_i + (1 - mix) x
 
-A fragment is every `fragments`-th layer. At no time is more than one fragment under way, so the network has to carry a
-fragment in `overlap` steps, where DiLoCo has it carry the whole model while all wait. Fewer bits are the run's codec's
-to give. With one fragment, no overlap and nothing mixed in it is DiLoCo.
+A fragment is every `fragments`-th layer. At most one fragment is under way, so the network has to carry a fragment
+within `overlap` steps, where under DiLoCo all workers wait for the whole model. The run's codec packs fragments. With
+one fragment, no overlap and mix 0 it is DiLoCo.
 
 Douillard et al., 2025, arXiv 2501.18512.
 """
@@ -23,23 +23,24 @@ from torch import Tensor
 
 from podium.errors import ConfigError
 from podium.exchange.codecs.base import Span
-from podium.exchange.reducing import matrices_of
-from podium.exchange.residuals import Sends
-from podium.strategies.averaging import mean_moments, need_plain_codec, turn_of
+from podium.exchange.spans import matrices_of
+from podium.strategies.averaging import mean_moments, need_plain_codec, round_context
 from podium.strategies.base import Strategy
+from podium.strategies.checks import above_zero, at_least, fraction
 from podium.strategies.diloco import MOMENTUM, Outer
-from podium.strategies.rounds import Round
+from podium.strategies.traits import Cadence, Payload
 
 if TYPE_CHECKING:
     from podium.comm.base import Handle
+    from podium.engine.batch import Batch
     from podium.engine.flat import Flat
-    from podium.engine.worker import Batch, Worker
-    from podium.exchange.codecs.base import Turn
+    from podium.engine.worker import Worker
+    from podium.exchange.codecs.base import StepContext
 
 
 @dataclass
 class Fragment:
-    """Part of the parameters, and when it was last sent."""
+    """Some of the layers, and when they were last sent."""
 
     spans: list[tuple[int, Span]]
     """Runs of parameters that lie side by side, each with the bucket whose packing it has."""
@@ -53,14 +54,14 @@ class Flight(NamedTuple):
 
     fragment: Fragment
     due: int  # the step after which it is merged
-    turn: Turn
-    words: Tensor
+    context: StepContext
+    ballots: Tensor
     handle: Handle
 
 
 @dataclass
 class StreamState:
-    """What all agree on, piece by piece, and what is under way."""
+    """What all workers agree on, fragment by fragment, and the fragment under way."""
 
     anchor: list[Tensor]
     drift: list[Tensor]
@@ -97,15 +98,13 @@ def _span_of(flat: Flat, layer: list[int]) -> tuple[int, Span]:
 class StreamingDiLoCo(Strategy[StreamState]):
     """DiLoCo whose exchanges hide behind training.
 
-    Nobody waits at a merge unless a worker is more than `overlap` steps behind. A stretch that ends brings home what is
-    under way; what was trained since is merged plainly, as in DiLoCo. After a loss, all go on from one survivor's
-    parameters as they were when a fragment was last sent: what others had learnt and not yet merged is gone.
+    A merge waits only for a worker that is more than `overlap` steps behind. A segment that ends completes the merge
+    under way; steps since then are averaged plainly, as in DiLoCo. After the loss of a worker, all continue from one
+    survivor's parameters as they were when a fragment was last sent: what others learnt since then is lost.
     """
 
     name: ClassVar[str] = "streaming-diloco"
-    by_rounds: ClassVar[bool] = True
-    sends: ClassVar[Sends] = "drifts"
-    survives_loss: ClassVar[bool] = True
+    payload: ClassVar[Payload] = Payload(kind="drifts")
 
     sync_every: int = 50
     """Steps between two merges of the same fragment."""
@@ -114,14 +113,15 @@ class StreamingDiLoCo(Strategy[StreamState]):
     overlap: int = 1
     """Steps between sending and merging."""
     mix: float = 0.5
-    """How much of its own parameters a worker keeps in a merge."""
+    """The weight of a worker's own parameters in a merge."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        if self.sync_every < 1:
-            raise ConfigError(f"streaming-diloco: sync_every must be at least 1, got {self.sync_every}")
+        at_least(1, self, "sync_every")
+        above_zero(self, "outer_lr")
+        fraction(self, "mix", "outer_momentum", below_one=True)
         if self.fragments < 1 or self.sync_every % self.fragments:
             raise ConfigError(
                 f"streaming-diloco: fragments must divide sync_every ({self.sync_every}), got {self.fragments}"
@@ -129,11 +129,8 @@ class StreamingDiLoCo(Strategy[StreamState]):
         if not 0 <= self.overlap < self._every:
             raise ConfigError(
                 f"streaming-diloco: overlap must be from 0 to below sync_every / fragments ({self._every}), so that a "
-                f"fragment is home before the next is sent, got {self.overlap}"
+                f"fragment is merged before the next is sent, got {self.overlap}"
             )
-        if not 0 <= self.mix < 1:
-            raise ConfigError(f"streaming-diloco: mix must be from 0 to below 1, got {self.mix:g}")
-        self._outer.check("streaming-diloco")
 
     @property
     def _outer(self) -> Outer:
@@ -145,8 +142,9 @@ class StreamingDiLoCo(Strategy[StreamState]):
         return self.sync_every // self.fragments
 
     @property
-    def outer_every(self) -> int:
-        return self.sync_every if self.outer_momentum else 0
+    def cadence(self) -> Cadence:
+        outer_every = self.sync_every if self.outer_momentum else 0
+        return Cadence(every="round", survives_loss=True, outer_every=outer_every)
 
     def init(self, worker: Worker) -> StreamState:
         need_plain_codec(worker, self.name)
@@ -174,37 +172,34 @@ class StreamingDiLoCo(Strategy[StreamState]):
         return loss
 
     def _send(self, worker: Worker, state: StreamState, fragment: Fragment) -> None:
-        """The round ends here; what the workers have to say to each other goes with the fragment."""
-        turn = turn_of(worker)
-        self._issue(worker, state, fragment, turn)
-        words = torch.tensor([*worker.wishes, worker.round.loss, worker.round.samples], dtype=torch.float64)
-        worker.round = Round()
-        state.flight = Flight(fragment, state.steps + self.overlap, turn, words, worker.comm.all_reduce(words))
+        """The round ends here; votes and losses travel with the fragment."""
+        context = round_context(worker)
+        self._issue(worker, state, fragment, context)
+        ballots = worker.votes.ballot(worker.progress.close_round())
+        state.flight = Flight(fragment, state.steps + self.overlap, context, ballots, worker.comm.all_reduce(ballots))
 
     @staticmethod
-    def _issue(worker: Worker, state: StreamState, fragment: Fragment, turn: Turn) -> None:
-        outgoing = worker.outgoing
+    def _issue(worker: Worker, state: StreamState, fragment: Fragment, context: StepContext) -> None:
+        sender = worker.sender
         weight = (state.samples - fragment.samples) / max(1, worker.position - fragment.position)
         if worker.position == fragment.position:  # nothing trained since, but mixing has left something
             weight = state.samples / max(1, worker.position - state.began)
         for bucket, span in fragment.spans:
             drift = span.of(state.drift)
             torch.sub(span.of(worker.params), span.of(state.anchor), out=drift).mul_(weight)
-            outgoing.reducer.issue(drift, outgoing.packings[bucket], span, turn)
+            sender.sum_span(drift, sender.packings[bucket], span, context)
         fragment.position, fragment.samples = worker.position, state.samples
 
     def _merge(self, worker: Worker, state: StreamState, flight: Flight) -> None:
-        """The outer step of what has come home, and what was agreed on with it."""
-        worker.outgoing.complete(flight.turn)
+        """Wait for a fragment, take its outer step and count the votes that came with it."""
+        worker.sender.complete(flight.context)
         worker.comm.wait(flight.handle)
-        worker.outgoing.step_done()
-        stop, pause, switch, loss, samples = flight.words.tolist()
-        worker.heed((stop > 0, pause > 0, switch > 0))
-        worker.step_loss = loss / samples if samples else None
+        worker.sender.step_done()
+        worker.votes.count(flight.ballots)
         for _, span in flight.fragment.spans:
             anchor, momentum = span.of(state.anchor), None
             if self.outer_momentum:
-                momentum = span.of(worker.kept[MOMENTUM])
+                momentum = span.of(worker.strategy_state[MOMENTUM])
             self._outer.step(anchor, span.of(state.drift), momentum)
             span.of(worker.params).mul_(self.mix).add_(anchor, alpha=1 - self.mix)
             worker.comm.clock.touch(anchor.nbytes)
@@ -215,22 +210,22 @@ class StreamingDiLoCo(Strategy[StreamState]):
             return
         if state.flight is not None:
             self._merge(worker, state, state.flight)
-        if worker.comm.size > 1 or worker.outgoing.memory.of_span:
+        if worker.comm.size > 1 or worker.sender.memory.of_span:
             self._settle(worker, state)
         elif worker.round.steps:
-            worker.agree()  # the mean of one is itself, in bits
+            worker.end_round()  # the mean of one is itself, in bits
         mean_moments(worker, state.samples / max(1, worker.position - state.began))
 
     def _settle(self, worker: Worker, state: StreamState) -> None:
-        """All become the mean of all, of each fragment by the samples since it was last sent."""
-        turn = turn_of(worker)
+        """All workers take the mean of their parameters, weighted by samples since each fragment was last sent."""
+        context = round_context(worker)
         open_ = [f for f in state.fragments if self.mix or f.position < worker.position]
         for fragment in open_:
-            self._issue(worker, state, fragment, turn)
+            self._issue(worker, state, fragment, context)
         if worker.round.steps:
-            worker.agree()
-        worker.outgoing.complete(turn)
-        worker.outgoing.step_done()
+            worker.end_round()
+        worker.sender.complete(context)
+        worker.sender.step_done()
         for _, span in (span for fragment in open_ for span in fragment.spans):
             span.of(state.anchor).add_(span.of(state.drift))
         for param, anchor in zip(worker.params, state.anchor, strict=True):

@@ -1,4 +1,4 @@
-"""Triggers that know beforehand where the phase ends: after so many steps, so many epochs, a share of the budget."""
+"""Triggers that know beforehand where the phase ends: at a step, at an epoch, or at a share of the budget."""
 
 from __future__ import annotations
 
@@ -45,11 +45,18 @@ class Fixed(Trigger):
         """As global steps."""
 
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:
-        """Not by a vote: known beforehand. Evaluated only to say when it would have fired."""
+        """Workers do not vote on it, since all know the place. Evaluated only to say when it would have fired."""
         horizon = self.horizon(seen.course)
         if seen.position < horizon:
             return None
-        return Reading(float(seen.position), float(horizon), True, "the place has come")
+        return Reading(float(seen.position), float(horizon), True, self.reached)
+
+    @property
+    def reached(self) -> str:
+        """What to say once the phase has ended here: `epoch 2 reached`, `2 epochs after the phase began`."""
+        if self.at is not None:
+            return f"{self.name} {self.at:g} reached"
+        return f"{self.after:g} {self.name}{'s' * (self.after != 1)} after the phase began"
 
 
 @final
