@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from podium.comm.base import Communicator
 from podium.comm.broadcast_bytes import share_bytes
+from podium.engine.bits import bits_added_up
 from podium.errors import ConfigError, TrainingError
 
 _CHANGED = 0x7FF8706F6469756D
@@ -91,6 +92,8 @@ class Buffers:
         if comm.size > 1:
             _refuse_sparse(model)
         self._first = self._agreed = _forms(self.floating())
+        self.samples_since = 0
+        """Samples that went through the model in training since buffers were last made alike."""
 
     def floating(self) -> list[tuple[str, Tensor]]:
         """Floating-point and complex buffers as they are now, by name."""
@@ -101,7 +104,37 @@ class Buffers:
         """Members have changed: what a newcomer's buffers look like counts as agreed on, until somebody objects."""
         self._agreed = self._first
 
-    def mean(self, samples: int) -> None:
+    def count(self, samples: int) -> None:
+        """This many samples went through the model in training, and into its buffers."""
+        self.samples_since += samples
+
+    def seen_since(self, samples: int) -> None:
+        """A step or round is undone: this many samples went through the model since buffers were made alike."""
+        self.samples_since = samples
+
+    def mean(self) -> None:
+        """Average floating-point buffers over the workers, by the samples each has seen since last time. Collective.
+
+        Frozen parameters too, where a worker has written into them.
+        """
+        if self._comm.size > 1:
+            self._mean(self.samples_since)
+            self._mean_frozen(self.samples_since)
+            self.samples_since = 0
+
+    def broadcast_frozen(self) -> None:
+        """Take the first worker's frozen parameters, where workers have written into theirs. Collective."""
+        if self._comm.size > 1:
+            self._mean_frozen(int(self._comm.index == 0))
+
+    def broadcast(self) -> None:
+        """Take the first worker's floating-point buffers. Collective."""
+        if self._comm.size > 1:
+            self._broadcast()
+
+    # Inside.
+
+    def _mean(self, samples: int) -> None:
         """Floating-point buffers become the workers' mean, weighted by samples. Collective."""
         mine, weight = self._matching(), float(samples)
         if not self._agreed:
@@ -111,13 +144,13 @@ class Buffers:
         self._comm.wait(self._comm.all_reduce(joined))
         if joined[-1].isnan():
             self._agree_anew(has_samples=samples > 0)
-            return self.mean(samples)
+            return self._mean(samples)
         if joined[-1] > 0:  # otherwise nobody has changed any
             assert mine is not None
             self._take_mean(mine, joined, weight)
         return None
 
-    def broadcast(self) -> None:
+    def _broadcast(self) -> None:
         """Floating-point buffers become the first worker's. Collective."""
         mine, first = self._matching(), self._comm.workers[0]
         if not self._agreed:
@@ -133,13 +166,13 @@ class Buffers:
             told = share_bytes(self._comm, first, json.dumps(_forms(self.floating())).encode())
             self._agreed = _forms_in(told)
             self._adopt(self._agreed)
-            return self.broadcast()
+            return self._broadcast()
         if mine is None:
             self._adopt(self._agreed)
         self._scatter(self.floating(), joined)
         return None
 
-    def mean_frozen(self, samples: int) -> None:
+    def _mean_frozen(self, samples: int) -> None:
         """Frozen parameters that differ between the workers become their mean, weighted by samples. Collective."""
         frozen = [p for p in self._model.parameters() if not p.requires_grad and _is_number(p) and _has_bits(p)]
         if not frozen:
@@ -156,8 +189,6 @@ class Buffers:
         counts = [_form("", p).numel for p in written]
         for p, part in zip(written, (joined / total).split(counts), strict=True):
             p.data.copy_(_from_reals(part, p))
-
-    # Inside.
 
     def _matching(self) -> list[tuple[str, Tensor]] | None:
         """The floating-point buffers; None where they are not what the workers agreed on."""
@@ -329,16 +360,6 @@ def _add_low(mean: Tensor, low: Tensor, agreed: Forms) -> None:
             mean[at : at + form.numel] += torch.where(part == 0, torch.full_like(part, -0.0), part)
             low_at += form.numel
         at += form.numel
-
-
-def bits_added_up(tensor: Tensor) -> int:
-    """A number that differs where two tensors of one form do; a change of order within one goes unseen."""
-    found = tensor.detach().contiguous()
-    found = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
-    return int(found.view(_WORDS[found.element_size()]).sum()) if found.numel() else 0
-
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _refuse_sparse(model: nn.Module) -> None:

@@ -21,17 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podium.engine.files import (
-    Checksum,
-    checksum_of,
-    load_tree,
-    make_folder,
-    save_tree,
-    sync_folder,
-    verify,
-    write_atomically,
-)
+from podium.engine.files import Checksum, checksum_of, load_tree, save_tree, verify
 from podium.errors import CheckpointError
+from podium.records.disk import make_folder, sync_folder, write_atomically
 
 _FACTS = "checkpoint.json"
 _SHARED = "shared.safetensors"
@@ -46,7 +38,7 @@ class Checkpoint(NamedTuple):
     position: int
     members: tuple[int, ...]
     files: Mapping[str, Checksum] = {}
-    """Every file of it, by name; empty for a checkpoint of before there were checksums."""
+    """Every file of it, by name; empty for an old checkpoint without checksums."""
     warnings: tuple[str, ...] = ()
     """What the user has to know: that newer checkpoints are damaged, that this one cannot be verified."""
 
@@ -86,7 +78,7 @@ def read_own(run_dir: Path, step: int, rank: int) -> bytes:
 
 def take_own(run_dir: Path, step: int, rank: int, data: bytes) -> None:
     """Write the file of a rank whose disk is another one."""
-    write_atomically(_partial(run_dir, step) / name_of(rank), data)
+    write_atomically(_partial(run_dir, step) / name_of(rank), data, durable=True, error=CheckpointError)
 
 
 def drop_own(run_dir: Path, step: int, rank: int) -> None:
@@ -130,7 +122,8 @@ def save_shared(
         if left.name not in files:
             left.unlink()
     facts = {"step": step, "position": state["position"], "members": list(members), "files": files}
-    write_atomically(partial / _FACTS, json.dumps({**facts, "sha256": _digest(facts)}).encode())
+    text = json.dumps({**facts, "sha256": _digest(facts)})
+    write_atomically(partial / _FACTS, text, durable=True, error=CheckpointError)
     try:
         _publish(partial, target)
     except OSError as error:
@@ -243,7 +236,7 @@ def _is_here(path: Path, part: Checksum) -> bool:
 
 
 def _partial(run_dir: Path, step: int) -> Path:
-    """Where a checkpoint is made. The run's own folder must be there: one that was deleted is not made anew."""
+    """Where a checkpoint is made. The run's own folder must be there: a deleted folder is not made again."""
     folder = folder_for(run_dir, step)
     partial = folder.with_name(folder.name + ".partial")
     if not run_dir.is_dir():

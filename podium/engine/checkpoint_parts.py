@@ -28,7 +28,7 @@ class Parts(NamedTuple):
     """The members' own files of a checkpoint."""
 
     by_rank: Mapping[int, Checksum] | None
-    """None where nobody had to ask: all ranks see the same files."""
+    """None where all ranks see the same files, so no rank had to ask."""
     sent: tuple[int, ...] = ()
     """The ranks that had to send theirs to the first worker."""
 

@@ -14,13 +14,14 @@ import torch
 from podium.balance.fixed import Fixed
 from podium.balance.runtime import Balancing
 from podium.balance.steal import Steal
-from podium.comm.base import Meta
 from podium.data.base import Dataset, read_pair
 from podium.data.order import GlobalOrder, Slice, divide, part_of
-from podium.engine.pytree import map_tensors
-from podium.engine.worker import Batch, Draws, OpenBatch, Worker
+from podium.engine.batch import Batch, Draws, OpenBatch
+from podium.engine.device import to_device
+from podium.engine.worker import Worker
 from podium.errors import ConfigError
-from podium.servers.server import PATIENCE
+from podium.servers.leases.lease import PATIENCE, Lease, NoLease
+from podium.servers.wire.messages import Draw, DrawReply, decode, encode
 
 
 class Feed(ABC):
@@ -33,7 +34,7 @@ class Feed(ABC):
     """What it took to have the last batch at hand, but for waiting for others."""
 
     def fetch(self) -> Batch | None:
-        """The next batch, or None when this stretch of training is over; `took_s` says how long that took."""
+        """The next batch, or None when this segment of training is over; `took_s` says how long that took."""
         comm = self.worker.comm
         began, waited = comm.clock.now_ns(), comm.waited_ns
         batch = self.next()
@@ -42,13 +43,13 @@ class Feed(ABC):
 
     @abstractmethod
     def next(self) -> Batch | None:
-        """The next batch, or None when this stretch of training is over."""
+        """The next batch, or None when this segment of training is over."""
 
     def batch(self, mine: Slice, weight: float, end: int, lease: int = -1) -> Batch:
         """These samples, on the device; `end`: where the step ends that they are part of."""
         if mine.count == 0:
             return Batch(None, None, 0, 0.0, mine, end, lease)
-        drawing = self.worker.computing() if self.worker.rng is not None else nullcontext()
+        drawing = self.worker.generators.computing() if self.worker.generators.are_own else nullcontext()
         with drawing:  # augmentation may draw from the global generators
             inputs, targets = read_pair(self.dataset, self.order.indices(mine), self.order.keys(mine))
         return Batch(
@@ -66,7 +67,7 @@ class StepFeed(Feed):
         It also says that workers go through every step together, so that they can draw from it (`Steal`).
         """
         super().__init__(*args)
-        self._balancing, self._weighed = balancing, weighed and self.worker.weigh is not None
+        self._balancing, self._weighed = balancing, weighed and self.worker.gradients.options.weigh is not None
         balancer = None if balancing is None else balancing.balancer
         self._steal = balancer if isinstance(balancer, Steal) and weighed else None
         if self._steal is not None and self._weighed:
@@ -77,12 +78,13 @@ class StepFeed(Feed):
 
     def next(self) -> Batch | None:
         worker = self.worker
-        if worker.position >= worker.horizon:
+        progress = worker.progress
+        if progress.position >= progress.horizon:
             return None
-        step = self.order.rest_of_step(worker.position, worker.batch_size, worker.horizon)
+        step = self.order.rest_of_step(progress.position, progress.batch_size, progress.horizon)
         size = worker.comm.size
         if self._steal is not None and size > 1:
-            most = -(-worker.batch_size // (size * worker.accumulate))
+            most = -(-progress.batch_size // (size * worker.gradients.options.accumulate))
             return OpenBatch.of(step, _Stolen(self, step, self._steal.sizes(step.count, size, most)))
         counts = divide(step.count, [1.0] * size) if self._balancing is None else self._balancing.counts(step.count)
         mine = part_of(step, counts, worker.comm.index)
@@ -91,7 +93,7 @@ class StepFeed(Feed):
 
     def _weight(self, batch: Batch) -> float:
         """This batch's part of what the whole step weighs. Collective."""
-        weigh, comm = self.worker.weigh, self.worker.comm
+        weigh, comm = self.worker.gradients.options.weigh, self.worker.comm
         assert weigh is not None
         mine = float(weigh(batch.targets)) if batch.samples else 0.0
         if not 0 <= mine < math.inf:
@@ -104,7 +106,7 @@ class StepFeed(Feed):
 
 @final
 class _Stolen(Draws):
-    """Micro-batches of one step, of these sizes, for whoever comes for the next."""
+    """Micro-batches of one step, of these sizes; each goes to the worker that draws it first."""
 
     def __init__(self, feed: Feed, step: Slice, sizes: Sequence[int]) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ class RoundPlan(NamedTuple):
 def parts_from(order: GlobalOrder, position: int, end: int, batch_size: int, size: int) -> Iterator[Slice]:
     """The order from here on, each global step cut in `size` parts, up to `end` or the end of the epoch.
 
-    Where a step has fewer samples than parts, some are empty. One that is begun is gone on with.
+    Where a step has fewer samples than parts, some are empty. A step that was begun is continued.
     """
     while position < end:
         offset = position % order.samples
@@ -159,7 +161,7 @@ def plan_round(
 ) -> RoundPlan:
     """What the worker at `index` does in the round that begins here, where worker i does `paces[i]` parts of it.
 
-    A part is what one of them would get of a global step. The last round of an epoch or stretch has fewer parts, which
+    A part is what one of them would get of a global step. The last round of an epoch or segment has fewer parts, which
     are divided in the same proportion.
     """
     parts = list(islice(parts_from(order, position, horizon, batch_size, len(paces)), sum(paces)))
@@ -173,10 +175,10 @@ def plan_round(
 
 @final
 class RoundFeed(Feed):
-    """This worker's parts of each round, where workers do unequal numbers of steps: `worker.round_steps` says how many.
+    """This worker's parts of each round, where workers do unequal numbers of steps.
 
-    The worker's position is that of the round's beginning until it has done its last step of it. With one step for
-    everybody it is the division of a `StepFeed`.
+    `progress.round_steps` says how many. The worker's position stays where the round began until its last step of the
+    round is done. With one step for everybody it is the division of a `StepFeed`.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -184,16 +186,15 @@ class RoundFeed(Feed):
         self._plan: RoundPlan | None = None
 
     def next(self) -> Batch | None:
-        worker, k = self.worker, self.worker.round.steps
-        if worker.position >= worker.horizon:
-            worker.follow_schedule(self._step_at(worker.position))
+        worker, progress, k = self.worker, self.worker.progress, self.worker.round.steps
+        if progress.position >= progress.horizon:
+            worker.replica.follow_schedule(self._step_at(progress.position))
             return None
         if k == 0 or self._plan is None:
-            self._plan = plan_round(
-                self.order, worker.position, worker.horizon, worker.batch_size, worker.round_steps, worker.comm.index
-            )
+            where = (progress.position, progress.horizon, progress.batch_size)
+            self._plan = plan_round(self.order, *where, progress.round_steps, worker.comm.index)
         plan = self._plan
-        worker.follow_schedule(self._step_at(plan.begin) + plan.step_at(k))
+        worker.replica.follow_schedule(self._step_at(plan.begin) + plan.step_at(k))
         piece, is_last = plan.mine[k], k == len(plan.mine) - 1
         weight, end = piece.count / (plan.end - plan.begin), plan.end if is_last else plan.begin
         return self.batch(piece, weight, end, lease=0)  # any lease: the schedule is followed here
@@ -201,7 +202,8 @@ class RoundFeed(Feed):
     def _step_at(self, position: int) -> int:
         """The global step that begins here, or is under way."""
         epochs, offset = divmod(position, self.order.samples)
-        return self.order.steps(self.worker.batch_size, 1) * epochs + offset // self.worker.batch_size
+        batch_size = self.worker.progress.batch_size
+        return self.order.steps(batch_size, 1) * epochs + offset // batch_size
 
 
 @final
@@ -213,42 +215,40 @@ class CursorFeed(Feed):
 
     def next(self) -> Batch | None:
         worker = self.worker
-        lease, worker.next_lease = worker.next_lease, None
-        if lease is None:
-            lease = self._draw()
-        if lease.get("cuts"):
-            lease, worker.next_lease = _first_of(lease)
-        if "lease" not in lease:
-            worker.position = lease["position"]
-            worker.heed(lease["agreed"])
+        lease = worker.leases.take() or self._draw()
+        if isinstance(lease, NoLease):
+            worker.progress.move_to(lease.position)
+            worker.votes.agree(lease.agreed)
             return None
-        piece = Slice(*lease["piece"])
-        self._follow_schedule(piece)
-        return self.batch(piece, piece.count / lease["of"], piece.position + piece.count, lease["lease"])
+        lease, rest = lease.first_cut()
+        worker.leases.put(rest)
+        self._follow_schedule(lease.slice)
+        return self.batch(lease.slice, lease.slice.count / lease.step, lease.end, lease.number)
 
-    def _draw(self) -> Meta:
-        """Ask for a lease; the answer may have to wait until all others are through with theirs.
+    def _draw(self) -> Lease | NoLease:
+        """Ask for a lease; the answer may have to wait until all other workers have finished theirs.
 
-        A worker that only serves is told to ask again after so many pushes of others, each of which may take as long.
+        A worker that only serves is told to ask again after a number of others' pushes, each of which may take as long.
         """
         worker, comm, patience = self.worker, self.worker.comm, 1
         while True:
-            asked = {"done": worker.lease_done, "wishes": list(worker.wishes), "patience": patience}
-            worker.lease_done = -1
-            call = comm.call(comm.servers[0], "draw", asked)
+            asked = Draw(worker.leases.take_applied(), worker.votes.requested, patience)
+            call = comm.call(comm.servers[0], "draw", encode(asked))
             (answer,) = comm.wait(call, deadline_s=patience * PATIENCE * comm.deadline_s)
             assert answer is not None
-            if "again" not in answer.meta:
-                return {**answer.meta, "cuts": answer.body[0].tolist()} if answer.body else answer.meta
-            patience = answer.meta["again"]
+            reply = decode(DrawReply, answer)
+            if reply.again is None:
+                return reply.told(answer.body)
+            patience = reply.again
 
     def _follow_schedule(self, piece: Slice) -> None:
         """The learning rate is that of the global step in which the lease lies."""
         worker = self.worker
-        if worker.schedule is None:
+        if worker.replica.schedule is None:
             return
-        steps_per_epoch = -(-self.order.samples // worker.batch_size)
-        worker.follow_schedule(piece.epoch * steps_per_epoch + piece.offset // worker.batch_size)
+        batch_size = worker.progress.batch_size
+        steps_per_epoch = -(-self.order.samples // batch_size)
+        worker.replica.follow_schedule(piece.epoch * steps_per_epoch + piece.offset // batch_size)
 
 
 def make_feed(
@@ -265,24 +265,10 @@ def make_feed(
 
     Where it is fed by global steps, `balancing` divides them, and they are `weighed` as the task says.
     """
-    if kind == "cursor":
+    if kind == "lease":
         return CursorFeed(dataset, order, worker, device)
     if kind == "round":
         if balancing is not None and isinstance(balancing.balancer, Fixed):
             raise ConfigError("shares divide a global step, and here workers do unequal numbers of steps; use steps")
         return RoundFeed(dataset, order, worker, device)
     return StepFeed(dataset, order, worker, device, balancing=balancing, weighed=weighed)
-
-
-def _first_of(lease: Meta) -> tuple[Meta, Meta | None]:
-    """The first slice of a lease of several, and the rest."""
-    (count, of), *cuts = lease["cuts"]
-    piece = Slice(*lease["piece"])
-    first = {"lease": lease["lease"], "piece": piece._replace(count=count), "of": of}
-    rest = Slice(piece.position + count, piece.count - count, piece.epoch, piece.offset + count)
-    return first, {**first, "piece": rest, "cuts": cuts} if cuts else None
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Every tensor of a nest, on this device."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)

@@ -1,32 +1,34 @@
-"""Trees of tensors and plain values as safetensors bytes: for checkpoints, for models, for sending state to a rank.
+"""State and models as safetensors files: for checkpoints, for models, for sending state to a rank.
 
-The format is safetensors' own (an 8-byte length, a JSON header, raw little-endian tensors), so other tools read the
-files; what is not a tensor rides in the header's metadata as JSON. Nothing is ever unpickled.
+What is not a tensor rides in the header's metadata as JSON (`state_tree`), so other tools read the tensors. Nothing is
+ever unpickled. The package `safetensors` reads: it checks every size against the bytes before it allocates. Writing is
+ours, for three reasons: the package orders the metadata at random, so the same state would have other bytes in every
+process; it refuses tensors that share memory, as tied weights do; and it needs all tensors of a GPU in the host's
+memory at once, where ours needs one.
 
 A file also carries its own SHA-256 in the metadata, computed over all its bytes with the digest's place held by zeros.
-Reading verifies it, so a flipped bit is an error and not a wrong weight. Files of before there were checksums are read
-as they are.
+Reading verifies it, so a flipped bit is an error and not a wrong weight. A file without a checksum is read as it is.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
 import os
 import pickle
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor
 
+from podium.engine.state_tree import fill, strip
 from podium.errors import CheckpointError
+from podium.records.disk import replacing
 
 _NAMES = {
     torch.complex64: "C64",
@@ -46,7 +48,6 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _AS_BYTES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -59,7 +60,6 @@ _PLAIN = "podium"  # the metadata key that holds everything that is not a tensor
 _DIGEST = "sha256"  # the metadata key that holds the file's own checksum
 _NO_DIGEST = "0" * 64
 _MAX_HEADER = 64 << 20
-_NUMPY_KINDS = "biufcSUmM"
 
 
 class Checksum(NamedTuple):
@@ -67,13 +67,14 @@ class Checksum(NamedTuple):
 
     size_bytes: int
     sha256: str
-    """As the file itself has it; empty for a file of before there were checksums."""
+    """As the file itself has it; empty for a file without a checksum."""
 
 
 def tree_to_bytes(tree: Mapping[str, Any]) -> bytes:
     """A nest of dicts, lists and tuples of tensors and plain values, as one safetensors file without a checksum."""
-    tensors, metadata = _flatten(tree)
-    return b"".join([_header(tensors, metadata), *map(_body, tensors.values())])
+    tensors: dict[str, Tensor] = {}
+    text = strip(tree, tensors)
+    return b"".join([_header(tensors, {_PLAIN: text}), *map(_body, tensors.values())])
 
 
 def bytes_to_tree(data: bytes | bytearray | memoryview, origin: str = "state") -> Any:
@@ -81,18 +82,20 @@ def bytes_to_tree(data: bytes | bytearray | memoryview, origin: str = "state") -
     tensors, metadata = _decode(data, origin)
     if _PLAIN not in metadata:
         raise CheckpointError(f"{origin}: holds tensors only, not a Podium state")
-    return _unflatten(metadata[_PLAIN], tensors, origin)
+    return fill(metadata[_PLAIN], tensors, origin)
 
 
 def check_tree(tree: Mapping[str, Any]) -> None:
     """Raise where a tree could not be saved, naming the key and the type; copies no tensor, so it is cheap."""
-    tensors, metadata = _flatten(tree)
-    _header(tensors, metadata)
+    tensors: dict[str, Tensor] = {}
+    _header(tensors, {_PLAIN: strip(tree, tensors)})
 
 
 def save_tree(path: Path, tree: Mapping[str, Any], *, durable: bool = True) -> Checksum:
     """Write a tree, whole or not at all; not `durable`: it outlives this process, and perhaps not the machine."""
-    return _write_tensors(path, *_flatten(tree), durable)
+    tensors: dict[str, Tensor] = {}
+    metadata = {_PLAIN: strip(tree, tensors)}
+    return _write_tensors(path, tensors, metadata, durable)
 
 
 def load_tree(path: Path, expected: Checksum | None = None) -> Any:
@@ -145,7 +148,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Any]) -> Checksum:
     others = {k: v for k, v in tensors.items() if not isinstance(v, Tensor)}
     metadata = {"format": "pt"}
     if others:
-        metadata[_PLAIN] = json.dumps(_strip(others, "", named))
+        metadata[_PLAIN] = strip(others, named)
     return _write_tensors(path, named, metadata)
 
 
@@ -166,61 +169,11 @@ def load_tensors(path: Path) -> dict[str, Any]:
     if _PLAIN not in metadata or metadata.get("format") != "pt":
         return tensors
     parts = _Parts(tensors)
-    others = _unflatten(metadata[_PLAIN], parts, str(path))
+    others = fill(metadata[_PLAIN], parts, str(path))
     return {**{k: v for k, v in tensors.items() if k not in parts.used}, **others}
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write beside the target, flush to disk, then rename."""
-    with _replacing(path, durable=True) as file:
-        file.write(data)
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it, each on disk before this returns. One that is there is left alone."""
-    if path.is_dir():
-        return
-    make_folder(path.parent)
-    path.mkdir(exist_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries: without it, a file that was renamed into it may be gone after a power failure."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that has no such thing
-            raise
-    finally:
-        os.close(folder)
-
-
 # Writing.
-
-
-@contextlib.contextmanager
-def _replacing(path: Path, *, durable: bool) -> Iterator[BinaryIO]:
-    """Write a file beside the target; it takes the target's place once all of it is there."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        try:
-            make_folder(path.parent)
-            with partial.open("wb") as file:
-                yield file
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
-            partial.replace(path)
-            if durable:
-                sync_folder(path.parent)
-        except BaseException:
-            with contextlib.suppress(OSError):  # a full disk has no room for half a file
-                partial.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _write_tensors(
@@ -228,7 +181,7 @@ def _write_tensors(
 ) -> Checksum:
     header = _header(tensors, {_DIGEST: _NO_DIGEST, **metadata})
     digest, size = hashlib.sha256(header), len(header)
-    with _replacing(path, durable=durable) as file:
+    with replacing(path, durable=durable, error=CheckpointError) as partial, partial.open("wb") as file:
         file.write(header)
         for tensor in tensors.values():
             body = _body(tensor)
@@ -345,7 +298,11 @@ def _decode(data: bytes | bytearray | memoryview, origin: str) -> tuple[dict[str
         digest.update(body)
         _check_digest(origin, digest.hexdigest(), expected)
     metadata = header.pop("__metadata__", {})
-    tensors = {name: _tensor(name, entry, body, origin) for name, entry in header.items()}
+    try:
+        found = safetensors.torch.load(bytes(data))
+        tensors = {name: found[name] for name in header}  # the package has them in no order
+    except (safetensors.SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{origin}: cut short or damaged: {error}") from error
     for name, dtype in _odd_dtypes(metadata, origin).items():
         if dtype not in _AS_BYTES or name not in tensors or tensors[name].shape[-1:] != (_AS_BYTES[dtype].itemsize,):
             raise CheckpointError(f"{origin}: the entry of tensor {name} is damaged: it cannot be {dtype}")
@@ -359,144 +316,6 @@ def _odd_dtypes(metadata: Mapping[str, str], origin: str) -> dict[str, str]:
         return {str(name): str(dtype) for name, dtype in found.items()}
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{origin}: its header is damaged: {error}") from error
-
-
-def _tensor(name: str, entry: Mapping[str, Any], body: memoryview, origin: str) -> Tensor:
-    try:
-        dtype, shape = _DTYPES[entry["dtype"]], [int(n) for n in entry["shape"]]
-        start, stop = (int(n) for n in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{origin}: the entry of tensor {name} is damaged: {error}") from error
-    count = 1
-    for n in shape:
-        count *= n
-    if min(shape, default=0) < 0 or stop - start != count * dtype.itemsize or not 0 <= start <= stop <= len(body):
-        raise CheckpointError(f"{origin}: cut short, or tensor {name} does not have the size it claims")
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    # A copy: the bytes are read-only, and tensors must be aligned and ours.
-    return torch.frombuffer(bytearray(body[start:stop]), dtype=torch.uint8).view(dtype).reshape(shape)
-
-
-# Trees.
-
-
-def _flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a tree by name, and the rest of it as metadata."""
-    tensors: dict[str, Tensor] = {}
-    try:
-        plain = _strip(tree, "", tensors)
-        return tensors, {_PLAIN: json.dumps(plain)}
-    except RecursionError:
-        raise CheckpointError("a state that holds itself, or is nested without end, cannot be saved") from None
-
-
-def _unflatten(text: str, tensors: Mapping[str, Tensor], origin: str) -> Any:
-    try:
-        return _fill(json.loads(text), tensors)
-    except (ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
-        raise CheckpointError(f"{origin}: what it says of its tensors is damaged: {error!r}") from error
-
-
-def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """The tree with every tensor, array and run of bytes replaced by its name."""
-    if isinstance(value, Tensor):
-        return {"tensor": _put(value, path, tensors)}
-    if isinstance(value, Counter):
-        return {"counter": _strip_items(value, path, tensors)}
-    if isinstance(value, Mapping):
-        return {"dict": _strip_items(value, path, tensors)}
-    if isinstance(value, tuple | list | set | frozenset):
-        kind = next(kind for kind, cls in _SEQUENCES.items() if isinstance(value, cls))
-        return {kind: [_strip(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
-    if isinstance(value, np.generic | np.ndarray):
-        if value.dtype.kind not in _NUMPY_KINDS:
-            raise _cannot_be_saved(path, f"numpy {type(value).__name__} of {value.dtype}")
-        if isinstance(value, np.generic):  # with its type: arithmetic with a float32 is not that with a float
-            return {"numpy": [value.dtype.str, value.tobytes().hex()]}
-        return {"array": [value.dtype.str, list(value.shape), _put(_bytes(value.tobytes()), path, tensors)]}
-    if isinstance(value, bytes | bytearray):
-        return {type(value).__name__: _put(_bytes(value), path, tensors)}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, torch.dtype | torch.device):
-        return {type(value).__name__: str(value)}
-    raise _cannot_be_saved(path, type(value).__name__)
-
-
-_SEQUENCES = {"tuple": tuple, "list": list, "set": set, "frozenset": frozenset}
-
-
-def _cannot_be_saved(path: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: a {what} cannot be saved (tensors, numpy arrays, numbers, text, bytes and nests of them can); "
-        "keep it out of the state, or let get_extra_state or state_dict return one of these instead"
-    )
-
-
-def _strip_items(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> list[Any]:
-    items = []
-    for k, v in value.items():
-        place = f"{path}/{k}" if path else str(k)
-        key = k if k is None or type(k) in (bool, int, float, str) else _strip(k, f"{place} (a key)", tensors)
-        items.append([key, _strip(v, place, tensors)])
-    return items
-
-
-def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
-    name = path or "tensor"
-    while name in tensors or name == "__metadata__":  # a key with a slash in it may look like a nest
-        name += "'"
-    tensors[name] = tensor
-    return name
-
-
-def _bytes(data: bytes | bytearray) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _fill(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, inner),) = value.items()
-    if kind == "tensor":
-        return tensors[inner]
-    if kind in ("dict", "counter"):
-        items = {_fill(k, tensors): _fill(v, tensors) for k, v in inner}
-        return Counter(items) if kind == "counter" else items
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind](_fill(v, tensors) for v in inner)
-    if kind == "numpy":
-        return np.frombuffer(bytes.fromhex(inner[1]), dtype=_numpy_dtype(inner[0]))[0]
-    if kind == "array":
-        flat = np.frombuffer(tensors[inner[2]].numpy().tobytes(), dtype=_numpy_dtype(inner[0]))
-        return flat.reshape(inner[1]).copy()
-    if kind in ("bytes", "bytearray"):
-        data = tensors[inner].numpy().tobytes()
-        return bytearray(data) if kind == "bytearray" else data
-    if kind == "complex":
-        return complex(*inner)
-    if kind == "device":
-        return torch.device(inner)
-    if kind == "dtype":
-        return _torch_dtype(inner)
-    raise ValueError(f"unknown kind {kind!r}")
-
-
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    found = np.dtype(name)
-    if found.kind not in _NUMPY_KINDS:
-        raise ValueError(f"numpy type {name!r}")
-    return found
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch type {name!r}")
-    return found
 
 
 class _Parts(dict[str, Tensor]):

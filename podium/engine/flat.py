@@ -120,6 +120,17 @@ class Flat:
         extra = TAIL if index == len(self.buckets) - 1 else 0
         return self.grads[b.buffer][b.start : b.stop + extra]
 
+    def touched_rows(self, piece: int) -> tuple[Tensor, Tensor]:
+        """Of a parameter that travels by rows: which rows have a gradient, in order, and what it is."""
+        p, row = self.parameters[piece], self.pieces[piece].row
+        if p.grad is None:
+            return torch.empty(0, dtype=torch.int64), torch.empty((0, row), dtype=p.dtype)
+        if p.grad.is_sparse:
+            grad = p.grad.coalesce()
+            return grad.indices()[0].cpu(), grad.values().cpu()
+        rows = p.grad.abs().amax(dim=1).nonzero()[:, 0]  # tied to something dense
+        return rows.cpu(), p.grad[rows].cpu()
+
     def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Copies of the parts of flat tensors laid out as the parameters are, by parameter; rows stay away."""
         return {p.name: flats[p.buffer][p.start : p.stop].clone() for p in self.pieces if not p.row}
@@ -249,7 +260,7 @@ def _piece(p: nn.Parameter, named: dict[int, str], groups: dict[int, int], buffe
 
 
 def _is_dense(p: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in whatever order of dimensions."""
+    """Whether the elements fill one run of memory, in whatever order of dimensions."""
     formats = [torch.contiguous_format]
     if p.dim() == 4:
         formats.append(torch.channels_last)

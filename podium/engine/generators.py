@@ -1,7 +1,7 @@
 """The state of random generators: torch's, on the CPU and on a rank's GPU, numpy's and Python's.
 
-A step that is retried after a loss draws torch's numbers again; numpy's and Python's go on (their states take 0.1 ms to
-read, too long for every step). Checkpoints hold all three.
+A step that is retried after a loss draws torch's numbers again; numpy's and Python's continue (their states take 0.1 ms
+to read, too long for every step). Checkpoints hold all three.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import functools
 import random
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from podium.comm.base import Communicator
 
 State = tuple[Tensor, ...]
 """The CPU generator's state; behind it the GPU's, where there is one."""
@@ -60,8 +63,8 @@ def seed_numpy(seed: int) -> None:
 class Others:
     """Numpy's and Python's generators of one of several workers that share a process.
 
-    Both are global. Whoever computes puts its own in place; what was there before goes back to whose it was. A worker
-    that has not drawn from numpy costs no reading of numpy's state (0.1 ms).
+    Both are global. The worker that computes puts its own in place; those in place before are kept for their worker. A
+    worker that has not drawn from numpy costs no reading of numpy's state (0.1 ms).
     """
 
     _in_place: ClassVar[Others | None] = None
@@ -94,6 +97,63 @@ class Others:
         if drawn or not self._before:
             state = np.random.get_state(legacy=False)
             self._bits, self._rest = bits, {"has_gauss": state["has_gauss"], "gauss": state["gauss"]}
+
+
+class WorkerGenerators:
+    """One worker's random generators: the process's own, or copies where several workers share the process."""
+
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self._comm, self._device = comm, device
+        self._own: State | None = None
+        self._others: Others | None = None
+
+    @property
+    def are_own(self) -> bool:
+        """Whether they are copies, which `computing` puts in place."""
+        return self._own is not None
+
+    def fork(self, *, numpy_and_python: bool = True) -> None:
+        """Begin copies here, where the process's generators are now."""
+        self._own = generator_state(self._device)
+        self._others = Others() if numpy_and_python else None
+
+    def state(self) -> State:
+        """Of torch's generators."""
+        return generator_state(self._device) if self._own is None else self._own
+
+    def set_state(self, state: State) -> None:
+        if self._own is None:
+            set_generator_state(state, self._device)
+        else:
+            self._own = state
+
+    def others_state(self) -> dict[str, Any]:
+        """The state of numpy's and Python's generators, as a checkpoint can hold it."""
+        with self.computing():
+            return others_state()
+
+    def set_others_state(self, state: Mapping[str, Any]) -> None:
+        with self.computing():
+            set_others_state(state)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Around forward and backward: this worker's generators, and alone where workers share a process."""
+        return self._in_place() if self._comm.shares_process else nullcontext()
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """This worker's generators in place of the process's, under the compute lock of its world."""
+        with self._comm.computing():
+            assert self._own is not None
+            outer = generator_state(self._device)
+            set_generator_state(self._own, self._device)
+            if self._others is not None:
+                self._others.put_in_place()
+            try:
+                yield
+            finally:
+                self._own = generator_state(self._device)
+                set_generator_state(outer, self._device)
 
 
 @contextmanager
@@ -225,3 +285,8 @@ def _restore(generator: Any, state: Any) -> None:
             generator.setstate(state)
     else:
         generator.set_state(state)
+
+
+def derived_seed(seed: int, *salts: int) -> int:
+    """A seed of its own for each rank or purpose."""
+    return int(np.random.SeedSequence([seed, *salts]).generate_state(1, np.uint64)[0] >> np.uint64(1))

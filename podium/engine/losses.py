@@ -21,8 +21,11 @@ from torch import Tensor
 
 from podium.engine.generators import undrawn
 from podium.engine.pytree import map_tensors
+from podium.errors import TrainingError
 
 if TYPE_CHECKING:
+    from podium.engine.batch import Batch
+    from podium.engine.flat import Flat
     from podium.engine.worker import Worker
 
 Loss = Callable[[Any, Any], Tensor]
@@ -33,18 +36,39 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 
 def try_once(worker: Worker, say: Callable[[str], None]) -> None:
     """Let this worker's loss be tried when it is first called, and `say` what comes of it."""
-    loss = worker.loss
+    gradients = worker.gradients
+    loss, weigh = gradients.loss, gradients.options.weigh
 
     def tried(outputs: Any, targets: Any) -> Tensor:
-        worker.loss = loss
+        gradients.use_loss(loss)
         found = loss(outputs, targets)
         if isinstance(found, Tensor) and found.dim() == 0:
-            text = changes_with_cut(loss, worker.weigh, outputs, targets, found.detach())
+            text = changes_with_cut(loss, weigh, outputs, targets, found.detach())
             if text is not None:
                 say(text)
         return found
 
-    worker.loss = tried
+    gradients.use_loss(tried)
+
+
+def check_loss(loss: float, batch: Batch, *, rank: int, step: int) -> None:
+    """Raise where a loss is not finite."""
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"rank {rank}: the loss became {loss} at step {step} (sample position {batch.slice.position}); lower the "
+            "rate, clip gradients (--set clip_norm=1), check the data"
+        )
+
+
+@torch.no_grad()
+def check_parameters(flat: Flat, *, rank: int, step: int) -> None:
+    """Raise where a gradient that was not finite has spoilt the parameters, though no loss has shown it yet."""
+    for p, piece in zip(flat.parameters, flat.pieces, strict=True):
+        if not torch.isfinite(p).all():
+            raise TrainingError(
+                f"rank {rank}: parameter {piece.name} is not finite after step {step}: a gradient was not; lower the "
+                "rate, clip gradients (--set clip_norm=1), check the data"
+            )
 
 
 @torch.no_grad()

@@ -1,9 +1,9 @@
-"""A torch optimizer run on whole stretches of a flat buffer: the same bits, far fewer kernels.
+"""A torch optimizer run on whole blocks of a flat buffer: the same bits, far fewer kernels.
 
 An elementwise optimizer does not care where its tensors are cut, so a hundred small parameters that lie side by side
 can be stepped as one (5 to 7 times faster on small models). The task's own optimizer stays the owner: its groups hold
-the hyper-parameters, schedulers change them there, and its state holds views of the stretches' state, so its
-`state_dict` is always true. Where stretches cannot serve (a parameter that nobody used, an optimizer that looks at
+the hyper-parameters, schedulers change them there, and its state holds views of the blocks' state, so its
+`state_dict` is always true. Where blocks cannot serve (a parameter that nobody used, an optimizer that looks at
 whole tensors), it steps by itself.
 """
 
@@ -14,14 +14,16 @@ import importlib
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from podium.engine.flat import Piece
 from podium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from podium.engine.flat import Piece
 
 _of_torch: Any = importlib.import_module("torch.optim.optimizer")  # hooks on all optimizers have no public place
 
@@ -30,7 +32,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, Adagrad, RMSprop)
 
 
 CUT_ELEMENTS = 1 << 19
-"""A stretch is stepped in cuts of this many elements: an optimizer goes over its tensors several times, and a cut of
+"""A block is stepped in cuts of this many elements: an optimizer goes over its tensors several times, and a cut of
 this size stays in the cache, with its gradient and its moments, between two passes."""
 
 
@@ -38,7 +40,7 @@ _CUTS_AT_ONCE = 2
 """How many cuts are stepped by one call when they are written elsewhere at once: a call costs as much as half a cut."""
 
 
-class _Stretch(NamedTuple):
+class _Block(NamedTuple):
     """Pieces that lie side by side in one buffer and one group, and the cuts that they are stepped in."""
 
     members: tuple[int, ...]
@@ -48,7 +50,7 @@ class _Stretch(NamedTuple):
 
 
 class FlatOptimizer:
-    """Steps `optimizer`, whose parameters are the pieces of `params`, on the longest stretches that it allows."""
+    """Steps `optimizer`, whose parameters are the pieces of `params`, on the longest blocks that it allows."""
 
     def __init__(
         self,
@@ -61,10 +63,10 @@ class FlatOptimizer:
         self.optimizer, self.parameters, self.pieces, self._params = optimizer, parameters, pieces, params
         self._linked = False
         self._owners: tuple[Any, list[Any]] = (None, [])  # the owner's state when it was linked, and each parameter's
-        self._stretches: list[_Stretch] = []
+        self._blocks: list[_Block] = []
         self._counts: list[tuple[Tensor, Tensor]] = []
-        """A stretch's step count, and one for each of its pieces: were one shared, whoever loads the owner's state and
-        steps piece by piece would count every step several times."""
+        """A block's step count, and one for each of its pieces: were one shared, a script that loads the owner's state
+        and steps piece by piece would count every step several times."""
         self._fast = self._make_fast(params, grads) if may_be_cut(optimizer) else None
 
     def step(self, all_used: bool = True) -> None:
@@ -116,11 +118,11 @@ class FlatOptimizer:
             return
         self._take_options()
         places: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        for stretch in self._stretches:
-            start = stretch.start
-            for cut in stretch.cuts:
+        for block in self._blocks:
+            start = block.start
+            for cut in block.cuts:
                 place = slice(start, start + cut.numel())
-                places.append((cut, grads[stretch.buffer][place], out[stretch.buffer][place]))
+                places.append((cut, grads[block.buffer][place], out[block.buffer][place]))
                 cut.grad = None
                 start += cut.numel()
         for first in range(0, len(places), _CUTS_AT_ONCE):
@@ -134,9 +136,9 @@ class FlatOptimizer:
         self._has_stepped()
 
     def _point_at(self, grads: Sequence[Tensor]) -> None:
-        for stretch in self._stretches:
-            flat, start = grads[stretch.buffer], stretch.start
-            for cut in stretch.cuts:
+        for block in self._blocks:
+            flat, start = grads[block.buffer], block.start
+            for cut in block.cuts:
                 cut.grad = flat[start : start + cut.numel()]
                 start += cut.numel()
 
@@ -158,23 +160,23 @@ class FlatOptimizer:
                 place = slice(start, min(start + CUT_ELEMENTS, stop))
                 cuts.append(nn.Parameter(params[first.buffer][place]))
                 cuts[-1].grad = grads[first.buffer][place]
-            self._stretches.append(_Stretch(members, first.start, tuple(cuts), first.buffer))
+            self._blocks.append(_Block(members, first.start, tuple(cuts), first.buffer))
             fast.param_groups[first.group]["params"].extend(cuts)
         return fast
 
     def _link(self) -> None:
-        """Let the owner's state be views of the stretches' state."""
+        """Let the owner's state be views of the blocks' state."""
         assert self._fast is not None
         self._counts = []
-        for stretch in self._stretches:
-            states = [self._fast.state[cut] for cut in stretch.cuts]
+        for block in self._blocks:
+            states = [self._fast.state[cut] for cut in block.cuts]
             for key, value in list(states[0].items()):
-                if isinstance(value, Tensor) and value.shape == stretch.cuts[0].shape:
-                    self._adopt(stretch, key, torch.cat([state[key] for state in states]))
+                if isinstance(value, Tensor) and value.shape == block.cuts[0].shape:
+                    self._adopt(block, key, torch.cat([state[key] for state in states]))
                 elif isinstance(value, Tensor):
-                    self._count(stretch, key, value)
+                    self._count(block, key, value)
                 else:
-                    for i in stretch.members:
+                    for i in block.members:
                         self.optimizer.state[self.parameters[i]][key] = value
         self._linked = True
         self._owners = (self.optimizer.state, list(self.optimizer.state.values()))
@@ -185,45 +187,45 @@ class FlatOptimizer:
         now = self.optimizer.state
         return now is state and len(now) == len(each) and all(map(is_, now.values(), each))
 
-    def _count(self, stretch: _Stretch, key: str, count: Tensor) -> None:
-        counts = count.expand(len(stretch.members)).clone()
+    def _count(self, block: _Block, key: str, count: Tensor) -> None:
+        counts = count.expand(len(block.members)).clone()
         self._counts.append((count, counts))
-        for i, own in zip(stretch.members, counts.unbind(), strict=True):
+        for i, own in zip(block.members, counts.unbind(), strict=True):
             self.optimizer.state[self.parameters[i]][key] = own
 
-    def _adopt(self, stretch: _Stretch, key: str, whole: Tensor) -> None:
-        """Make one tensor, as long as the stretch, the state of its cuts and of its pieces."""
+    def _adopt(self, block: _Block, key: str, whole: Tensor) -> None:
+        """Make one tensor, as long as the block, the state of its cuts and of its pieces."""
         assert self._fast is not None
         offset = 0
-        for cut in stretch.cuts:
+        for cut in block.cuts:
             self._fast.state[cut][key] = whole[offset : offset + cut.numel()]
             offset += cut.numel()
-        for i in stretch.members:
-            self.optimizer.state[self.parameters[i]][key] = self._part(whole, stretch, i)
+        for i in block.members:
+            self.optimizer.state[self.parameters[i]][key] = self._part(whole, block, i)
 
-    def _part(self, whole: Tensor, stretch: _Stretch, i: int) -> Tensor:
+    def _part(self, whole: Tensor, block: _Block, i: int) -> Tensor:
         piece = self.pieces[i]
-        return piece._replace(start=piece.start - stretch.start, stop=piece.stop - stretch.start).view(whole)
+        return piece._replace(start=piece.start - block.start, stop=piece.stop - block.start).view(whole)
 
     def _gather(self) -> bool:
-        """Build the stretches' state from the owner's; False where its parameters have come to differ."""
+        """Build the blocks' state from the owner's; False where its parameters have come to differ."""
         assert self._fast is not None
         self._fast.state = defaultdict(dict)
-        return all(self._gather_stretch(stretch) for stretch in self._stretches)
+        return all(self._gather_block(block) for block in self._blocks)
 
-    def _gather_stretch(self, stretch: _Stretch) -> bool:
+    def _gather_block(self, block: _Block) -> bool:
         assert self._fast is not None
-        states = [self.optimizer.state.get(self.parameters[i], {}) for i in stretch.members]
+        states = [self.optimizer.state.get(self.parameters[i], {}) for i in block.members]
         if any(state.keys() != states[0].keys() for state in states):
             return False
         for key, first in list(states[0].items()):
-            if key != "step" and isinstance(first, Tensor) and first.shape == self.pieces[stretch.members[0]].shape:
-                whole = torch.empty(sum(c.numel() for c in stretch.cuts), dtype=first.dtype, device=first.device)
-                for i, state in zip(stretch.members, states, strict=True):
-                    self._part(whole, stretch, i).copy_(state[key])
-                self._adopt(stretch, key, whole)
+            if key != "step" and isinstance(first, Tensor) and first.shape == self.pieces[block.members[0]].shape:
+                whole = torch.empty(sum(c.numel() for c in block.cuts), dtype=first.dtype, device=first.device)
+                for i, state in zip(block.members, states, strict=True):
+                    self._part(whole, block, i).copy_(state[key])
+                self._adopt(block, key, whole)
             elif all(_same(state[key], first) for state in states):
-                for cut in stretch.cuts:
+                for cut in block.cuts:
                     self._fast.state[cut][key] = first.clone() if isinstance(first, Tensor) else first
             else:
                 return False

@@ -1,8 +1,8 @@
-"""Leading a run from phase to phase.
+"""Runs the phases of a run: which phase it is in, and what ends it.
 
-Every worker follows; the first one also judges: after each step and validation it evaluates the rule that ends the
-phase, puts its value on record, and says with its next exchange when it fires. Other rules are evaluated beside it, so
-that the records can tell when each of them would have fired.
+The first worker decides: after each step and validation it evaluates the rule that ends the phase, records its value,
+and votes for the switch with its next exchange once the rule fires. Other rules are evaluated beside it, so that the
+records can tell when each of them would have fired.
 
 What carries over: parameters, the optimizer's moments (unless told otherwise), buffers, generators, what a codec left
 out, the position in the data, the schedule and the count of steps. What a strategy kept for itself (an outer momentum,
@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from podium.comm.broadcast_bytes import share_bytes
 from podium.engine.build import fitted
 from podium.errors import ConfigError, PodiumError
-from podium.exchange.reducing import Packing, make_packing
-from podium.exchange.residuals import convert_leftovers
-from podium.records.noise import NoiseMeter
+from podium.exchange.packing import Packing, make_packing
+from podium.exchange.residuals import convert_residuals, scale_of
 from podium.records.recorder import Recorder
 from podium.strategies.base import Strategy
-from podium.strategies.phases import Phase, Phased
+from podium.strategies.phases import Phase, Phased, phases_of
 from podium.strategies.triggers import WATCHED, format_trigger, make_trigger
 from podium.strategies.triggers.base import Course, Memory, Reading, Seen, Trigger
 from podium.strategies.triggers.fixed import Fixed
@@ -68,7 +67,7 @@ class Leaving(NamedTuple):
     leftovers: str  # what became of what a codec had left out
 
 
-class Phasing:
+class PhaseRunner:
     """Which phase a run is in, and what ends it."""
 
     def __init__(
@@ -87,11 +86,15 @@ class Phasing:
         self._watched = [Watched(text, make_trigger(text)) for text in WATCHED] if self.is_led else []
         self.times: Mapping[int, float] = {}
         """Seconds of computing per sample, by worker, where they were just compared."""
-        self.step_s = 0.0
-        for phase in strategy.phases:
+        self._step_s = 0.0
+        for phase in phases_of(strategy):
             if phase.codec is not None:
                 self._fitted(phase.codec)  # refuse now what would be refused in mid-run
         self._prepare()
+
+    def follow(self, course: Course) -> None:
+        """The run has this course from here on; the present phase began where it did."""
+        self.course = course._replace(began=self.course.began, again=self.course.again)
 
     @property
     def is_led(self) -> bool:
@@ -105,7 +108,7 @@ class Phasing:
 
     @property
     def phase(self) -> Phase:
-        phases = self._plan.phases
+        phases = phases_of(self._plan)
         return phases[self.turn % len(phases)]
 
     @property
@@ -128,7 +131,7 @@ class Phasing:
         """Whether the next phase is due. All workers know it alike."""
         if self.phase.until is None or self.worker.position >= self.course.end:
             return False
-        return self.worker.switch_agreed or self.worker.position >= self.horizon
+        return self.worker.votes.agreed.switch or self.worker.position >= self.horizon
 
     @property
     def compares_times(self) -> bool:
@@ -143,35 +146,36 @@ class Phasing:
 
     # Judging, on the first worker.
 
-    def saw_step(self, loss: float) -> None:
-        """A step is done; `loss` is this worker's own."""
-        worker = self.worker
+    def saw_step(self, loss: float, step_s: float) -> None:
+        """A step is done, and took this long; `loss` is this worker's own."""
+        worker, self._step_s = self.worker, step_s
         self.times = self._compare_times()
-        shared = loss if worker.step_loss is None else worker.step_loss
-        self._judge(Seen(self.course, worker.position, loss=shared, noise=worker.noise_scale))
+        meter = worker.gradients.noise
+        shared = loss if worker.votes.mean_loss is None else worker.votes.mean_loss
+        self._judge(Seen(self.course, worker.position, loss=shared, noise=None if meter is None else meter.scale))
 
     def saw_validation(self, loss: float, metrics: Mapping[str, float]) -> None:
         """A validation is done."""
         self._judge(Seen(self.course, self.worker.position, validated=loss, metrics=metrics))
 
     def _compare_times(self) -> Mapping[int, float]:
-        """Seconds of computing per sample, by worker, every so many steps where a rule asks for it. Collective."""
+        """Seconds of computing per sample, by worker, every few steps where a rule asks for it. Collective."""
         worker, strategy = self.worker, self.strategy
         if not self.compares_times:
             return {}
-        if strategy.feed == "cursor":
-            return worker.take_times()
-        due = worker.round.steps == 0 if strategy.by_rounds else worker.steps_done % COMPARE_EVERY == 0
-        return worker.compare_times() if due else {}
+        if strategy.cadence.by_leases:
+            return worker.gradients.times.take_told()
+        due = worker.round.steps == 0 if strategy.cadence.by_rounds else worker.steps_done % COMPARE_EVERY == 0
+        return worker.gradients.times.compare(worker.comm) if due else {}
 
     def _judge(self, seen: Seen) -> None:
         worker = self.worker
         if not self.is_led or worker.comm.index != 0:
             return
         if self.ending is not None:
-            worker.switch_requested = True  # also after a resume, or in the place of one who saw it and is gone
+            worker.votes.request(switch=True)  # also after a resume, or in the place of one who saw it and is gone
         rate = float(worker.optimizer.param_groups[0]["lr"])
-        seen = seen._replace(rate=rate, times=self.times, step_s=self.step_s)
+        seen = seen._replace(rate=rate, times=self.times, step_s=self._step_s)
         for watched in self._watched:
             reading = None if watched.fired else _ask(watched.rule, seen, watched.memory)
             if reading is not None and (reading.fires or seen.validated is not None):
@@ -185,7 +189,7 @@ class Phasing:
             self._record(format_trigger(rule), reading, seen, in_force=True)
             if reading.fires:
                 self.ending = Ending(format_trigger(rule), reading.why, reading.value)
-                worker.switch_requested = True
+                worker.votes.request(switch=True)
 
     def _record(self, rule: str, reading: Reading, seen: Seen, in_force: bool) -> None:
         self.recorder.write(
@@ -208,14 +212,14 @@ class Phasing:
     def advance(self, drain_ns: int = 0, home_ns: int = 0) -> None:
         """Make the worker ready for the next phase; the strategy has finished, which took this long."""
         left, before, ending = self.worker.comm.clock.now_ns(), self.phase, self.ending or self._ending_at_horizon()
-        unit = self.strategy.unit(self.worker)
+        scale = scale_of(self.strategy, self.worker)
         self.turn += 1
-        self.course = self.course._replace(began=self.worker.position, again=self.turn >= len(self._plan.phases))
+        self.course = self.course._replace(began=self.worker.position, again=self.turn >= len(phases_of(self._plan)))
         self._memory, self.ending = {}, None
-        self.worker.switch_requested = self.worker.switch_agreed = False
+        self.worker.votes.switched()
         if isinstance(self._plan, Phased) and not self._plan.keep_moments:
-            self.worker.load_optimizer_state({})
-        leftovers = convert_leftovers(self.worker, unit, self.strategy.unit(self.worker))
+            self.worker.replica.load_optimizer_state({})
+        leftovers = convert_residuals(self.worker, scale, scale_of(self.strategy, self.worker))
         self._settle_in(before.strategy)
         self.leaving = Leaving(before.text, self.phase.text, ending, drain_ns, home_ns, left, leftovers)
 
@@ -246,7 +250,7 @@ class Phasing:
         rule = self._rule
         assert rule is not None
         if isinstance(rule, Fixed):
-            return Ending(format_trigger(rule), "the place has come")
+            return Ending(format_trigger(rule), rule.reached)
         if self.worker.position < rule.horizon(self.course):
             return Ending(format_trigger(rule), "the first worker's rule fired")
         return Ending(format_trigger(rule), f"{rule.latest:.0%} of the budget is used: the rule has not fired")
@@ -254,12 +258,13 @@ class Phasing:
     def _settle_in(self, before: Strategy[Any]) -> None:
         worker, strategy = self.worker, self.strategy
         if type(before) is not type(strategy):
-            worker.kept.clear()
+            worker.strategy_state.clear()
         step = self.course.step_at(worker.position)
-        if strategy.feed != "cursor":
-            worker.steps_done = step  # asynchronous workers have counted their own
-        worker.follow_schedule(step)
-        worker.lease_done, worker.next_lease, worker.step_loss = -1, None, None
+        if not strategy.cadence.by_leases:
+            worker.progress.count_from(step)  # asynchronous workers have counted their own
+        worker.replica.follow_schedule(step)
+        worker.leases.clear()
+        worker.votes.set_mean_loss(None)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -267,13 +272,19 @@ class Phasing:
         worker, phase = self.worker, self.phase
         codec = phase.codec or self._codec
         if codec != self._packed_by:
-            own = codec == self._codec
-            worker.pack_by(None if own else codec, lambda: self._packing if own else self._fitted(codec))
+            self._pack_by(codec)
             self._packed_by = codec
-        worker.tells_pace = self.compares_times
+        worker.gradients.times.send_to_servers(self.compares_times)
         measures = phase.until is not None and phase.until.needs_noise and worker.comm.index == 0
-        worker.noise = NoiseMeter() if measures else None
-        worker.noise_scale = None
+        worker.gradients.measure_noise(measures)
+
+    def _pack_by(self, codec: str) -> None:
+        """Pack otherwise from here on; servers are told the codec's name, where it is not what the run began with."""
+        replica, own = self.worker.replica, codec == self._codec
+        replica.reclaim_momentum()  # first: another codec looks at the optimizer's own settings
+        packing = self._packing if own else self._fitted(codec)
+        self.worker.sender.use(packing, None if own else codec)
+        replica.lend_momentum(packing.codec)
 
     def _fitted(self, codec: str) -> Packing:
         return fitted(make_packing(codec), self.worker.optimizer)
@@ -282,7 +293,7 @@ class Phasing:
 
     def state(self) -> dict[str, Any]:
         return {
-            "plan": [phase.text for phase in self._plan.phases],
+            "plan": [phase.text for phase in phases_of(self._plan)],
             "turn": self.turn,
             "began": self.course.began,
             "memory": self._as_json(),
@@ -300,7 +311,7 @@ class Phasing:
 
     def starts_over(self, state: Mapping[str, Any]) -> str:
         """What to tell the user where a checkpoint was made with other phases; empty where it was not."""
-        before, now = list(state["plan"]), [phase.text for phase in self._plan.phases]
+        before, now = list(state["plan"]), [phase.text for phase in phases_of(self._plan)]
         if before == now or max(len(before), len(now)) == 1:
             return ""
         phase = min(int(state["turn"]), len(before) - 1) + 1
@@ -311,13 +322,13 @@ class Phasing:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` says; a run with other phases begins with its first."""
-        if list(state["plan"]) != [phase.text for phase in self._plan.phases]:
+        if list(state["plan"]) != [phase.text for phase in phases_of(self._plan)]:
             self.course = self.course._replace(began=self.worker.position)
             return
         moved = self.turn != state["turn"]
         if state["turn"] < self.turn:
             self.leaving = None  # the others have not left it
-        again = state["turn"] >= len(self._plan.phases)
+        again = state["turn"] >= len(phases_of(self._plan))
         self.turn, self.course = state["turn"], self.course._replace(began=state["began"], again=again)
         self._memory = json.loads(state["memory"])
         seen = json.loads(state["watched"])
@@ -326,7 +337,7 @@ class Phasing:
         ending = state.get("ending")
         self.ending = None if ending is None else Ending(*ending)
         if moved:
-            self.worker.switch_requested = self.worker.switch_agreed = False
+            self.worker.votes.switched()
             self._prepare()
 
     def share(self) -> None:

@@ -1,21 +1,24 @@
-"""How the survivors of a lost rank go on: undo, agree, take the state of whoever is furthest.
+"""How the survivors of a lost rank continue: undo, agree, copy the state of the worker that is furthest.
 
-Parameters change only when a whole step is reduced, so survivors differ by one step at most, and whoever has it holds
-the full sum: nothing needs to be rolled back, only taken over.
+Parameters change only when a whole step is reduced, so survivors differ by one step at most, and the worker that is a
+step ahead holds the full sum: nothing needs to be rolled back, only taken over.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+
 from podium.comm.broadcast_bytes import share_bytes
-from podium.engine.buffers import fit_buffers
-from podium.engine.files import bytes_to_tree, tree_to_bytes
+from podium.engine.buffers import fit_buffers, write
+from podium.engine.files import bytes_to_tree, check_tree, tree_to_bytes
+from podium.engine.replica import as_bytes
 from podium.engine.worker import Worker
-from podium.errors import Lost
+from podium.errors import CheckpointError, Lost
 
 
 class Regroup(NamedTuple):
@@ -39,7 +42,7 @@ class Control(ABC):
         """Called after every step; must be cheap."""
 
     def change_requested(self) -> bool:
-        """Whether somebody wants to join or leave: the stretch is to end at a step all agree on, then regroup."""
+        """Whether somebody wants to join or leave: the segment is to end at a step all agree on, then regroup."""
         return False
 
     def busy(self, what: str | None) -> None:
@@ -53,36 +56,75 @@ class Control(ABC):
         raise Lost("a peer is lost, and nobody here can regroup")
 
 
+def share_from_first(worker: Worker) -> None:
+    """All that a replica is made of, as the first worker has it: parameters, frozen ones too, and buffers.
+
+    Collective. A task may draw them from elsewhere than the seed.
+    """
+    comm, model = worker.comm, worker.model
+    if comm.size == 1:
+        return
+    frozen = [p.data for p in model.parameters() if not p.requires_grad]
+    buffers = list(model.named_buffers())
+    others = frozen + [buffer for _, buffer in buffers]
+    joined = torch.cat([as_bytes(t) for t in others]) if others else torch.empty(0, dtype=torch.uint8)
+    exchanged = [*worker.params, joined] if others else worker.params
+    comm.wait(*(comm.broadcast(tensor, comm.workers[0]) for tensor in exchanged))
+    parts = joined.split([t.nbytes for t in others])
+    values = [part.clone().view(t.dtype).reshape(t.shape) for t, part in zip(others, parts, strict=True)]
+    for tensor, value in zip(frozen, values, strict=False):
+        tensor.copy_(value)
+    for (name, buffer), value in zip(buffers, values[len(frozen) :], strict=True):
+        write(model, name, buffer, value)
+
+
+def check_state(worker: Worker) -> None:
+    """Raise where this worker's state could not be saved, or sent to a worker that takes it over.
+
+    Cheap, since nothing is copied: called before the first step, and again as optimizer and schedule fill theirs.
+    """
+    if worker.steps_done & (worker.steps_done - 1):  # looked at after 0, 1, 2, 4, 8 … steps
+        return
+    try:
+        check_tree({**worker.state(copied=False), "buffers": dict(worker.model.named_buffers())})
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"rank {worker.comm.rank}: the state of this run cannot be saved (looked at after {worker.steps_done} "
+            f"steps): {error}"
+        ) from error
+
+
 def recover(
     worker: Worker,
     control: Control,
     *,
-    in_step: bool,
+    undo: Callable[[], None] | None,
     carried: dict[str, Any],
     in_round: bool = False,
     late: bool = False,
 ) -> Regroup:
-    """Bring this worker to where those who go on agree to be. `carried` goes with the state and is updated from it.
+    """Bring this worker to the state that the remaining workers agree on. `carried` travels with it and is updated.
 
-    `in_step`: a step was under way, and is undone; `in_round`: a round was, and has been undone. A worker that is not
-    among them is left as it is.
+    `undo`: undoes the step that was under way; `in_round`: a round was, and has been undone. A worker that is not among
+    them is left as it is.
     """
     comm = worker.comm
     if not late:
         comm.abandon()  # at once: those who do not know of the loss yet learn of it by this
-    if in_step:
-        worker.forget_step()
+    if undo is not None:
+        undo()
     before = worker.position
-    worker.forget_agreements()
+    worker.gradients.forget_agreement()
+    worker.buffers.forget_agreement()
     while True:
-        plan = control.regroup(-1 if late else comm.generation, -1 if late else worker.global_step)
+        plan = control.regroup(-1 if late else comm.generation, -1 if late else worker.progress.global_step)
         if comm.rank not in plan.members:
             return plan
         try:
             comm.regroup(plan.generation, plan.members, plan.servers, plan.addresses)
             _take_state(worker, plan.source, carried)
-            # Whoever is a step or round ahead has a sum that we are part of: what we sent for it is sent.
-            worker.outgoing.settle_leftovers(happened=(in_step or in_round) and worker.position > before)
+            # A worker that is a step or round ahead has a sum that holds our part: what we sent for it is sent.
+            worker.sender.residuals.settle(happened=(undo is not None or in_round) and worker.position > before)
             return plan
         except Lost:  # another one went while we were forming: report again
             comm.abandon()
@@ -94,11 +136,11 @@ def _take_state(worker: Worker, source: int, carried: dict[str, Any]) -> None:
     comm = worker.comm
     mine = b""
     if comm.rank == source:
-        mine = tree_to_bytes({"worker": worker.state(), "agreed": worker.agreed, "carried": carried})
+        mine = tree_to_bytes({"worker": worker.state(), "agreed": list(worker.votes.agreed), "carried": carried})
     data = share_bytes(comm, source, mine)
     if comm.rank != source:
         state = bytes_to_tree(data, f"state of rank {source}")
         fit_buffers(worker.model, state["worker"]["model"])
         worker.load_state(state["worker"])
-        worker.stop_agreed, _, worker.switch_agreed = state["agreed"]
+        worker.votes.restore(state["agreed"])
         carried.update(state["carried"])

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from podium.comm.base import Communicator
-from podium.engine.buffers import bits_added_up
+from podium.engine.bits import bits_added_up
 from podium.engine.flat import Flat
 from podium.engine.optim import refuse_step_hooks
 from podium.errors import TrainingError
@@ -94,7 +94,7 @@ class StepCheck:
         self._versions = list(map(_version, self._flat.parameters))
 
     def compare(self, comm: Communicator, step: int) -> None:
-        """Refuse to go on where workers that take the same steps hold other parameters. Collective.
+        """Raise where workers that take the same steps hold different parameters. Collective.
 
         Reads all parameters, so it is done in steps 1, 2, 4, 8 and so on, and in every 256th; where time is simulated,
         in the first alone, in which workers wait for each other anyway. A difference in the last bits is none: hosts of
@@ -121,10 +121,14 @@ class StepCheck:
     # Where servers hold the parameters.
 
     def servers_begin(self) -> None:
-        """Parameters and the optimizer's state are on the servers from here on, until `served` is taken back."""
+        """Parameters and the optimizer's state are on the servers from here on, until `servers_end`."""
         self.served = True
         self._state = (self._optimizer.state, list(self._optimizer.state.values()))
         self.parameters_came()
+
+    def servers_end(self) -> None:
+        """Parameters and the optimizer's state are here again."""
+        self.served = False
 
     def parameters_came(self) -> None:
         """The servers' parameters are here now: from here on nobody else may change them.

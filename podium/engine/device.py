@@ -1,0 +1,37 @@
+"""The device of a rank, and tensors on their way to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from podium.config import devices_in
+from podium.engine.pytree import map_tensors
+from podium.errors import ConfigError
+
+
+def device_of(setting: str, rank: int, first: int = 0) -> torch.device:
+    """The device of a rank, by the run's `device`; those of one node that are on `cuda` share its GPUs in turn.
+
+    `first`: the lowest rank of this node.
+    """
+    names = devices_in(setting)
+    name = names[rank % len(names)]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    if count == 0:
+        raise ConfigError(f"device={setting}: PyTorch sees no GPU here; use device=cpu or device=auto")
+    if ":" not in name:
+        before = [names[other % len(names)] for other in range(first, rank)]
+        return torch.device("cuda", before.count(name) % count)
+    number = int(name.partition(":")[2])
+    if number >= count:
+        raise ConfigError(f"device={setting}: PyTorch sees {count} GPUs here, numbered from 0, got {name}")
+    return torch.device("cuda", number)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Every tensor of a nest, on this device."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)

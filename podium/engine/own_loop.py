@@ -1,0 +1,277 @@
+"""The user's own training loop, under any strategy: what `podium.join` returns.
+
+The steps are those of `podium train` (`SegmentLoop`); the user's code runs between them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from podium.config import RunConfig
+from podium.data.base import Dataset, as_dataset
+from podium.data.order import GlobalOrder
+from podium.engine.batch import Batch
+from podium.engine.files import save_tensors
+from podium.engine.fingerprints import Digest, compare, model_facts
+from podium.engine.recovery import Control, share_from_first
+from podium.engine.segment import Driver, SegmentLoop
+from podium.engine.worker import Worker
+from podium.errors import ConfigError, Lost, PodiumError
+from podium.records.recorder import Recorder
+from podium.servers.worker_side.collecting import break_out
+from podium.strategies.base import Strategy
+from podium.strategies.triggers.base import Course
+
+Notices = Callable[[Strategy[Any], Course, int], Sequence[str]]
+"""What to tell the user before the first step, given the strategy, the course and the number of workers."""
+
+
+class Run:
+    """One worker of a run whose loop is the user's."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        strategy: Strategy[Any],
+        config: RunConfig,
+        recorder: Recorder,
+        control: Control,
+        *,
+        notices: Notices = lambda strategy, course, workers: (),
+    ) -> None:
+        self.worker, self.comm, self._plan, self._notices = worker, worker.comm, strategy, notices
+        self.seed = worker.context.seed
+        self._loop = SegmentLoop(
+            worker,
+            strategy,
+            Course(1, 1),  # until `batches` says what there is to train on
+            config,
+            recorder,
+            control,
+            buffers=config.buffers or "mean",
+            driver=Driver(totals=lambda: {"total_samples": worker.progress.horizon}),
+        )
+        self._batch: Batch | None = None
+        self._step_failed = False
+        self.failure: PodiumError | None = None
+        """What went wrong when the user broke out of the loop; raised by the next call, or at the script's end."""
+        self._digested: tuple[tuple[Any, ...], Digest] | None = None  # the data of the last comparison
+
+    @property
+    def strategy(self) -> Strategy[Any]:
+        """How replicas come to agree in the present phase."""
+        return self._loop.strategy
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        """How many workers train together now."""
+        return self.comm.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker is the one to print, validate and save."""
+        return self.comm.index == 0
+
+    # The loop.
+
+    def batches(
+        self, data: Any, *, batch_size: int, epochs: int = 1, total_epochs: int | None = None
+    ) -> Iterator[tuple[Any, Any]]:
+        """This worker's part of every global step of `batch_size` samples, for this many further epochs.
+
+        `total_epochs`: how many there will be in all, where this is called for a few of them at a time: fractions of
+        the budget, at which phases may end, are fractions of this. Without it, of the epochs of this call.
+
+        `data` is a map-style data set, a pair of arrays or a `podium.Dataset`. Each batch wants one call of `step`.
+        """
+        self.check()
+        if self._loop.retired:
+            return
+        told = {"batch_size": batch_size, "epochs": epochs, "total_epochs": total_epochs}
+        order = self._begin_alike(data, told)
+        end = self.worker.position + epochs * order.samples
+        last = max(end, (total_epochs or 0) * order.samples)
+        self._follow(Course(order.samples, batch_size, last, eval_every=0))  # the script validates, if anybody
+        yield from self._segments(end)
+
+    def _begin_alike(self, data: Any, told: Mapping[str, Any]) -> GlobalOrder:
+        """Refuse what cannot be trained on; let all workers begin alike. Collective."""
+        worker, dataset, batch_size = self.worker, as_dataset(data), told["batch_size"]
+        order = GlobalOrder(len(dataset), self.seed)
+        if batch_size < self.size:
+            raise ConfigError(f"batch_size must be at least one sample per worker ({self.size}), got {batch_size}")
+        if worker.progress.samples not in (0, order.samples):
+            raise ConfigError(
+                f"run.batches: the data must stay the same: {worker.progress.samples} samples, now {order.samples}"
+            )
+        self._loop.train_on(dataset, order, batch_size)
+        worker.flat.check()
+        if worker.steps_done == 0:
+            self._compare(data, dataset, told)
+            share_from_first(worker)
+        else:
+            with self._loop.surviving():
+                self._compare(data, dataset, told)
+        self._loop.check_state()
+        return order
+
+    def _follow(self, course: Course) -> None:
+        """The phases of the run continue from one call of `batches` to the next."""
+        if self._loop.phases.course.end == 0 and self.is_first:
+            for text in self._notices(self._plan, course, self.size):
+                logging.getLogger("podium").warning(text)
+        self._loop.phases.follow(course)
+
+    def _segments(self, end: int) -> Iterator[tuple[Any, Any]]:
+        """Batches up to this position, segment by segment. A peer may be lost at any place but the user's own code."""
+        loop, left = self._loop, False
+        while not left and (loop.is_under_way or self._has_more(end)):
+            batch: Batch | None = None
+            with loop.surviving():
+                batch = self._next_batch(end)
+                if batch is None:
+                    left = self._end_segment()
+            if batch is None:
+                continue
+            self._batch = batch
+            if batch.samples == 0:
+                self.step(None)
+                continue
+            try:
+                yield batch.inputs, batch.targets
+            except GeneratorExit:  # the user breaks out of the loop, as all workers must; in step, after the same step
+                self._break_out()
+                raise
+            if self._batch is not None:
+                raise ConfigError("run.batches: every batch needs one call of run.step before the next")
+
+    def _has_more(self, end: int) -> bool:
+        return not self._loop.retired and self.worker.position < end and not self.worker.votes.agreed.stop
+
+    def _next_batch(self, end: int) -> Batch | None:
+        loop = self._loop
+        if not loop.is_under_way:  # the first of a segment, or a peer was lost in the last one
+            loop.prepare()
+            loop.begin(min(end, loop.phases.horizon))
+        batch = loop.next_batch()
+        weighs = self.worker.gradients.options.weigh is not None and self.strategy.cadence.feed == "step"
+        if batch is not None and weighs and batch.weight == 0:
+            return batch._replace(samples=0)  # all of it is padding: the mean over nothing is no number
+        return batch
+
+    def step(self, closure: Callable[[], Tensor] | None) -> Tensor:
+        """One step of the strategy on the batch in hand; `closure` computes its mean loss.
+
+        When a peer is lost meanwhile, the survivors regroup and this returns nan; the samples of a step that did not
+        happen come again.
+        """
+        self.check()
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise ConfigError("run.step: there is no batch in hand; call it once for each batch of run.batches")
+        self._step_failed = True
+        try:
+            loss = self._loop.step(batch._replace(closure=closure))
+        except Lost as error:
+            self._loop.recover(error)
+            loss = torch.tensor(float("nan"))
+        self._step_failed = False
+        return loss
+
+    def _break_out(self) -> None:
+        """The user left the loop. Python drops what is raised here, so it is kept for the next call."""
+        try:
+            if not self._step_failed:  # otherwise the others may be gone, and nobody would answer
+                with self._loop.surviving():
+                    self._end_segment(broke=True)
+        except PodiumError as error:
+            self.failure = error
+
+    def _end_segment(self, *, broke: bool = False) -> bool:
+        """Everything comes home, and buffers are made alike. Whether the user's loop ends with it. Collective.
+
+        Where workers lease samples, one may break out while another is still at it. What the first was lent goes back,
+        for the other to take; what nobody has taken by then is left out of this epoch. The order goes on behind the
+        furthest sample that was lent.
+        """
+        worker, loop, cadence, in_hand = self.worker, self._loop, self.strategy.cadence, self._batch
+        self._batch = None
+        if broke and cadence.feed == "round" and worker.round.steps:
+            raise ConfigError(
+                f"rank {self.rank}: run.batches was left in mid-round. Under steps=speed workers do unequal "
+                "numbers of steps between two exchanges, so the loop must end by itself: give it fewer epochs"
+            )
+        furthest = max(worker.position, 0 if in_hand is None else in_hand.end, worker.leases.end)
+        if loop.is_under_way:
+            if broke and cadence.by_leases:
+                loop.settle()
+                break_out(worker)
+            loop.finish()
+        if cadence.feed != "step" and self.size > 1:
+            rows = self.comm.gather_aside(torch.tensor([max(furthest, worker.position), broke], dtype=torch.int64))
+            worker.progress.move_to(int(rows[:, 0].max()))
+            broke = bool(rows[:, 1].any())
+        worker.leases.put(None)
+        worker.progress.close_round()
+        self._between_segments()
+        return broke
+
+    def _between_segments(self) -> None:
+        """Buffers are made alike; the phase or the members may change here."""
+        loop = self._loop
+        loop.sync_buffers()
+        if loop.phases.is_over:
+            loop.end_phase()
+        if self.worker.votes.agreed.pause:
+            loop.change_members()
+
+    def _compare(self, data: Any, dataset: Dataset, told: Mapping[str, Any]) -> None:
+        """Raise where ranks have different data, or were told different things. Collective."""
+        held, worker = tuple(data) if isinstance(data, tuple) else (data,), self.worker
+        if self._digested is None or not _same_objects(held, self._digested[0]):
+            self._digested = held, Digest.of(dataset) if self.size > 1 else Digest(len(dataset), 0, ())
+        replica, weigh = worker.replica, worker.gradients.options.weigh
+        facts = {**told, "seed": self.seed, "clip_norm": replica.clip_norm, "schedule": type(replica.schedule).__name__}
+        facts |= {"weigh": weigh is not None, **model_facts(worker.model, worker.optimizer)}
+        compare(self.comm, facts, {"training data": self._digested[1]})
+
+    # Beside the loop.
+
+    def sync_buffers(self) -> None:
+        """Make buffers that training changes (BatchNorm's running statistics) the same on all workers, now. Collective.
+
+        `run.batches` does so whenever it ends; call it where you use the model before that, on all workers. Does
+        nothing under `buffers=local`.
+        """
+        if not self._loop.retired:
+            with self._loop.surviving():
+                self._loop.sync_buffers()
+
+    def save(self, path: str | Path) -> None:
+        """Write the model as safetensors; does nothing except on the first worker."""
+        self.check()
+        if self.is_first:
+            save_tensors(Path(path), self.worker.model.state_dict())
+
+    def check(self) -> None:
+        """Raise what went wrong when the user broke out of the loop."""
+        if self.failure is not None:
+            raise self.failure
+
+    def param_hash(self) -> str:
+        self.check()
+        return self.worker.replica.hash()
+
+
+def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
