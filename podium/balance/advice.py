@@ -1,7 +1,7 @@
-"""Advice for people: who holds the others up more than it helps.
+"""Advice for people: which workers delay the others more than they help.
 
-A step takes until the last worker is through with its part, and then what the exchange among so many takes beyond that.
-Nothing is changed here; a person, or a planner, decides.
+A step lasts until the last worker has finished its part; the exchange among the workers adds to that. Nothing is
+changed here; a person, or a planner, decides.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Advice(NamedTuple):
 def drop_advice(members: Sequence[Member], count: int, exchange_s: Callable[[int], float]) -> Advice | None:
     """Who should leave, so that the others do more samples per second without them; None where that gains little.
 
-    `exchange_s(n)`: what the exchange among n workers takes beyond the last one's passes. Workers go one by one, each
-    time whoever the others do best without; the best of all these sets is advised. Nobody is advised to leave whose
-    part would not fit into the others' memory.
+    `exchange_s(n)`: what the exchange among n workers takes beyond the last one's passes. Workers are left out one by
+    one, each time the worker without which the others are fastest; the best of all these sets is advised. No worker is
+    advised to leave whose part would not fit into the others' memory.
     """
     before_s, counts = _step(members, count, exchange_s)
     best, best_s, best_counts = list(members), before_s, counts
@@ -67,7 +67,7 @@ def _step(members: Sequence[Member], count: int, exchange_s: Callable[[int], flo
 def _without_one(
     members: Sequence[Member], counts: Sequence[int], count: int, exchange_s: Callable[[int], float]
 ) -> tuple[list[Member], float, list[int]]:
-    """Those who stay, what a step takes, and their parts, where the one goes who is missed least."""
+    """Leave out the worker without which a step is shortest: those who stay, what a step takes, and their parts."""
     by_part = sorted(range(len(members)), key=lambda i: (counts[i], -members[i].finish_s(1), -i))
     found = []
     for i in by_part[:TRIED]:

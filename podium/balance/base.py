@@ -1,8 +1,8 @@
-"""A balancer: who gets how much of a global step, so that all are through with it at the same time.
+"""A balancer: who gets how much of a global step, so that all workers finish it at the same time.
 
 It looks at what workers have told each other of their speed (`podium.balance.speed`) and divides samples. Weights by
-samples keep the mathematics unchanged, whatever the division: see `podium.engine.worker`. When it is asked, and whether
-its answer is taken up, is not its business but that of `podium.balance.runtime`.
+samples keep the mathematics unchanged, whatever the division: see `podium.engine.worker`. `podium.balance.runtime`
+decides when a balancer is asked, and whether its answer is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Member(NamedTuple):
     """Seconds of an exchange that its own link takes, and that its computing does not hide."""
 
     def finish_s(self, samples: float) -> float:
-        """When it is through with so many samples; one that has none still takes part in the exchange."""
+        """When it finishes this many samples; a worker without samples still takes part in the exchange."""
         return self.exchange_s + (self.speed.seconds(samples) if samples > 0 else 0.0)
 
 
@@ -80,5 +80,5 @@ class Learning(Balancer):
 
 
 def finish_s(counts: Sequence[int], members: Sequence[Member]) -> float:
-    """When the last is through, if they take so many samples each."""
+    """When the last member finishes, given the samples of each."""
     return max(member.finish_s(count) for member, count in zip(members, counts, strict=True))

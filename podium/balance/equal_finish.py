@@ -1,9 +1,9 @@
-"""Everyone finishes together: the division that ends a step soonest, given what passes and exchanges take.
+"""All workers finish together: the division that ends a step soonest, given what passes and exchanges take.
 
-Cost model: worker i is through with b samples after exchange_i + fixed_i + per_sample_i * b, or at once if it has none;
-the step ends with the last. Let time rise like water: at time T worker i has done (T - exchange_i - fixed_i) /
-per_sample_i samples, not below 0 and not above what fits; the step is through when these add up to all of them. Whoever
-would need longer than that for its first sample gets none.
+Cost model: worker i finishes b samples after exchange_i + fixed_i + per_sample_i * b, or at once if it has none; the
+step ends with the last worker. Let time rise like water: at time T worker i has done (T - exchange_i - fixed_i) /
+per_sample_i samples, not below 0 and not above what fits; the step is done when these add up to all of them. A worker
+that would need longer than that for its first sample gets none.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class EqualFinish(Learning):
         costs = [max(LEAST_S, member.speed.per_sample_s) for member in members]
         starts = [member.exchange_s + member.speed.fixed_s for member in members]
         level_s = _level(count, costs, starts, limits)
-        # One fewer than is done by then, lest rounding gives too many; what is left goes to whoever is then through
-        # first. As every next sample of a worker ends later, these are the `count` samples that end soonest: no other
-        # division can do better.
+        # One fewer than is done by then, lest rounding gives too many; what is left goes to the worker that then
+        # finishes first. As every next sample of a worker ends later, these are the `count` samples that end soonest:
+        # no other division can do better.
         counts = [
             max(0, min(limit, math.floor((level_s - start) / cost)) - 1)
             for cost, start, limit in zip(costs, starts, limits, strict=True)

@@ -1,9 +1,9 @@
 """How many samples fit into a worker's memory at a time, by what passes have taken so far.
 
-Cost model: between steps a worker holds what it always holds; a pass over b samples takes at most so much more, in
-proportion to b. What is fixed in a pass is counted as if it grew, too, so the answer errs on the side of fewer; but
-what has gone well once is never said not to fit. It does not know of other workers on the same device, other than by
-the memory that they hold already.
+Cost model: between steps a worker holds a fixed amount; a pass over b samples takes more, at most in proportion to b.
+What is fixed in a pass is counted as if it grew, too, so the answer errs on the side of fewer; but what has gone well
+once is never said not to fit. It does not know of other workers on the same device, other than by the memory that they
+hold already.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Memory:
         self._peak_bytes = 0  # at its end
 
     def observe(self, samples: int) -> None:
-        """A pass over so many samples at a time went well."""
+        """A pass over this many samples at a time succeeded."""
         if self._device.type != "cuda" or samples <= self._largest:
             return
         self._largest = samples
@@ -41,7 +41,7 @@ class Memory:
 
 
 def fitting(samples: int, taken_bytes: float, free_bytes: float) -> int | None:
-    """How many samples fit, where so many took so much; None where they took nothing that can be seen."""
+    """How many samples fit, where `samples` took `taken_bytes`; None where no memory was seen to be taken."""
     if taken_bytes <= 0:
         return None
     return max(samples, int(samples * free_bytes / taken_bytes))

@@ -67,7 +67,7 @@ def _way_seconds(path: Path, transfers: Sequence[tuple[int, int, int]], part: fl
 def best_server_nodes(
     cluster: Cluster, workers: Sequence[int], servers: int, nbytes: int = STEP_BYTES
 ) -> tuple[int, ...]:
-    """The nodes of so many servers that make a synchronous step's exchange shortest, in order.
+    """The nodes for this many servers that make a synchronous step's exchange shortest, in order.
 
     `workers`: the node of each worker. Several servers may share a node. Among placements that take equally long, the
     one on nodes with the fewest ranks, then on the first. All are tried where they are few; where they are many,

@@ -2,7 +2,7 @@
 
 Server m moves a part f_m of n bytes. N workers push it and N take it home, through a link of b_m bytes per second in
 each direction (the slower of the two counts), and it goes k times through memory at c_m bytes per second, once for each
-update. That is f_m n (N / b_m + k / c_m) seconds, and all servers are through together where
+update. That is f_m n (N / b_m + k / c_m) seconds, and all servers finish together where
 
     f_m = w_m / (w_1 + … + w_M),    w_m = 1 / (N / b_m + k / c_m)
 
@@ -52,7 +52,7 @@ class Parcel(NamedTuple):
 
 
 def check_ranges(who: str, ranges: str, servers: int) -> None:
-    """Raise ConfigError unless this says how much each of so many servers holds."""
+    """Raise ConfigError unless `ranges` says how much each of this many servers holds."""
     if ranges in ("equal", "speed"):
         return
     if not re.fullmatch(f"{_NUMBER}([,/]{_NUMBER})*", ranges) or min(_numbers_in(ranges)) <= 0:

@@ -1,9 +1,9 @@
-"""Who does how much of a global step, while training goes on.
+"""The balancer at run time: which worker does how much of a global step.
 
-Every worker learns its own speed from its own passes. Every few steps they tell each other what they know, in one small
-exchange that lies behind the next step; then all ask the balancer the same question, get the same answer, and take it
-up with the step after, if it promises enough. Nothing else of this is shared or saved: whoever joins is taken to be
-like the others until it has told, and after a resume all learn anew.
+Every worker learns its own speed from its own passes. Every few steps the workers exchange what they know, in one small
+message that travels during the next step. Then all workers ask the balancer the same question, get the same answer, and
+use it from the step after, if it promises enough. Nothing else is shared or saved: a worker that joins is taken to be
+like the others until it has sent its speed, and after a resume all workers learn anew.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 SURE = 2.0
 """How many standard errors a promised gain must be beyond."""
 PATIENCE = 3
-"""Looks after which a worker that has nothing to do is tried again, at the earliest."""
+"""Decisions after which a worker without samples is tried again, at the earliest."""
 CURIOSITY = 0.02
-"""What part of the time may go into trying workers again that have nothing to do."""
+"""What part of the time may be spent on trying workers without samples again."""
 DOUBT = 24
-"""Looks after which it is tried again whatever that costs: what was believed of it may have been wrong. Twice as many
-after each time that it was in vain."""
+"""Decisions after which such a worker is tried again at any cost: its speed may have been judged wrongly. Twice as many
+after each try in vain."""
 SEEN, KNOWN = 16, 0.05
 """Passes, and the standard error, that must be known of a worker before its last sample is taken away."""
 
@@ -41,7 +41,7 @@ class Decision(NamedTuple):
 
     counts: list[int]
     why: Literal["gain", "memory", "look"]
-    """It saves time; or somebody had more than fits; or somebody who had nothing is tried again."""
+    """It saves time; or a worker had more than fits; or a worker without samples is tried again."""
     before_s: float
     after_s: float
     """What a step is thought to take, now and then."""
@@ -55,12 +55,12 @@ class Balancing:
     def __init__(self, balancer: Balancer, worker: Worker, recorder: Recorder) -> None:
         self.balancer, self.worker, self._recorder = balancer, worker, recorder
         self.model = SpeedModel()
-        self.memory = Memory(worker.device)
+        self.memory = Memory(worker.replica.device)
         self._members: list[Member] = []
         self._counts: list[int] = []
         """Each worker's part of a whole global step, by place."""
         self._idle: list[int] = []
-        """Looks since each had nothing to do, by place."""
+        """Decisions since each worker had no samples, by place."""
         self._vain: list[int] = []
         """How often each was tried again in vain, by place."""
         self._steps = 0  # since the last exchange
@@ -75,12 +75,12 @@ class Balancing:
     def counts(self, count: int) -> list[int]:
         """How many of a step's `count` samples each worker takes, by place."""
         self._meet()
-        if self.learns and count == self.worker.batch_size:
+        if self.learns and count == self.worker.progress.batch_size:
             return self._counts
         return self.balancer.divide(count, self._members)
 
     def saw_step(self, samples: int, seconds: float, step_s: float = 0.0, *, may_tell: bool = True) -> None:
-        """This worker took so long for a pass over so many samples, their loading included, and `step_s` for the step.
+        """This worker took `seconds` for a pass over `samples`, their loading included, and `step_s` for the step.
 
         `may_tell`: all workers are at this point.
         """
@@ -99,7 +99,7 @@ class Balancing:
             self._steps, self._steps_s = 0, 0.0
 
     def settle(self) -> None:
-        """Hear what the others have told, where they have, and decide. Collective."""
+        """Wait for the speeds under way, where there are any, and decide. Collective."""
         if self._told is None:
             return
         (told, handle), self._told = self._told, None
@@ -109,10 +109,7 @@ class Balancing:
         self._decide()
 
     def drop(self) -> None:
-        """Others go on together than before, or the same: some may have heard what was told, and others not.
-
-        So all begin as equals.
-        """
+        """The workers regroup. Some may have received the speeds under way and others not, so all begin as equals."""
         self._told, self._steps, self._steps_s, self._members = None, 0, 0.0, []
 
     # Inside.
@@ -120,11 +117,11 @@ class Balancing:
     @property
     def _parts(self) -> int:
         """Passes that a step of this worker is made of: what fits at a time fits into each."""
-        return self.worker.accumulate
+        return self.worker.gradients.options.accumulate
 
     def _meet(self) -> None:
-        """Where others are there than before, all begin as equals, but for what they go on to tell."""
-        ranks, batch_size = list(self.worker.comm.workers), self.worker.batch_size
+        """Where the members have changed, all begin as equals, until they exchange their speeds."""
+        ranks, batch_size = list(self.worker.comm.workers), self.worker.progress.batch_size
         if [member.rank for member in self._members] != ranks:
             self._members = [Member(rank, UNKNOWN, self._limit(rank)) for rank in ranks]
         elif sum(self._counts) == batch_size:
@@ -141,7 +138,7 @@ class Balancing:
         comm, speed, most = self.worker.comm, told_of(self.model), self.memory.most
         limits = [self._limit(comm.rank), None if most is None else most * self._parts]
         limit = min((each for each in limits if each is not None), default=-1)
-        mine = [*speed, limit, self.worker.exchange_s, self._steps_s / self._steps]
+        mine = [*speed, limit, self.worker.gradients.times.exchange_s, self._steps_s / self._steps]
         told = torch.zeros(comm.size, len(mine), dtype=torch.float64)
         told[comm.index] = torch.tensor(mine, dtype=told.dtype)
         self._told = (told, comm.all_reduce(told))
@@ -150,7 +147,9 @@ class Balancing:
         assert isinstance(self.balancer, Learning)
         self._idle = [0 if count else idle + 1 for count, idle in zip(self._counts, self._idle, strict=True)]
         looks = (self._idle, self._vain)
-        found = decide(self.balancer, self.worker.batch_size, self._counts, self._members, *looks, step_s=self._step_s)
+        found = decide(
+            self.balancer, self.worker.progress.batch_size, self._counts, self._members, *looks, step_s=self._step_s
+        )
         if found is not None:
             self._vain = in_vain(self._vain, self._counts, found)
             before, self._counts = self._counts, found.counts
@@ -195,9 +194,10 @@ def decide(
     is known of those whom it concerns. Somebody's memory being too small needs no promise. `step_s`: what a step takes
     with all that belongs to it; what is saved must be worth it beside that.
 
-    Whoever has nothing to do is no longer seen. So one sample is left where that costs less than `gain`, or where too
-    little is known to say; otherwise it gets one now and then, the more seldom the more that costs. `idle`: looks since
-    each had nothing to do; `vain`: how often each was then tried again, and lost it again.
+    The speed of a worker without samples cannot be seen. So a worker keeps one sample where that costs less than
+    `gain`, or where too little is known to say; otherwise it gets one now and then, the more seldom the more that
+    costs. `idle`: decisions since each worker had no samples; `vain`: how often it was tried again and lost the sample
+    again.
     """
     if not any(member.speed.passes for member in members):
         return None
@@ -237,7 +237,7 @@ def _look(
 
 
 def _leave_one(wanted: list[int], now: Sequence[int], members: Sequence[Member], gain: float) -> list[int]:
-    """The same, but that whoever would lose its last sample keeps one, where that costs little, or may do so."""
+    """The same, but a worker that would lose its last sample keeps one where that costs little, or may cost little."""
     end_s = finish_s(wanted, members)
     for i, member in enumerate(members):
         unsure = member.speed.passes < SEEN or member.speed.error > KNOWN
@@ -247,7 +247,7 @@ def _leave_one(wanted: list[int], now: Sequence[int], members: Sequence[Member],
 
 
 def _give_one(counts: Sequence[int], i: int) -> list[int]:
-    """One sample to worker i from whoever has most."""
+    """One sample to worker i from the worker that has most."""
     giver = max(range(len(counts)), key=lambda k: (counts[k], -k))
     return [count + (k == i) - (k == giver) for k, count in enumerate(counts)]
 

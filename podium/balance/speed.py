@@ -62,7 +62,7 @@ class Speed(NamedTuple):
     """How many samples these passes had; 0: nothing is known."""
 
     def seconds(self, samples: float) -> float:
-        """What a pass over so many samples takes."""
+        """What a pass over this many samples takes."""
         return self.fixed_s + self.per_sample_s * samples
 
 
@@ -81,7 +81,7 @@ class SpeedModel:
         self._unread = 0  # passes since
 
     def observe(self, samples: int, seconds: float) -> None:
-        """A pass over so many samples took so long. One over none, or one that took no time, says nothing."""
+        """A pass over this many samples took this long. One without samples, or that took no time, says nothing."""
         if samples < 1 or not 0 < seconds < math.inf:
             return
         is_new = samples not in self._sizes
@@ -210,7 +210,7 @@ class _Try(NamedTuple):
     """What two numbers of samples say of the shape."""
 
     overhead: float
-    """What is fixed takes as long as so many samples."""
+    """The fixed part of a pass takes as long as this many samples."""
     weight: float
     """One over the variance of the fixed part that follows."""
 
@@ -221,7 +221,7 @@ class _Shape(NamedTuple):
     """Standard error of the fixed part."""
 
     def fixed_part(self, samples: int) -> float:
-        """What part of a pass over so many samples is fixed."""
+        """What part of a pass over this many samples is fixed."""
         return min(MOST_FIXED, self.overhead / (self.overhead + samples))
 
 
@@ -246,13 +246,13 @@ class _Found(NamedTuple):
     spread: float
 
     def mean(self, samples: int) -> tuple[float, float]:
-        """What a pass over so many samples takes, and the relative standard error of that."""
+        """What a pass over this many samples takes, and the relative standard error of that."""
         weights = self._weights(samples, self.noise)
         scaled = (group.mean_s * self._ratio(samples, group.samples) for group in self.groups)
         return _weighted(scaled, weights), 1 / math.sqrt(sum(weights))
 
     def centre(self, samples: int) -> tuple[float, float]:
-        """The logarithm around which passes over so many samples lie, and its standard error."""
+        """The logarithm around which passes over this many samples lie, and its standard error."""
         weights = self._weights(samples, self.spread)
         scaled = (group.centre + math.log(self._ratio(samples, group.samples)) for group in self.groups)
         return _weighted(scaled, weights), 1 / math.sqrt(sum(weights))
@@ -325,7 +325,7 @@ def _try(one: _Group, other: _Group, noise: float) -> _Try:
         overhead = math.inf
     else:
         overhead = max(0.0, (many.samples - ratio * few.samples) / (ratio - 1))
-    # More than so many passes tell no more: the line is no line, and the level drifts.
+    # More than 32 passes tell no more: the line is no line, and the level drifts.
     variance = noise**2 * (1 / min(32, one.passes) + 1 / min(32, other.passes))
     most = MOST_FIXED / (1 - MOST_FIXED) * many.samples
     return _Try(min(overhead, most), math.log(many.samples / few.samples) ** 2 / variance)

@@ -1,7 +1,7 @@
-"""Work stealing: nobody is told how much to do; whoever is through comes for more.
+"""Work stealing: no worker is told how much to do; a worker that has finished draws more.
 
 A global step is cut into micro-batches, and every worker draws the next one from a counter that all share until the
-step has none left. A slow worker draws fewer, whatever made it slow and however recently: nobody's speed is guessed.
+step has none left. A slow worker draws fewer, whatever made it slow and however recently: no speed is guessed.
 What it costs: a draw and the fixed part of a pass for every micro-batch, and at the end of a step the fast wait for
 the micro-batch that the slowest is at, so the last ones are smaller. Simulated with 2 to 8 workers of random speeds up
 to 5:1, the default comes to 96 % of what their speeds add up to where a pass costs its samples and nothing else, to
@@ -30,7 +30,7 @@ SHRINK = 4
 @final
 @dataclass(frozen=True, kw_only=True)
 class Steal(Balancer):
-    """Micro-batches for whoever comes first. Every one is a pass of its own: `accumulate` splits none further."""
+    """Each micro-batch goes to the worker that draws it first, and is a pass of its own: `accumulate` splits none."""
 
     name: ClassVar[str] = "steal"
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from podium.errors import ConfigError
-from podium.exchange.codecs.base import Memory, RoundsCodec, Span, Turn
-from podium.exchange.reducing import Packing, make_packing
+from podium.exchange.codecs.base import Codec, Memory, RoundsCodec, Span, StepContext
+from podium.exchange.packing import Packing, make_packing
 
 if TYPE_CHECKING:
     from podium.comm.base import Communicator
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SIZES = (4 << 10, 64 << 10, 512 << 10)
 """Bytes that are sent to learn what the network does."""
 _MORE, _QUICK_S = 16, 0.02
-"""Up to so many times the largest of them are sent, too, where that one took less than this."""
+"""Up to `_MORE` times the largest size is sent, too, where the largest took less than `_QUICK_S`."""
 _PACKINGS = 3
 _EXCHANGES = (6, 4, 2)
 """How often each size is sent: packing loses something, so it must not be chosen because of one late packet."""
@@ -89,49 +89,63 @@ def choose(
     for spec, packing in packings.items():
         if packing.codec.takes_momentum or packing.codec.name == "auto":
             raise ConfigError(f"codec auto: {spec} changes more than how gradients are packed, so it is no candidate")
-    plain = make_packing("dense")
-    sizes = [span.numel * grads[span.buffer].element_size() for span in spans]
     if comm.size == 1:
-        return Choice([plain] * len(spans), ["dense"] * len(spans), 0.0, 0.0, {"why": "one worker sends nothing"})
+        plain = [make_packing("dense")] * len(spans)
+        return Choice(plain, ["dense"] * len(spans), 0.0, 0.0, {"why": "one worker sends nothing"})
+    sizes = [span.numel * grads[span.buffer].element_size() for span in spans]
     trial = spans[sizes.index(max(sizes))]
-    largest, like = max(sizes), grads[trial.buffer]
-    if comm.servers:
-        line_sum = line_gather = _line(comm, lambda n: _to_servers(comm, n), like.device, largest)
-    else:
-        line_sum = _line(comm, lambda n: (collective.all_reduce(comm, _bytes(n, like.device)),), like.device, largest)
-        line_gather = _line(comm, lambda n: (_gather(comm, collective, n, like.device),), like.device, largest)
-    rates = {spec: _rate(comm, packing, trial, largest, like) for spec, packing in packings.items()}
-    line_sum, line_gather, rates = _slowest(comm, line_sum, line_gather, rates)
+    costs = _measure(packings, comm, collective, trial, grads[trial.buffer])
+    return _decide(costs, packings, sizes, auto.least_gain)
 
-    def seconds(spec: str, nbytes: int) -> float:
+
+class Costs(NamedTuple):
+    """What exchanges take, with each codec: as measured, as slow as for the slowest worker."""
+
+    codecs: dict[str, Codec]
+    rates: dict[str, Rate]
+    line_sum: Line
+    line_gather: Line
+    to_servers: bool
+
+    def seconds(self, spec: str, nbytes: int) -> float:
+        """Of one exchange of a bucket of this size."""
         if spec == "dense":
-            return line_sum.seconds(nbytes)
-        codec, rate = packings[spec].codec, rates[spec]
-        line = line_sum if codec.reduction == "sum" else line_gather
-        sums = 2 if isinstance(codec, RoundsCodec) and not comm.servers else 1
+            return self.line_sum.seconds(nbytes)
+        codec, rate = self.codecs[spec], self.rates[spec]
+        line = self.line_sum if codec.reduction == "sum" else self.line_gather
+        sums = 2 if isinstance(codec, RoundsCodec) and not self.to_servers else 1
         return rate.seconds * nbytes + (sums - 1) * line.alpha + line.seconds(rate.wire * nbytes)
 
-    def best(parts: Sequence[int]) -> str:
-        """The codec for buckets of these sizes together."""
-        cost = {spec: sum(seconds(spec, n) for n in parts) for spec in ("dense", *auto.candidates)}
-        found = min(auto.candidates, key=lambda spec: cost[spec])
-        return found if cost["dense"] >= auto.least_gain * cost[found] else "dense"
+    def totals(self, sizes: Sequence[int]) -> dict[str, float]:
+        """Of buckets of these sizes together, without packing and with each codec."""
+        return {spec: sum(self.seconds(spec, n) for n in sizes) for spec in ("dense", *self.codecs)}
 
+    def best(self, sizes: Sequence[int], least_gain: float) -> str:
+        """The codec for buckets of these sizes together."""
+        cost = self.totals(sizes)
+        found = min(self.codecs, key=lambda spec: cost[spec])
+        return found if cost["dense"] >= least_gain * cost[found] else "dense"
+
+
+def _decide(costs: Costs, packings: dict[str, Packing], sizes: Sequence[int], least_gain: float) -> Choice:
     # Servers cut the parameters in their own way, so that buckets do not matter there.
-    specs = [best(sizes)] * len(sizes) if comm.servers else [best([nbytes]) for nbytes in sizes]
-    chosen = [plain if spec == "dense" else packings[spec] for spec in specs]
-    dense = sum(seconds("dense", n) for n in sizes)
-    predicted = sum(seconds(spec, n) for spec, n in zip(specs, sizes, strict=True))
-    totals = {spec: sum(seconds(spec, n) for n in sizes) for spec in ("dense", *auto.candidates)}
+    if costs.to_servers:
+        specs = [costs.best(sizes, least_gain)] * len(sizes)
+    else:
+        specs = [costs.best([nbytes], least_gain) for nbytes in sizes]
+    plain, totals = make_packing("dense"), costs.totals(sizes)
+    predicted = sum(costs.seconds(spec, n) for spec, n in zip(specs, sizes, strict=True))
+    rates = {spec: {"gbs": 1e-9 / max(rate.seconds, 1e-15), "ratio": rate.wire} for spec, rate in costs.rates.items()}
     facts = {
         "chosen": sorted(set(specs)),
         "by_bucket": specs,
-        "predicted_ms": {spec: seconds_ * 1e3 for spec, seconds_ in totals.items()},
-        "link": {"sum": line_sum._asdict(), "gather": line_gather._asdict()},
-        "rates": {spec: {"gbs": 1e-9 / max(rate.seconds, 1e-15), "ratio": rate.wire} for spec, rate in rates.items()},
+        "predicted_ms": {spec: seconds * 1e3 for spec, seconds in totals.items()},
+        "link": {"sum": costs.line_sum._asdict(), "gather": costs.line_gather._asdict()},
+        "rates": rates,
     }
-    choice = Choice(chosen, specs, dense, predicted, facts)
-    facts["why"] = _why(choice, totals, auto.least_gain)
+    chosen = [plain if spec == "dense" else packings[spec] for spec in specs]
+    choice = Choice(chosen, specs, totals["dense"], predicted, facts)
+    facts["why"] = _why(choice, totals, least_gain)
     return choice
 
 
@@ -170,7 +184,7 @@ class Check:
         measured = torch.tensor([float(usual)], dtype=torch.float64)
         everyone = torch.empty(comm.size, dtype=torch.float64)
         comm.wait(comm.all_gather(measured, everyone))
-        seconds = float(everyone.min()) / 1e9  # of the one who came last, and so has waited for nobody
+        seconds = float(everyone.min()) / 1e9  # of the worker that came last, and so has waited for no other
         keeps = seconds <= self.choice.dense
         return {
             "measured_ms": seconds * 1e3,
@@ -178,6 +192,22 @@ class Check:
             "dense_ms": self.choice.dense * 1e3,
             "keeps": keeps,
         }
+
+
+def _measure(
+    packings: dict[str, Packing], comm: Communicator, collective: Collective, trial: Span, like: Tensor
+) -> Costs:
+    """Try the network, and each codec on a bucket like this one. Collective."""
+    largest = trial.numel * like.element_size()
+    if comm.servers:
+        line_sum = line_gather = _line(comm, lambda n: _to_servers(comm, n), like.device, largest)
+    else:
+        line_sum = _line(comm, lambda n: (collective.all_reduce(comm, _bytes(n, like.device)),), like.device, largest)
+        line_gather = _line(comm, lambda n: (_gather(comm, collective, n, like.device),), like.device, largest)
+    rates = {spec: _rate(comm, packing, trial, largest, like) for spec, packing in packings.items()}
+    line_sum, line_gather, rates = _slowest(comm, line_sum, line_gather, rates)
+    codecs = {spec: packing.codec for spec, packing in packings.items()}
+    return Costs(codecs, rates, line_sum, line_gather, bool(comm.servers))
 
 
 def _line(comm: Communicator, issue: Callable[[int], tuple[Any, ...]], device: torch.device, largest: int) -> Line:
@@ -232,7 +262,7 @@ def _bytes(nbytes: int, device: torch.device) -> Tensor:
 
 def _rate(comm: Communicator, packing: Packing, span: Span, nbytes: int, like: Tensor) -> Rate:
     """What packing a bucket of noise takes, all in all: the best of a few times after the first, which makes room."""
-    codec, turn = packing.codec, Turn(workers=comm.size)
+    codec, context = packing.codec, StepContext(workers=comm.size)
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(span.numel, generator=generator).to(like.device, like.dtype)
     alone = span._replace(buffer=0, start=0, stop=span.numel)
@@ -241,13 +271,13 @@ def _rate(comm: Communicator, packing: Packing, span: Span, nbytes: int, like: T
     times = []
     for _ in range(_PACKINGS):
         began = _now(comm, like.device)
-        wire = packing.pack(noise, alone, turn, memory)
+        wire = packing.pack(noise, alone, context, memory)
         memory.commit()
         if codec.reduction == "gather":
-            codec.combine(wire.expand(comm.size, -1), out, alone, turn)
+            codec.combine(wire.expand(comm.size, -1), out, alone, context)
         else:
             out.zero_()
-            codec.decode_add(wire, out, alone, turn)
+            codec.decode_add(wire, out, alone, context)
         comm.clock.touch(round(codec.passes * nbytes))
         times.append(_now(comm, like.device) - began)
     return Rate(min(times[1:]) / nbytes, wire.nbytes / nbytes)

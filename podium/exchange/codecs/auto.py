@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, final
 from torch import Tensor
 
 from podium.errors import ConfigError
-from podium.exchange.codecs.base import Codec, Memory, Span, Turn
+from podium.exchange.codecs.base import Codec, Memory, Span, StepContext
 
 CANDIDATES = ("fp16", "int8", "ef-sign", "top-k:ratio=0.01", "power-sgd:rank=1", "power-sgd:rank=4")
 """Codecs whose papers report about what is reached without; what they cost is in the rates study (docs/studies)."""
@@ -46,8 +46,8 @@ class AutoCodec(Codec):
         if self.check_after < 0:
             raise ConfigError(f"codec auto: check_after must be 0 or more, got {self.check_after}")
 
-    def encode(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
+    def encode(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
         raise AssertionError("a codec is chosen before anything is packed")
 
-    def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
+    def decode_add(self, wire: Tensor, out: Tensor, span: Span, context: StepContext, alpha: float = 1.0) -> None:
         raise AssertionError("a codec is chosen before anything is packed")

@@ -53,7 +53,7 @@ class Span(NamedTuple):
         return flats[self.buffer][self.start : self.stop]
 
 
-class Turn(NamedTuple):
+class StepContext(NamedTuple):
     """When, and by whom. All but `rank` is the same on all workers in one exchange of a synchronous strategy."""
 
     step: int = 0
@@ -164,39 +164,39 @@ class Codec(ABC):
         """Raise ConfigError when this codec cannot work beside an optimizer with these settings (a param group)."""
 
     @abstractmethod
-    def encode(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
+    def encode(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
         """The wire: one contiguous 1-D tensor on the tensor's device, not sharing its memory.
 
-        Its length and dtype depend on the span and on the turn only, not on the values. Leaves `tensor` as it is.
+        Its length and dtype depend on the span and on the context only, not on the values. Leaves `tensor` as it is.
         """
 
     @abstractmethod
-    def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
+    def decode_add(self, wire: Tensor, out: Tensor, span: Span, context: StepContext, alpha: float = 1.0) -> None:
         """`out += alpha *` what this wire says; `wire` may be a sum of wires where `reduction` is `sum`."""
 
-    def wire_like(self, span: Span, turn: Turn, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    def wire_like(self, span: Span, context: StepContext, dtype: torch.dtype) -> tuple[int, torch.dtype]:
         """Length and dtype of the wire, for a span of this dtype: to know one that cannot be right."""
         return _wire_like(self, span, dtype)
 
-    def remainder(self, wire: Tensor, tensor: Tensor, out: Tensor, span: Span, turn: Turn) -> None:
+    def remainder(self, wire: Tensor, tensor: Tensor, out: Tensor, span: Span, context: StepContext) -> None:
         """`out` becomes `tensor` minus what this wire says; they may be one and the same."""
         if out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
-        self.decode_add(wire, out, span, turn, -1.0)
+        self.decode_add(wire, out, span, context, -1.0)
 
-    def combine(self, wires: Tensor, out: Tensor, span: Span, turn: Turn) -> None:
+    def combine(self, wires: Tensor, out: Tensor, span: Span, context: StepContext) -> None:
         """`out` becomes the sum of what these wires say, one per row: what `gather` ends with."""
         out.zero_()
         for wire in wires:
-            self.decode_add(wire, out, span, turn)
+            self.decode_add(wire, out, span, context)
 
 
 @lru_cache(maxsize=4096)
 def _wire_like(codec: Codec, span: Span, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """Found by packing nothing; the turn does not matter to most."""
+    """Found by packing nothing; the context does not matter to most."""
     alone = span._replace(buffer=0, start=0, stop=span.numel)
     zeros = torch.zeros(span.numel, dtype=dtype)
-    wire = codec.encode(zeros, alone, Turn(), Memory([zeros]))
+    wire = codec.encode(zeros, alone, StepContext(), Memory([zeros]))
     return wire.numel(), wire.dtype
 
 
@@ -229,5 +229,5 @@ class RoundsCodec(Codec):
     reduction: ClassVar[Literal["sum", "gather"]] = "sum"
 
     @abstractmethod
-    def rounds(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Rounds:
+    def rounds(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Rounds:
         """Begin an exchange. `tensor` stays unchanged until `finish`."""

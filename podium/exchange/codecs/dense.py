@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, final
 
 from torch import Tensor
 
-from podium.exchange.codecs.base import Codec, Memory, Span, Turn
+from podium.exchange.codecs.base import Codec, Memory, Span, StepContext
 
 
 @final
@@ -20,8 +20,8 @@ class Dense(Codec):
     exact: ClassVar[bool] = True
     biased: ClassVar[bool] = False
 
-    def encode(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
+    def encode(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
         return tensor.clone()
 
-    def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
+    def decode_add(self, wire: Tensor, out: Tensor, span: Span, context: StepContext, alpha: float = 1.0) -> None:
         out.add_(wire, alpha=alpha)

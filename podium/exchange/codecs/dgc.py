@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from podium.errors import ConfigError
-from podium.exchange.codecs.base import Codec, Memory, Span, Turn
+from podium.exchange.codecs.base import Codec, Memory, Span, StepContext
 from podium.exchange.codecs.blocks import blocks, scratch
 from podium.exchange.codecs.feedback import UNSENT
 from podium.exchange.codecs.sparse import Select, choose, pack, room_for, unpack_add, wire_bytes
@@ -77,28 +77,28 @@ class DGC(Codec):
             return self.ratio
         return max(self.ratio, 0.25 ** (math.floor(epoch) + 1))
 
-    def encode(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
+    def encode(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
         velocity, unsent = memory.put("velocity", span), memory.put(UNSENT, span)
-        self._accumulate(tensor, span, turn, memory, velocity, unsent)
-        k = room_for(span.numel, self.ratio_at(turn.epoch))
+        self._accumulate(tensor, span, context, memory, velocity, unsent)
+        k = room_for(span.numel, self.ratio_at(context.epoch))
         chosen = choose(unsent, k, self.select)
         wire = pack(unsent, chosen, k)
         velocity.index_fill_(0, chosen, 0.0)
         unpack_add(wire, unsent, k, -1.0)
         return wire
 
-    def wire_like(self, span: Span, turn: Turn, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        return wire_bytes(span.numel, room_for(span.numel, self.ratio_at(turn.epoch))), torch.uint8
+    def wire_like(self, span: Span, context: StepContext, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        return wire_bytes(span.numel, room_for(span.numel, self.ratio_at(context.epoch))), torch.uint8
 
-    def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
-        unpack_add(wire, out, room_for(span.numel, self.ratio_at(turn.epoch)), alpha)
+    def decode_add(self, wire: Tensor, out: Tensor, span: Span, context: StepContext, alpha: float = 1.0) -> None:
+        unpack_add(wire, out, room_for(span.numel, self.ratio_at(context.epoch)), alpha)
 
     def _accumulate(
-        self, tensor: Tensor, span: Span, turn: Turn, memory: Memory, velocity: Tensor, unsent: Tensor
+        self, tensor: Tensor, span: Span, context: StepContext, memory: Memory, velocity: Tensor, unsent: Tensor
     ) -> None:
         """Write the new velocity, and what is unsent before anything is chosen."""
         old_velocity, old_unsent = memory.get("velocity", span), memory.get(UNSENT, span)
-        factor = self._clipping(tensor, turn)
+        factor = self._clipping(tensor, context)
         for start, stop in blocks(tensor.numel(), tensor.device):
             here = slice(start, stop)
             grad, u, v = tensor[here], velocity[here], unsent[here]
@@ -118,9 +118,9 @@ class DGC(Codec):
             else:
                 torch.add(old_unsent[here], step, out=v)
 
-    def _clipping(self, tensor: Tensor, turn: Turn) -> Tensor | None:
+    def _clipping(self, tensor: Tensor, context: StepContext) -> Tensor | None:
         """What to multiply the gradient with, at most 1."""
         if self.clip is None:
             return None
         norm: Tensor = torch.linalg.vector_norm(tensor)
-        return norm.reciprocal().mul(self.clip / math.sqrt(turn.workers)).clamp(max=1.0)
+        return norm.reciprocal().mul(self.clip / math.sqrt(context.workers)).clamp(max=1.0)

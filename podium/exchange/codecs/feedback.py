@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from podium.exchange.codecs.base import Codec, Memory, Rounds, Span, Turn
+from podium.exchange.codecs.base import Codec, Memory, Rounds, Span, StepContext
 
 RESIDUAL = "residual"
 """Its name in the memory."""
@@ -32,10 +32,10 @@ def with_residual(codec: Codec, tensor: Tensor, span: Span, memory: Memory) -> T
     return torch.add(tensor, residual, out=memory.put(RESIDUAL, span))
 
 
-def keep_residual(codec: Codec, q: Tensor, wire: Tensor, span: Span, turn: Turn, memory: Memory) -> None:
+def keep_residual(codec: Codec, q: Tensor, wire: Tensor, span: Span, context: StepContext, memory: Memory) -> None:
     """Remember what this worker's own wire does not say of `q`, which comes from `with_residual`."""
     if not codec.keeps_residual:
-        codec.remainder(wire, q, memory.put(RESIDUAL, span), span, turn)
+        codec.remainder(wire, q, memory.put(RESIDUAL, span), span, context)
 
 
 def keep_own_residual(rounds: Rounds, q: Tensor, span: Span, memory: Memory) -> None:

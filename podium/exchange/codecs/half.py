@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from podium.exchange.codecs.base import Codec, Memory, Span, Turn
+from podium.exchange.codecs.base import Codec, Memory, Span, StepContext
 from podium.exchange.codecs.blocks import add_into, blocks, scratch
 
 
@@ -25,17 +25,17 @@ class _Half(Codec):
     biased: ClassVar[bool] = False
     dtype: ClassVar[torch.dtype]
 
-    def encode(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
+    def encode(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
         wire = torch.empty(tensor.numel(), dtype=self.dtype, device=tensor.device)
         for start, stop in blocks(tensor.numel(), tensor.device):
             block = tensor[start:stop]
             wire[start:stop].copy_(_within(block, torch.finfo(self.dtype).max))
         return wire
 
-    def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
+    def decode_add(self, wire: Tensor, out: Tensor, span: Span, context: StepContext, alpha: float = 1.0) -> None:
         self._add(wire, out, alpha, out)
 
-    def remainder(self, wire: Tensor, tensor: Tensor, out: Tensor, span: Span, turn: Turn) -> None:
+    def remainder(self, wire: Tensor, tensor: Tensor, out: Tensor, span: Span, context: StepContext) -> None:
         self._add(wire, tensor, -1.0, out)
 
     def _add(self, wire: Tensor, base: Tensor, alpha: float, out: Tensor) -> None:

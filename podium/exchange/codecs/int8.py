@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from podium.errors import ConfigError
-from podium.exchange.codecs.base import Codec, Memory, Span, Turn
+from podium.exchange.codecs.base import Codec, Memory, Span, StepContext
 from podium.exchange.codecs.blocks import BLOCK, add_into, as_float32, blocks, scratch, view_as, words
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -49,11 +49,11 @@ class Int8(Codec):
     def wants_feedback(self) -> bool:
         return not self.stochastic
 
-    def encode(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
+    def encode(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
         numel, device = tensor.numel(), tensor.device
         wire = torch.empty(self._header(numel) + numel, dtype=torch.uint8, device=device)
         scales, codes = self._parts(wire, numel)
-        noise = _Noise(numel, self._size, device, turn, span) if self.stochastic else None
+        noise = _Noise(numel, self._size, device, context, span) if self.stochastic else None
         for start, stop in blocks(numel, device, self._size):
             whole = start + (stop - start) // self.chunk * self.chunk
             for first, last, width in ((start, whole, self.chunk), (whole, stop, stop - whole)):
@@ -75,10 +75,10 @@ class Int8(Codec):
             return torch.mul(values, inverse, out=room).round_()
         return torch.addcmul(noise.at(start, values.numel()).view_as(values), values, inverse, out=room).floor_()
 
-    def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
+    def decode_add(self, wire: Tensor, out: Tensor, span: Span, context: StepContext, alpha: float = 1.0) -> None:
         self._add(wire, out, alpha, out)
 
-    def remainder(self, wire: Tensor, tensor: Tensor, out: Tensor, span: Span, turn: Turn) -> None:
+    def remainder(self, wire: Tensor, tensor: Tensor, out: Tensor, span: Span, context: StepContext) -> None:
         self._add(wire, tensor, -1.0, out)
 
     def _add(self, wire: Tensor, base: Tensor, alpha: float, out: Tensor) -> None:
@@ -114,8 +114,8 @@ class _Noise:
     element all places are alike, so its noise is uniform, and no number is drawn anew.
     """
 
-    def __init__(self, numel: int, size: int, device: torch.device, turn: Turn, span: Span) -> None:
-        key = (turn.seed, turn.step, turn.rank, span.buffer, span.start)
+    def __init__(self, numel: int, size: int, device: torch.device, context: StepContext, span: Span) -> None:
+        key = (context.seed, context.step, context.rank, span.buffer, span.start)
         self._size = size
         self._fresh: Tensor | None = None
         if device.type == "cpu":

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from podium.errors import ConfigError
-from podium.exchange.codecs.base import Matrix, Memory, Rounds, RoundsCodec, Span, Turn
+from podium.exchange.codecs.base import Matrix, Memory, Rounds, RoundsCodec, Span, StepContext
 from podium.exchange.codecs.blocks import BLOCK, add_into, scratch, words
 
 _DEPENDENT = 1e-6
@@ -56,12 +56,12 @@ class PowerSGD(RoundsCodec):
         """What of a span is compressed."""
         return _plan(span.matrices, span.numel, self.rank, self.min_rate)
 
-    def rounds(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> PowerRounds:
-        return PowerRounds(self.plan(span), tensor, turn, memory)
+    def rounds(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> PowerRounds:
+        return PowerRounds(self.plan(span), tensor, context, memory)
 
-    def encode(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
+    def encode(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
         """For one worker alone: P, what is not compressed, and Q, one behind the other."""
-        rounds = self.rounds(tensor, span, turn, memory)
+        rounds = self.rounds(tensor, span, context, memory)
         left = rounds.first()
         right = rounds.next(left)
         if right is None:
@@ -71,7 +71,7 @@ class PowerSGD(RoundsCodec):
         rounds.remember()
         return torch.cat([left, right])
 
-    def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
+    def decode_add(self, wire: Tensor, out: Tensor, span: Span, context: StepContext, alpha: float = 1.0) -> None:
         plan = self.plan(span)
         left, rest, right = wire.split([plan.left, plan.rest, plan.right])
         for start, stop, place in plan.runs:
@@ -135,9 +135,9 @@ def _plan(matrices: tuple[Matrix, ...], numel: int, rank: int, min_rate: float) 
 class PowerRounds(Rounds):
     """Two sums: of all P and what is not compressed, then of all Q."""
 
-    def __init__(self, plan: Plan, tensor: Tensor, turn: Turn, memory: Memory) -> None:
+    def __init__(self, plan: Plan, tensor: Tensor, context: StepContext, memory: Memory) -> None:
         self.plan = plan
-        self._tensor, self._turn, self._memory = tensor, turn, memory
+        self._tensor, self._context, self._memory = tensor, context, memory
         self._dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         self._left: list[Tensor] = []
         self._rest: Tensor | None = None
@@ -208,7 +208,7 @@ class PowerRounds(Rounds):
     def _fresh(self, one: Thin) -> Tensor:
         """A random Q that all workers agree on."""
         digest = hashlib.blake2b(one.matrix.name.encode(), digest_size=8).digest()
-        drawn = words(one.rank * one.matrix.cols, self._turn.seed, int.from_bytes(digest, "little"))
+        drawn = words(one.rank * one.matrix.cols, self._context.seed, int.from_bytes(digest, "little"))
         uniform = (drawn >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
         return torch.from_numpy(uniform).view(one.rank, -1).to(self._tensor.device, self._dtype)
 

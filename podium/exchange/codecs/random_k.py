@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from podium.errors import ConfigError
-from podium.exchange.codecs.base import Codec, Memory, Span, Turn
+from podium.exchange.codecs.base import Codec, Memory, Span, StepContext
 from podium.exchange.codecs.blocks import below
 from podium.exchange.codecs.sparse import room_for
 
@@ -47,20 +47,20 @@ class RandomK(Codec):
     def wants_feedback(self) -> bool:
         return not self.unbias
 
-    def encode(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
-        places, sizes = self._draw(span, turn)
+    def encode(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
+        places, sizes = self._draw(span, context)
         wire = tensor.index_select(0, torch.from_numpy(places).to(tensor.device))
         if self.unbias:
             wire *= torch.from_numpy(sizes).to(tensor.device, tensor.dtype)
         return wire
 
-    def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
-        places, _ = self._draw(span, turn)
+    def decode_add(self, wire: Tensor, out: Tensor, span: Span, context: StepContext, alpha: float = 1.0) -> None:
+        places, _ = self._draw(span, context)
         out.index_add_(0, torch.from_numpy(places).to(out.device), wire, alpha=alpha)
 
-    def _draw(self, span: Span, turn: Turn) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _draw(self, span: Span, context: StepContext) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The place kept in each stratum, and how many elements each stratum has."""
         k = room_for(span.numel, self.ratio)
         edges = np.arange(k + 1, dtype=np.int64) * span.numel // max(k, 1)
         sizes = np.diff(edges)
-        return edges[:-1] + below(sizes, turn.seed, turn.step, span.buffer, span.start), sizes
+        return edges[:-1] + below(sizes, context.seed, context.step, span.buffer, span.start), sizes

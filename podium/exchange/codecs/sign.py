@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from podium.errors import ConfigError
-from podium.exchange.codecs.base import Codec, Memory, Span, Turn
+from podium.exchange.codecs.base import Codec, Memory, Span, StepContext
 from podium.exchange.codecs.blocks import BLOCK, add_into, as_float32, blocks, scratch, view_as
 
 
@@ -66,7 +66,7 @@ class _Bits(Codec):
     def levels(self, magnitudes: Tensor) -> tuple[Tensor, Tensor]:
         """What a cleared bit and a set one stand for, by chunk."""
 
-    def encode(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
+    def encode(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
         numel, device = tensor.numel(), tensor.device
         chunks = self._chunks(numel)
         head = 4 * self.magnitudes * chunks
@@ -89,10 +89,10 @@ class _Bits(Codec):
             wire[:head].view(torch.float32).copy_(self.settle(sums, self._counts(numel, device)).reshape(-1))
         return wire
 
-    def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
+    def decode_add(self, wire: Tensor, out: Tensor, span: Span, context: StepContext, alpha: float = 1.0) -> None:
         self._add(wire, out, alpha, out)
 
-    def remainder(self, wire: Tensor, tensor: Tensor, out: Tensor, span: Span, turn: Turn) -> None:
+    def remainder(self, wire: Tensor, tensor: Tensor, out: Tensor, span: Span, context: StepContext) -> None:
         self._add(wire, tensor, -1.0, out)
 
     def _add(self, wire: Tensor, base: Tensor, alpha: float, out: Tensor) -> None:
@@ -182,7 +182,7 @@ class Vote(_Mean):
     def wants_feedback(self) -> bool:
         return False
 
-    def combine(self, wires: Tensor, out: Tensor, span: Span, turn: Turn) -> None:
+    def combine(self, wires: Tensor, out: Tensor, span: Span, context: StepContext) -> None:
         parts = [self._parts(wire, out.numel()) for wire in wires]
         scales = torch.stack([magnitudes[:, 0] for magnitudes, _ in parts])
         votes_at_all, total = (scales != 0).float(), scales.sum(0)

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, final
 from torch import Tensor
 
 from podium.errors import ConfigError
-from podium.exchange.codecs.base import Codec, Memory, Span, Turn
+from podium.exchange.codecs.base import Codec, Memory, Span, StepContext
 from podium.exchange.codecs.sparse import Select, choose, pack, room_for, unpack_add
 
 
@@ -33,9 +33,9 @@ class TopK(Codec):
         if not 0 < self.ratio <= 1:
             raise ConfigError(f"top-k: ratio must be above 0 and at most 1, got {self.ratio}")
 
-    def encode(self, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
+    def encode(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
         k = room_for(span.numel, self.ratio)
         return pack(tensor, choose(tensor, k, self.select), k)
 
-    def decode_add(self, wire: Tensor, out: Tensor, span: Span, turn: Turn, alpha: float = 1.0) -> None:
+    def decode_add(self, wire: Tensor, out: Tensor, span: Span, context: StepContext, alpha: float = 1.0) -> None:
         unpack_add(wire, out, room_for(span.numel, self.ratio), alpha)

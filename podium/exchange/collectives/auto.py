@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from podium.exchange.collectives.backend import Backend
-from podium.exchange.collectives.base import Collective
+from podium.exchange.collectives.base import Collective, Native, Transport
 from podium.exchange.collectives.halving_doubling import HalvingDoubling
 from podium.exchange.collectives.ring import Ring
 from podium.exchange.collectives.shared import Shared
@@ -36,27 +36,27 @@ _TRIES = (10, 10, 3)
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Default(Collective):
+class Default(Native):
     """Shared memory on one host, the backend elsewhere."""
 
     name: ClassVar[str] = "default"
-    needs_channel: ClassVar[bool] = False
-    prefers_memory: ClassVar[bool] = True
+
+    def transport(self, same_host: bool) -> Transport:
+        return "memory" if same_host else "backend"
 
     def prepare(self, comm: Communicator) -> Collective:
         return Shared() if comm.size > 1 and comm.shares_host else Backend()
 
-    def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
-        return Backend().all_reduce(comm, tensor)
-
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Auto(Collective):
+class Auto(Native):
     """The fastest of the others, as far as a short trial shows."""
 
     name: ClassVar[str] = "auto"
-    prefers_memory: ClassVar[bool] = True
+
+    def transport(self, same_host: bool) -> Transport:
+        return "memory" if same_host else "schedule"
 
     def prepare(self, comm: Communicator) -> Collective:
         if comm.size == 1 or comm.shares_process:
@@ -68,9 +68,6 @@ class Auto(Collective):
         comm.meet()
         candidates = [Backend(), Ring(measure=True).prepare(comm), HalvingDoubling()]
         return Measured(candidates=tuple(candidates), seconds=_measure(comm, candidates))
-
-    def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
-        return Backend().all_reduce(comm, tensor)
 
 
 @final
@@ -84,7 +81,7 @@ class Measured(Collective):
     """By size of `SIZES`, then by candidate."""
 
     def choice(self, nbytes: int) -> Collective:
-        """Which one is used for so many bytes."""
+        """The candidate for a tensor of this size."""
         near = min(range(len(SIZES)), key=lambda i: abs(math.log(max(1, nbytes) / SIZES[i])))
         times = self.seconds[near]
         return self.candidates[times.index(min(times))]

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import ClassVar, final
 
-from torch import Tensor
-
-from podium.exchange.collectives.base import Collective
-
-if TYPE_CHECKING:
-    from podium.comm.base import Communicator, Handle
+from podium.exchange.collectives.base import Native, Transport
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Backend(Collective):
+class Backend(Native):
     """What the world itself offers: gloo or nccl."""
 
     name: ClassVar[str] = "backend"
-    needs_channel: ClassVar[bool] = False
 
-    def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
-        return comm.all_reduce(tensor)
+    def transport(self, same_host: bool) -> Transport:
+        return "backend"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from podium.comm.schedule import Chain
 
 
+Transport = Literal["memory", "backend", "schedule"]
+"""What carries a sum: memory that processes of one host share; gloo or nccl; or messages between workers."""
+
+
 class Collective(ABC):
     """How workers add up a tensor. Subclasses are frozen, keyword-only dataclasses."""
 
     name: ClassVar[str]
-    needs_channel: ClassVar[bool] = True
-    """Whether workers send messages to each other."""
-    prefers_memory: ClassVar[bool] = False
-    """Whether it goes through shared memory where all workers live on one host."""
+
+    def transport(self, same_host: bool) -> Transport:
+        """What the launcher has to set up for it, where all workers live on one host, or on several."""
+        return "schedule"
 
     def prepare(self, comm: Communicator) -> Collective:
         """What will be used among these workers: itself, or one that knows their links. Collective."""
@@ -39,6 +43,13 @@ class Collective(ABC):
     def all_gather(self, comm: Communicator, tensor: Tensor, into: Tensor) -> Handle:
         """Every worker's flat tensor, one after the other; issues and never waits."""
         return comm.all_gather(tensor, into)
+
+
+class Native(Collective):
+    """What the world itself has: shared memory or the backend between processes, a modelled ring in virtual time."""
+
+    def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
+        return comm.all_reduce(tensor)
 
 
 class Scheduled(Collective):

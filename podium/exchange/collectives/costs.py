@@ -111,7 +111,7 @@ def _task_graph(n: int, p: int, alpha: float, beta: float, gamma: float) -> floa
 
 
 def _owners(n: int, p: int, pieces: int, piece: float, alpha: float, beta: float, gamma: float) -> float:
-    """Each owner adds up so many pieces, and sends its other bytes away."""
+    """Each owner adds up `pieces` pieces, and sends its other bytes away."""
     share = pieces * piece
     once = (p - 1) * share
     meeting = (p - 2) * piece * beta
@@ -119,7 +119,7 @@ def _owners(n: int, p: int, pieces: int, piece: float, alpha: float, beta: float
 
 
 def _overlap(transfers: float, additions: float, pieces: int) -> float:
-    """Two things done in turn to each of so many pieces."""
+    """Two operations, one after the other, on each of `pieces` pieces."""
     return max(transfers, additions) + min(transfers, additions) / pieces
 
 

@@ -95,7 +95,7 @@ def _halve(index: int, nodes: list[tuple[int, int]], span: Span) -> Chain:
     back += [Move("put", keeper, 2 * depth, *half) for keeper, giver, half in halves if index == giver]
 
     start, stop = upper if at & 1 else lower
-    if index == nodes[at][at & 1]:  # who keeps nothing is through until the last round back
+    if index == nodes[at][at & 1]:  # a member that keeps nothing waits for the last round back
         for t in range(1, depth):
             peer = nodes[at ^ 1 << t][at & 1]
             middle = (start + stop) // 2

@@ -64,7 +64,7 @@ class Hierarchical(Scheduled):
         require_permutation("hierarchical", "groups", members, len(members))
 
     def groups_of(self, size: int) -> Groups:
-        """Who is together with whom among so many members."""
+        """The members of each group."""
         if self.groups is not None:
             require_permutation("hierarchical", "groups", [member for g in self.groups for member in g], size)
             return self.groups

@@ -73,7 +73,7 @@ def partners(index: int, size: int) -> list[int]:
 
 
 def _ping(comm: Communicator, partner: int, asks: bool, numel: int) -> float:
-    """Seconds until so many elements are there and one has come back; the one who does not ask is asked."""
+    """Seconds for `numel` elements to the partner and one back. One of a pair asks, the other answers."""
     tensor = torch.zeros(numel)
     there, back = ("send", "put") if asks else ("put", "send")
     chain = [Move(there, partner, 0, 0, numel), Move(back, partner, 1, 0, 1)]  # type: ignore[arg-type]  # two kinds

@@ -3,8 +3,8 @@
 A ring is as slow as its slowest link, so that comes first; among orders with the same slowest link, the smallest sum.
 This is the bottleneck travelling salesman problem. Up to `EXACT` members it is solved (Held and Karp, 1962, "A dynamic
 programming approach to sequencing problems"). Beyond, orders are grown from the nearest neighbour and improved by
-reversing and by moving stretches, until none of these helps (Croes, 1958, "A method for solving traveling-salesman
-problems"; Or, 1976), under a bound on the slowest link that is then lowered as far as it goes.
+reversing and by moving runs of members, until none of these helps (Croes, 1958, "A method for solving
+traveling-salesman problems"; Or, 1976), under a bound on the slowest link that is then lowered as far as it goes.
 
 Costs may differ by direction. All members find the same order: nothing depends on time or chance.
 """
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from podium.errors import ConfigError
 
 EXACT = 12
-"""Up to so many members the best order is found for certain."""
+"""Up to this many members the search is exhaustive."""
 
 Matrix = NDArray[np.float64]
 Tour = NDArray[np.int64]
@@ -115,7 +115,7 @@ def _grown(cost: Matrix) -> Iterator[Tour]:
 
 
 def _kicked(tour: Tour, kick: int) -> Tour:
-    """Two stretches change places, which reversing and moving short stretches cannot undo at once; or all do."""
+    """Swap two runs of members, which reversing and moving short runs cannot undo at once; or shuffle all."""
     chance = np.random.default_rng(kick)
     if kick % 5 == 4:
         return chance.permutation(tour)
@@ -153,7 +153,7 @@ def _polished(cost: Matrix, tour: Tour, bound: float = math.inf) -> Tour:
 
 
 def _changed(weight: Matrix, tour: Tour) -> Tour | None:
-    """The best of all reversals of a stretch and moves of a short one; None where nothing is gained.
+    """The best of all reversals of a run and moves of a short one; None where nothing is gained.
 
     In what follows w[i, j] is the weight from place i to place j of the ring.
     """
@@ -179,7 +179,7 @@ def _changed(weight: Matrix, tour: Tour) -> Tour | None:
             gain[places, (places + inside) % p] = np.inf
         i, j = divmod(int(gain.argmin()), p)
         if gain[i, j] < best:
-            ring = np.roll(tour, -i)  # the stretch comes first, and then what it moves into
+            ring = np.roll(tour, -i)  # the run comes first, and then what it moves into
             cut = (j - i) % p + 1
             best, change = gain[i, j], np.concatenate((ring[length:cut], ring[:length], ring[cut:]))
     return change

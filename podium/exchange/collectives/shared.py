@@ -1,4 +1,4 @@
-"""All-reduce in the memory that the processes of one host share: see `podium.comm.shared_memory`.
+"""All-reduce in the memory that the processes of one host share: see `podium.comm.real.shared_memory`.
 
 2 n bytes of memory traffic per worker, two meetings, nothing sent. Between 5 and 10 times gloo's speed over loopback at
 25 to 100 MB, and more below, where gloo pays for its threads.
@@ -9,24 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, final
 
-from torch import Tensor
-
 from podium.errors import ConfigError
 from podium.exchange.collectives.backend import Backend
-from podium.exchange.collectives.base import Collective
+from podium.exchange.collectives.base import Collective, Native, Transport
 
 if TYPE_CHECKING:
-    from podium.comm.base import Communicator, Handle
+    from podium.comm.base import Communicator
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Shared(Collective):
+class Shared(Native):
     """Shared memory instead of loopback."""
 
     name: ClassVar[str] = "shared"
-    needs_channel: ClassVar[bool] = False
-    prefers_memory: ClassVar[bool] = True
+
+    def transport(self, same_host: bool) -> Transport:
+        return "memory"
 
     def prepare(self, comm: Communicator) -> Collective:
         if comm.size == 1:
@@ -37,6 +36,3 @@ class Shared(Collective):
                 "memory, and they are not; use collective default"
             )
         return self
-
-    def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
-        return comm.all_reduce(tensor)

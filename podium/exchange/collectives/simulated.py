@@ -2,7 +2,7 @@
 
 A member has one link up, one link down and one adder, each of which serves one thing at a time, in the order in which
 it was asked. A message holds the sender's link for size / up from when it begins, and the receiver's for size / down
-from alpha later or when that is free; it has arrived when both are through.
+from alpha later or when that is free; it has arrived when both are done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rate = float | Sequence[float]
 def simulate(
     schedules: Sequence[Sequence[Chain]], itemsize: int, alpha: float, up: Rate, down: Rate, gamma: float = 0.0
 ) -> float:
-    """Seconds until the last member is through. `alpha` is seconds of latency, `gamma` seconds to add a byte."""
+    """Seconds until the last member is done. `alpha` is seconds of latency, `gamma` seconds to add a byte."""
     return _Exchange(schedules, itemsize, alpha, up, down, gamma).run()
 
 
