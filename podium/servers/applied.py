@@ -1,14 +1,14 @@
 """Which samples have moved a unit: intervals of the global order, in bounded memory.
 
-Leases are lent in order and applied nearly so. All samples below the low-water mark are applied; above it, only what
-came out of order is kept, as intervals. There are at most as many of those as leases under way, however many pushes
-there were: one number per push was 85 bytes each, and 3.4 s of every snapshot after 500,000 pushes.
+Leases are lent in order and applied nearly in order. All samples below the low-water mark are applied; above it, only
+what came out of order is kept, as intervals. There are at most as many intervals as open leases, however many pushes
+there were: one number per push took 85 bytes each, and 3.4 s of every snapshot after 500,000 pushes.
 
-Intervals and not names, because a lease may be cut otherwise when it is lent again: after a restart of the first
-server with `steps=speed`, the same samples come in leases of another length.
+Intervals and not lease numbers, because a lease may be cut differently when it is lent again: after a restart of the
+first server with `steps=speed`, the same samples come in leases of another length.
 
-A lease without samples has no interval; its name says where it lies (`cursor.py`). Below the mark it counts as applied:
-it moves nothing.
+A lease without samples has no interval; its number says where it lies (`lease.py`). Below the mark it counts as
+applied: it moves nothing.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 from podium.errors import CommError
+from podium.servers.leases.lease import position_of
 
 Span = tuple[int, int]
-"""Samples from the first position to before the second; of a lease without samples, its name twice."""
+"""Samples from the first position to before the second; of a lease without samples, its number twice."""
 
 
 def span_of_lease(number: int, size: int) -> Span:
-    """The samples of a lease, as a push names it; one that does not say how many it has counts as one sample."""
+    """The samples of a lease, as a push names it."""
     return (number, number + max(1, size)) if number >= 0 else (number, number)
 
 
 class Applied:
-    """What has moved one unit since its stretch began."""
+    """What has moved one unit since its segment began."""
 
     def __init__(self, start: int = 0) -> None:
-        """`start`: where the stretch begins in the order."""
+        """`start`: where the segment begins in the order."""
         self.mark = start
         """Everything from the start up to here is applied."""
         self._starts: list[int] = []
@@ -44,14 +45,14 @@ class Applied:
     __hash__ = None  # type: ignore[assignment]  # it changes
 
     def __len__(self) -> int:
-        """How much is remembered: intervals and names, not samples."""
+        """How much is remembered: intervals and numbers, not samples."""
         return 1 + len(self._starts) + len(self._empty)
 
     def has(self, span: Span) -> bool:
-        """Whether these samples are applied; raises where only some of them are, which nobody can apply any more."""
+        """Whether these samples are applied; raises where only some of them are: such a push cannot be applied."""
         start, stop = span
         if start < 0:
-            return start in self._empty or _position_of(start) < self.mark
+            return start in self._empty or position_of(start) < self.mark
         if stop <= self.mark:
             return True
         at = bisect_right(self._starts, start) - 1
@@ -69,7 +70,7 @@ class Applied:
         """These samples are applied now."""
         start, stop = span
         if start < 0:
-            if _position_of(start) >= self.mark:
+            if position_of(start) >= self.mark:
                 self._empty.add(start)
             return
         if start > self.mark:
@@ -79,11 +80,11 @@ class Applied:
             self.mark = max(self.mark, self._stops.pop(0))
             del self._starts[0]
         if self._empty:
-            self._empty = {number for number in self._empty if _position_of(number) >= self.mark}
+            self._empty = {number for number in self._empty if position_of(number) >= self.mark}
 
     def _insert(self, start: int, stop: int) -> None:
         at = bisect_right(self._starts, start)
-        if at and self._stops[at - 1] >= start:  # goes on where the one before ends
+        if at and self._stops[at - 1] >= start:  # it begins where the one before ends
             at -= 1
             start, stop = self._starts[at], max(stop, self._stops[at])
         end = at
@@ -99,7 +100,7 @@ class Applied:
     # As plain values, for copies.
 
     def plain(self) -> list[list[int]]:
-        """The mark first, then intervals and names above it."""
+        """The mark first, then intervals and numbers above it."""
         spans = [list(span) for span in zip(self._starts, self._stops, strict=True)]
         return [[self.mark, self.mark], *spans, *([number, number] for number in sorted(self._empty))]
 
@@ -114,7 +115,7 @@ class Applied:
 
 
 def joined(spans: Iterable[Span]) -> list[list[int]]:
-    """The same samples in as few intervals as there can be: for a message."""
+    """The same samples in as few intervals as possible: for a message."""
     found: list[list[int]] = []
     for start, stop in sorted(spans):
         if found and start >= 0 and start <= found[-1][1]:
@@ -122,8 +123,3 @@ def joined(spans: Iterable[Span]) -> list[list[int]]:
         else:
             found.append([start, stop])
     return found
-
-
-def _position_of(number: int) -> int:
-    """Where a lease without samples lies."""
-    return (-2 - number) >> 16

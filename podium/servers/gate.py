@@ -1,8 +1,8 @@
-"""Consistency: which workers may go on, and which pushes make up an update.
+"""Consistency: which workers may begin their next step, and which pushes make up an update.
 
-One gate for all of it. A worker's clock counts its pushes; it may begin the next while its clock is at most `bound`
-ahead of the slowest worker's. Pushes are gathered until there are enough for an update; a push that is too stale is
-dropped, and its slice lent again.
+One gate serves all modes. A worker's clock counts its pushes; the worker may begin its next step while its clock is at
+most `bound` ahead of the slowest worker's. Pushes are gathered until there are enough for an update; a push that is too
+stale is dropped, and its slice lent again.
 
     BSP        bound 0     all workers make an update            a step is all-reduce's
     SSP(s)     bound s     every push is an update               Ho et al., NIPS 2013
@@ -21,7 +21,7 @@ With a persistent speed gap every finite bound ends at the slowest worker's pace
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,13 +33,13 @@ class Rules:
     """A consistency model, as it travels to the servers."""
 
     bound: float | None = None
-    """How far a worker may be ahead of the slowest; None: as far as it likes."""
+    """How far a worker may be ahead of the slowest; None: without limit."""
     bound_high: float | None = None
-    """DSSP: the bound may be raised up to this, where that shortens the wait."""
+    """DSSP: the bound may rise to this, where that shortens the wait."""
     pushes: int = 1
     """How many pushes make an update, …"""
     all_workers: bool = False
-    """… or one of every worker that still works, …"""
+    """… or one of every worker that still has work, …"""
     samples: int | None = None
     """… or this many samples."""
     wait: bool = False
@@ -48,8 +48,8 @@ class Rules:
     """A push that is staler than this is dropped; None: none is."""
 
     @property
-    def streams(self) -> bool:
-        """Whether every push is applied as it comes, unit by unit, with nothing to decide."""
+    def immediate(self) -> bool:
+        """Whether every push is applied as it comes, unit by unit, without a decision."""
         return self.pushes == 1 and not self.all_workers and self.samples is None and self.freshest is None
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Push(NamedTuple):
 
 @dataclass
 class Clocks:
-    """Who has pushed how often, and so who may go on."""
+    """How often each worker has pushed, and so which workers may begin their next step."""
 
     rules: Rules
     workers: set[int]
@@ -94,13 +94,25 @@ class Clocks:
         if self.rules.bound_high is not None:
             self.allowed.pop(worker, None)
 
+    def rest(self, workers: Iterable[int]) -> None:
+        """There is nothing left to do for these workers: nobody waits for them."""
+        self.resting.update(workers)
+
+    def wake(self, worker: int) -> None:
+        """A worker that rested has something to do after all."""
+        self.resting.discard(worker)
+
+    def lose(self, worker: int) -> None:
+        """A worker is gone."""
+        self.workers.discard(worker)
+
     def lead(self, worker: int) -> int:
-        """How far it is ahead of the slowest that still works."""
+        """How far a worker is ahead of the slowest that still has work."""
         others = [self.pushes.get(w, 0) for w in self.workers - self.resting]
         return self.pushes.get(worker, 0) - min(others, default=self.pushes.get(worker, 0))
 
     def slowest(self) -> set[int]:
-        """Those that still work and have pushed least often."""
+        """Workers that still have work and have pushed least often."""
         working = self.workers - self.resting
         least = min((self.pushes.get(w, 0) for w in working), default=0)
         return {w for w in working if self.pushes.get(w, 0) == least}
@@ -116,13 +128,14 @@ class Clocks:
         if rules.bound_high is None:
             return False
         if worker not in self.allowed:
-            self.allowed[worker] = self._stretch(worker)
+            self.allowed[worker] = self._allowed_lead(worker)
         return lead <= self.allowed[worker]
 
-    def _stretch(self, worker: int) -> float:
-        """DSSP: up to which lead this worker goes on: the one, within the bounds, after which its wait is shortest.
+    def _allowed_lead(self, worker: int) -> float:
+        """DSSP: the lead, within the bounds, at which this worker's wait is shortest.
 
-        It and the slowest are expected to push on at their last intervals; ties go to the smaller lead.
+        This worker and the slowest are expected to keep their last intervals between pushes; of equal waits the smaller
+        lead wins.
         """
         assert self.rules.bound is not None and self.rules.bound_high is not None
         low, high = int(self.rules.bound), int(self.rules.bound_high)
@@ -132,7 +145,7 @@ class Clocks:
             return low
         lead = self.lead(worker)
         best, shortest = high, float("inf")
-        for extra in range(high - lead + 2):  # so many more clocks, the last of them begun with the highest lead
+        for extra in range(high - lead + 2):  # more clocks, the last of them begun with the highest lead
             here = now + extra * mine
             catches_up = max(1, -(-(here - then) // theirs))
             wait = then + catches_up * theirs - here
@@ -156,6 +169,18 @@ class Gathering:
         self.waiting.append(push)
         return True
 
+    def rest(self, workers: Iterable[int]) -> None:
+        """There is nothing left to do for these workers: nobody waits for them."""
+        self.resting.update(workers)
+
+    def wake(self, worker: int) -> None:
+        """A worker that rested has something to do after all."""
+        self.resting.discard(worker)
+
+    def clear(self) -> None:
+        """All pushes that wait will come again."""
+        self.waiting.clear()
+
     def forget(self, source: int) -> None:
         """A worker is gone: nobody waits for it. What it has pushed stays."""
         self.workers.discard(source)
@@ -164,7 +189,7 @@ class Gathering:
     def take(self, last: bool = False) -> list[Push]:
         """The pushes that make the next update, in the order of their slices; none while there are not enough.
 
-        `last`: nothing more will come, so whatever waits is one.
+        `last`: nothing more will come, so all pushes that wait make an update.
         """
         if not self.waiting or not (last or self._is_enough()):
             return []
@@ -172,7 +197,7 @@ class Gathering:
         return taken
 
     def missing(self) -> set[int]:
-        """Workers whose pushes are waited for: those who have pushed wait for them."""
+        """Workers that those which have pushed wait for."""
         if not self.waiting or not self.rules.wait:
             return set()
         return self.workers - self.resting - {push.source for push in self.waiting}
@@ -183,6 +208,6 @@ class Gathering:
             return working <= {push.source for push in self.waiting}
         if rules.samples is not None:
             return sum(push.samples for push in self.waiting) >= rules.samples
-        if rules.wait:  # no more can come than those who still work, whoever has pushed and rests included
+        if rules.wait:  # no more can come than from those with work left and those that have pushed
             return len(self.waiting) >= min(rules.pushes, len(working | {push.source for push in self.waiting}))
         return len(self.waiting) >= rules.pushes

@@ -1,8 +1,8 @@
-"""The outer optimizer: how servers move the parameters by what workers bring home from many local steps.
+"""The outer optimizer: how servers move the parameters by the result of workers' many local steps.
 
-What comes is not a gradient but a delta, where a worker began minus where it has come to. Deltas are stale when they
-arrive, and momentum that takes up each of them at once carries their staleness on. Delayed Nesterov takes momentum up
-only every `delay` arrivals; in between, deltas are applied plainly:
+Workers push not a gradient but a delta: the parameters they began with minus those they reached. Deltas are stale when
+they arrive, and momentum that adds each of them at once carries their staleness on. Delayed Nesterov updates momentum
+only every `delay` arrivals; in between, deltas are applied without momentum:
 
     sum += delta
     at every delay-th arrival:   m = momentum m + sum / delay,  p -= lr (momentum m + delta / delay),  sum = 0
@@ -17,14 +17,16 @@ Liu et al., 2024, arXiv 2401.09135 (its algorithm with c = 0: no momentum at all
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from podium.comm.base import Meta
 from podium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from podium.comm.base import Meta
 
 
 @final
@@ -37,8 +39,8 @@ class DelayedNesterov(Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # nobody gives one
-        """One arrival. Gradients are only read: they may lie in a worker's own memory."""
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch passes none here
+        """One delta has arrived. Gradients are only read: they may lie in a worker's own memory."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -57,7 +59,7 @@ class DelayedNesterov(Optimizer):
         if state["count"] < delay:
             p.add_(part, alpha=-lr)
             return
-        # By what was gathered, where the delay has changed meanwhile: somebody has joined or left.
+        # By the count, where the delay has changed meanwhile because workers have joined or left.
         state["momentum"].mul_(momentum).add_(state["sum"] / state["count"])
         p.add_(part.add(state["momentum"], alpha=momentum), alpha=-lr)
         state["sum"].zero_()

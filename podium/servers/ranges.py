@@ -1,32 +1,33 @@
 """Which part of the flat parameters lives on which server.
 
-Servers hold stretches of the flat buffers, balanced by bytes to the element and cut wherever the balance says, not at
-layers: one huge layer is simply shared. A stretch never mixes two parameter groups, so one set of hyper-parameters
-rules it. Where servers are unequal, weights say how much of the whole each holds (`podium.balance.ranges`).
+Servers hold ranges of the flat buffers, balanced by bytes to the element and cut where the balance says, not at layers:
+one huge layer lies on several servers. A range never mixes two parameter groups, so one set of hyper-parameters applies
+to it. Where servers are unequal, weights say how much of the whole each holds (`podium.balance.ranges`).
 
 What travels in one message is a unit: neighbouring ranges of one server, at most `unit_bytes` of them, ready when the
 last bucket that they touch is. So gradients can leave while backward still runs, and parameters come back while others
-are still on their way out.
+are still on their way to the servers.
 
 An embedding that travels by rows is cut between rows, and each server's part of it is a range and a unit of its own, of
-which only those rows travel that somebody touched.
+which only touched rows travel.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from podium.engine.flat import Flat, Piece
+if TYPE_CHECKING:
+    from podium.engine.flat import Flat, Piece
 
 T = TypeVar("T")
 
 _ROW_UNIT_BYTES = 256 << 20
 """What travels by rows is cut into units of this size, which is far from what a message may hold: few rows travel as a
-rule, and all of them when a server was restored."""
+rule, and all of them after a server was restored."""
 _MOST_RANGES = 256
 """Of one unit, each a tensor in its messages: a header of 64 KiB has to describe them."""
 
@@ -63,7 +64,7 @@ class Unit(NamedTuple):
     stop: int
 
     def of(self, each: Sequence[T]) -> Sequence[T]:
-        """This unit's among one thing per range."""
+        """This unit's items of a list with one item per range."""
         return each[self.first : self.stop]
 
 
@@ -80,7 +81,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(flat: Flat, servers: int, unit_bytes: int, weights: Sequence[float] | None = None) -> list[Layout]:
-    """The ranges and units of every server: the same wherever it is worked out for the same model and weights."""
+    """The ranges and units of every server: the same on every rank for the same model and weights."""
     sizes = [p.element_size() for p in flat.params]
     buckets = [[(b.start, b.stop) for b in flat.buckets if b.buffer == n] for n in range(len(flat.params))]
     numbers = {(b.buffer, b.start): n for n, b in enumerate(flat.buckets)}
@@ -101,7 +102,7 @@ def lay_out(flat: Flat, servers: int, unit_bytes: int, weights: Sequence[float] 
 
 
 def _clip(pieces: Sequence[Piece], r: Range, start: int, stop: int) -> Range:
-    """The part of a range that lies between two places of its buffer."""
+    """The part of a range between two positions of its buffer."""
     parts = []
     for part in r.parts:
         place = r.start + part.offset  # where the part begins in the buffer
@@ -112,7 +113,7 @@ def _clip(pieces: Sequence[Piece], r: Range, start: int, stop: int) -> Range:
 
 
 def _group(cut: Sequence[tuple[int, Range]], sizes: Sequence[int], unit_bytes: int) -> list[Unit]:
-    """Neighbours share a unit while they fit; a server without ranges has one unit, which is empty."""
+    """Neighbouring ranges share a unit while they fit; a server without ranges has one empty unit."""
     units: list[Unit] = []
     room = 0
     for n, (bucket, r) in enumerate(cut):
@@ -131,8 +132,8 @@ def divide_ranges(
 ) -> list[list[Range]]:
     """Ranges of each server; every element lies in exactly one.
 
-    In proportion to the weights, one per server; without any, equally much each. What a server holds differs from that
-    by a few elements at most, or by a row of what is cut between rows only.
+    In proportion to the weights, one per server; without weights, equally much each. A server's share differs from that
+    by a few elements at most, or by a row of an embedding that is cut between rows.
     """
     sizes = [(p.stop - p.start) * element_bytes[p.buffer] for p in pieces]
     ends, before = _ends(sum(sizes), servers, weights), 0
@@ -152,7 +153,7 @@ def divide_ranges(
 
 
 def _ends(total: int, servers: int, weights: Sequence[float] | None) -> list[int]:
-    """Where each server's part of so many bytes ends."""
+    """Where each server's part of these bytes ends."""
     if weights is None:
         return [total * (m + 1) // servers for m in range(servers)]
     assert len(weights) == servers and min(weights) > 0, weights

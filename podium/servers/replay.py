@@ -1,7 +1,7 @@
-"""In which order a server takes its messages up: as they come, or as they came in a recorded run.
+"""The order in which a server takes up its messages: as they come, or as they came in a recorded run.
 
-An asynchronous run is decided by the order in which its servers took up draws and pushes; everything else follows from
-the seed. Its records hold that order, so a run that raced on real machines can be repeated bit by bit in virtual time.
+The order in which servers take up draws and pushes decides an asynchronous run; everything else follows from the seed.
+Records hold that order, so a run that raced on real machines can be repeated bit by bit in virtual time.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from podium.comm.base import DEPARTED, Communicator, Message
 from podium.errors import RecordError
-from podium.records.recorder import Record
+from podium.servers.wire.messages import arrival_of
+
+if TYPE_CHECKING:
+    from podium.records.recorder import Record
 
 ORDERED = ("draw", "push", "pull", "have")
 
@@ -53,7 +56,7 @@ class AsRecorded(Arrivals):
             elif message.kind == DEPARTED and self._script:  # a worker leaves when all is done, never before
                 source, what, lease, _ = self._script[0]
                 raise RecordError(
-                    f"replay: the record goes on with {what} of rank {source} (lease {lease}), this run does not"
+                    f"replay: the record continues with {what} of rank {source} (lease {lease}), this run does not"
                 )
             else:
                 return message
@@ -65,9 +68,8 @@ class AsRecorded(Arrivals):
             raise RecordError(f"replay: the record ends before {self._held[0].kind} of rank {self._held[0].source}")
         source, what, lease, part = self._script[0]
         for message in self._held:
-            meta = message.meta
-            if (message.source, message.kind, meta.get("unit", 0)) == (source, what, part):
-                got = meta.get("lease", meta.get("done"))
+            got, unit = arrival_of(message)
+            if (message.source, message.kind, unit) == (source, what, part):
                 if got != lease:
                     raise RecordError(f"replay: expected lease {lease} of rank {source}, got {got}")
                 self._held.remove(message)
@@ -77,7 +79,7 @@ class AsRecorded(Arrivals):
 
 
 def _arrival(row: Record) -> tuple[int, str, int, int] | None:
-    """What came, from whom: a push that was applied as it came has no record but its update's."""
+    """What came, and from which rank: a push that was applied as it came has no record but its update's."""
     if row["kind"] == "arrival":
         return row["source"], row["what"], row["lease"], row["range"]
     if row["kind"] == "update" and "pushes" not in row:

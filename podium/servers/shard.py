@@ -1,8 +1,8 @@
 """The parameters of a server's ranges, and the optimizer that moves them.
 
-Each unit has the optimizer for itself, the task's own or the outer one, so a unit can be stepped the moment its
-gradients are there, whatever has come of the others. Gradients are used where they lie: in the worker's memory where
-that is shared.
+Each unit has an optimizer of its own, the task's or the outer one, so a unit can be stepped the moment its gradients
+are there, whether or not those of other units have come. Gradients are used where they lie: in the worker's memory
+where that is shared.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from podium.comm.base import Meta
 from podium.engine.flat import Flat, Piece
 from podium.engine.optim import FlatOptimizer, is_elementwise, refuse_step_hooks
 from podium.errors import ConfigError
-from podium.servers.moments import pack, unpack
 from podium.servers.outer import DelayedNesterov
-from podium.servers.parcels import MOST_TENSORS, Kept
 from podium.servers.ranges import Layout, Range, Unit, groups_of
+from podium.servers.wire.moments import pack, unpack
+from podium.servers.wire.parcels import MOST_TENSORS, Kept
 
 Options = Sequence[Meta]
 """The hyper-parameters of each parameter group that a unit has a part of, or of all there are."""
@@ -57,7 +57,7 @@ class _Engine:
         self.fast = FlatOptimizer(self.optimizer, self.parts, self.pieces, params, nowhere)
 
     def _options(self, options: Options) -> Iterable[tuple[dict[str, Any], Meta]]:
-        """The groups that have parameters here, with what is given for each; it may be given for all there are."""
+        """The groups that have parameters here, with the options of each; options may be given for all groups."""
         own = len(options) == len(self._own_groups)
         return zip(self._own_groups if own else self.optimizer.param_groups, options, strict=True)
 
@@ -89,7 +89,7 @@ class _RowEngine(_Engine):
         assert out is None, "rows are not written anywhere else"
         index, values = grads
         if self.owners[0] in unused:
-            return  # one that was used elsewhere counts its step here too: Adagrad's rate may fall with every one
+            return  # a parameter that was used elsewhere counts a step here too: Adagrad's rate may fall with each
         table = nn.Parameter(self.params[0].view(-1, self._row))
         # Checked here, where the rows come in; torch would warn of every sparse tensor that it makes unchecked.
         table.grad = torch.sparse_coo_tensor(index[None], values, table.shape, is_coalesced=True, check_invariants=True)
@@ -137,7 +137,7 @@ class Shard:
         return self.units[unit].of(self.params)
 
     def by_rows(self, unit: int) -> bool:
-        """Whether this unit travels by rows: its gradients are then row numbers and their values."""
+        """Whether this unit travels by rows: its gradients are then row numbers and values."""
         return isinstance(self._engines[unit], _RowEngine)
 
     def step(
@@ -167,27 +167,27 @@ class Shard:
         return index, self.of(unit)[0].view(-1, r.row)[index]
 
     def all_rows_changed(self, versions: Sequence[int]) -> None:
-        """After a restart nobody knows which rows a worker has: all count as changed in these versions."""
+        """After a restart the server does not know which rows a worker has: all count as changed in these versions."""
         for engine, version in zip(self._engines, versions, strict=True):
             if isinstance(engine, _RowEngine):
                 engine.changed.fill_(version)
 
     def load(self, params: Sequence[Tensor], meta: Meta, state: Sequence[Tensor]) -> None:
-        """Take up everything at once, as `dump` has it."""
+        """Load everything at once, as `dump` returns it."""
         for mine, theirs in zip(self.params, params, strict=True):
             mine.copy_(theirs)
         kept = iter(unpack(self.ranges, meta, state))
         for engine in self._engines:
-            self._take_up(engine, [next(kept) for _ in engine.parts])
+            self._load_engine(engine, [next(kept) for _ in engine.parts])
 
     def load_unit(self, unit: int, kept: Kept) -> None:
-        """Take up one unit's parameters and optimizer state."""
+        """Load one unit's parameters and optimizer state."""
         for mine, theirs in zip(self.of(unit), kept.params, strict=True):
             mine.copy_(theirs)
-        self._take_up(self._engines[unit], unpack(self.units[unit].of(self.ranges), kept.kinds, kept.state))
+        self._load_engine(self._engines[unit], unpack(self.units[unit].of(self.ranges), kept.kinds, kept.state))
 
     @staticmethod
-    def _take_up(engine: _Engine, states: Sequence[Mapping[str, Any]]) -> None:
+    def _load_engine(engine: _Engine, states: Sequence[Mapping[str, Any]]) -> None:
         engine.optimizer.state.clear()
         if isinstance(engine, _RowEngine):
             engine.changed.zero_()

@@ -1,21 +1,23 @@
-"""A server's state on its way: parameters and optimizer state, unit by unit, in messages of bounded size.
+"""A server's state in messages of bounded size: parameters and optimizer state, unit by unit.
 
 All of a server's state in one message was bounded by the largest frame, 4 GiB: 358 million parameters with Adam. So it
-goes in parcels: out with a seed, home at the end, to the server that keeps a copy and back from there. A parcel holds
-neighbouring tensors of neighbouring units; where it ends is named by a place, (unit, tensor), from which the next one
-goes on. Nobody has more than one parcel and one unit in memory beside what he has anyway. A state that fits into one
-parcel goes in one message, as any small model's does.
+travels in parcels: with a seed, home at the end, to the server that keeps a copy and back from there. A parcel holds
+neighbouring tensors of neighbouring units; its end is a place, (unit, tensor), where the next parcel begins. Sender and
+receiver hold one parcel and one unit in memory beside the state itself. A state that fits into one parcel travels in
+one message, as any small model's does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from podium.comm.base import Communicator, Meta
 from podium.errors import CommError
+
+if TYPE_CHECKING:
+    from podium.comm.base import Communicator, Meta
 
 PARCEL_BYTES = 64 << 20
 """How much of the state travels in one message; a single tensor may be larger."""
@@ -34,10 +36,26 @@ class Kept(NamedTuple):
     state: Sequence[Tensor]
 
 
-class Parcel(NamedTuple):
-    """So much of a state: facts for the header, and tensors."""
+class Described(Protocol):
+    """A message that brings a parcel."""
 
-    meta: Meta  # at: the place of the first tensor; units: [unit, tensors, parameters, kinds] of each; next: a place
+    @property
+    def at(self) -> Sequence[int] | None:
+        """The place of its first tensor."""
+
+    @property
+    def units(self) -> Sequence[Any]:
+        """Unit, tensors, parameters and kinds of each unit that it has a part of."""
+
+    @property
+    def next(self) -> Sequence[int] | None:
+        """Where the next parcel begins; None: this was the last."""
+
+
+class Parcel(NamedTuple):
+    """A part of a state: facts for the message (`at`, `units`, `next`), and tensors."""
+
+    meta: Meta
     body: list[Tensor]
 
     @property
@@ -56,7 +74,7 @@ def parcel_bytes(comm: Communicator) -> int:
 
 
 def cut(unit_of: Callable[[int], Kept], units: int, place: Place, most_bytes: int) -> Parcel:
-    """The parcel that begins at this place; `unit_of` gives one unit of the state, and is asked for few of them."""
+    """The parcel that begins at this place; `unit_of` gives one unit of the state, and is called for few of them."""
     (unit, at), total = place, 0
     described: list[list[Any]] = []
     body: list[Tensor] = []
@@ -89,15 +107,15 @@ class Assembly:
         """Where the next parcel has to begin; None: all is here."""
         self._part: list[Tensor] = []
 
-    def take(self, meta: Meta, body: Sequence[Tensor]) -> list[tuple[int, Kept]]:
+    def take(self, facts: Described, body: Sequence[Tensor]) -> list[tuple[int, Kept]]:
         """The units that this parcel completes."""
-        at = place_of(meta["at"])
+        at = place_of(facts.at)
         if self.expects is not None and at == (self.expects[0], 0):
-            self._part = []  # this unit was moved while it was on its way, and comes once more
+            self._part = []  # this unit was moved while it was being sent, and comes once more
         elif at is None or at != self.expects:
-            raise CommError(f"a parcel of a server's state must begin at {self.expects}, got {meta['at']}")
+            raise CommError(f"a parcel of a server's state must begin at {self.expects}, got {at}")
         rest, whole = list(body), []
-        for unit, count, params, kinds in meta["units"]:
+        for unit, count, params, kinds in facts.units:
             missing = count - len(self._part)
             self._part += rest[:missing]
             rest = rest[missing:]
@@ -106,5 +124,5 @@ class Assembly:
                 self._part = []
         if rest:
             raise CommError(f"a parcel of a server's state must hold what it says, got {len(rest)} tensors more")
-        self.expects = place_of(meta["next"])
+        self.expects = place_of(facts.next)
         return whole

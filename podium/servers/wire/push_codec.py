@@ -1,10 +1,10 @@
 """How pushes and their answers are packed, on a server.
 
-A push is packed by its worker, which also feeds back what was left out; here it is unpacked before anything else
-happens to it. An answer is packed as what has changed since the last one: the server remembers what each worker holds,
-sends the packed difference, and adds to its memory what the worker will add. So what an answer leaves out is part of
-the next difference, which is error feedback by itself. It costs a copy of the parameters per worker. The first answer
-of a stretch, or of a restored server, is whole.
+A worker packs its push and keeps the residual; the server unpacks a push before anything else. An answer is packed as
+what has changed since the last one: the server remembers what each worker holds, sends the packed difference, and adds
+to its memory what the worker will add. So what an answer leaves out is part of the next difference, which is error
+feedback by itself. It costs a copy of the parameters per worker. The first answer of a segment, or of a restored
+server, is whole.
 
 Tang et al., 2019, arXiv:1905.05957, pack both ways.
 """
@@ -12,22 +12,26 @@ Tang et al., 2019, arXiv:1905.05957, pack both ways.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from podium.comm.base import Message
 from podium.config import parse_spec
-from podium.engine.flat import Flat
 from podium.errors import CommError, UnknownName
 from podium.exchange.codecs import CODECS
-from podium.exchange.codecs.base import Codec, Memory, Span, Turn
-from podium.exchange.reducing import make_packing, span_of
-from podium.servers.ranges import Range
+from podium.exchange.codecs.base import Codec, Memory, Span, StepContext
+from podium.exchange.packing import make_packing
+from podium.exchange.spans import span_of
+
+if TYPE_CHECKING:
+    from podium.comm.base import Message
+    from podium.engine.flat import Flat
+    from podium.servers.ranges import Range
 
 
-class Wires:
-    """One server's packing."""
+class PushCodec:
+    """Unpacks pushes and packs answers, for one server."""
 
     def __init__(self, flat: Flat, push: Codec, pull: Codec) -> None:
         self._flat, self._asked, self._push, self._pull = flat, push, push, pull
@@ -40,7 +44,7 @@ class Wires:
         return not self._pull.exact
 
     def begin(self, chosen: str | None) -> None:
-        """A stretch begins: nobody holds anything of ours yet. `chosen`: the codec that the workers chose, if they did.
+        """A segment begins: no worker holds parameters yet. `chosen`: the codec that the workers chose, if they did.
 
         It comes over the network, so it can only be one of Podium's own.
         """
@@ -54,20 +58,22 @@ class Wires:
         self._memory.clear()
         self._spans.clear()
 
-    def unpack(self, message: Message, ranges: Sequence[Range]) -> Message:
-        """A push with its gradients as they are meant."""
+    def unpack(self, message: Message, packed_in: Sequence[Any] | None, ranges: Sequence[Range]) -> Message:
+        """A push with its gradients unpacked; `packed_in`: the step context of the worker's codec."""
         if self._push.exact or not ranges:
             return message
         try:
-            turn = Turn(*message.meta["turn"])
+            if packed_in is None:
+                raise ValueError("its context must come with it, got none")
+            context = StepContext(*packed_in)
             grads = []
             for wire, part in zip(message.body, ranges, strict=True):
                 like, span = self._flat.params[part.buffer], self._span(part)
-                fits = self._push.wire_like(span, turn, like.dtype)
+                fits = self._push.wire_like(span, context, like.dtype)
                 if (wire.numel(), wire.dtype) != fits:
                     raise ValueError(f"{fits[0]} elements of {fits[1]} must come, got {wire.numel()} of {wire.dtype}")
                 grad = torch.zeros(part.stop - part.start, dtype=like.dtype)
-                self._push.decode_add(wire, grad, span, turn)
+                self._push.decode_add(wire, grad, span, context)
                 grads.append(grad)
         except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, RuntimeError) as error:
             raise CommError(
@@ -84,11 +90,11 @@ class Wires:
             self._held[worker, unit] = [p.clone() for p in params]
             return params, params
         memory = self._memory.setdefault((worker, unit), Memory([]))
-        turn, wires = Turn(step=version, rank=worker), []
+        context, wires = StepContext(step=version, rank=worker), []
         for part, now, before in zip(ranges, params, held, strict=True):
             span = self._span(part)
-            wire = self._pull.encode(now - before, span, turn, memory)
-            self._pull.decode_add(wire, before, span, turn)
+            wire = self._pull.encode(now - before, span, context, memory)
+            self._pull.decode_add(wire, before, span, context)
             wires.append(wire)
         memory.commit()
         return wires, held

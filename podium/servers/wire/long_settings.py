@@ -1,21 +1,23 @@
 """Settings that are too long for a header travel in the body, as text.
 
-A push names its parameter groups' settings and the parameters that were not used. For a few groups that is some hundred
-bytes of the header; 300 groups are more than a header may hold. So each unit is sent the settings of its own groups
-only, and many of them go in the body.
+A push names its parameter groups' settings and the parameters that were not used. A few groups take some hundred bytes
+of the header; 300 groups are more than a header may hold. So each unit is sent the settings of its own groups only, and
+where these are many they go in the body.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from podium.comm.base import Message, Meta
 from podium.errors import CommError
+
+if TYPE_CHECKING:
+    from podium.comm.base import Message, Meta
 
 _FOLDED = ("options", "unused")
 _MOST_NUMBERS = 256
@@ -23,7 +25,7 @@ _MOST_NUMBERS = 256
 
 
 def fold(meta: Meta, body: Sequence[Tensor]) -> tuple[Meta, Sequence[Tensor]]:
-    """A message whose settings are in the body where they are many; otherwise it is as it was."""
+    """A message with its settings in the body where they are many; otherwise unchanged."""
     if len(meta["unused"]) + sum(map(_numbers, meta["options"])) <= _MOST_NUMBERS:
         return meta, body
     text = json.dumps({name: meta[name] for name in _FOLDED}, separators=(",", ":")).encode()
@@ -38,7 +40,9 @@ def unfold(message: Message) -> Message:
     try:
         *body, text = message.body
         settings: dict[str, Any] = json.loads(bytes(text.numpy().data))
-        return message._replace(meta={**message.meta, **{n: settings[n] for n in _FOLDED}}, body=tuple(body))
+        meta = {**message.meta, **{name: settings[name] for name in _FOLDED}}
+        del meta["folded"]
+        return message._replace(meta=meta, body=tuple(body))
     except (ValueError, KeyError, TypeError) as error:
         raise CommError(f"a {message.kind} of rank {message.source} must end with its settings, got {error}") from None
 

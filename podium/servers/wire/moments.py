@@ -1,4 +1,4 @@
-"""The optimizer's state of a server's ranges, as messages: out when training moves to servers, home when it ends.
+"""Optimizer state of a server's ranges as tensors of a message: workers send it with a seed, and take it home.
 
 A state key is either a tensor as large as its parameter (a moment), cut like the parameter, or one number per
 parameter (a step count). Both ends know the ranges, so only key names travel in the header.
@@ -7,20 +7,21 @@ parameter (a step count). Both ends know the ranges, so only key names travel in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from podium.comm.base import Meta
-from podium.servers.ranges import Part, Range
+if TYPE_CHECKING:
+    from podium.comm.base import Meta
+    from podium.servers.ranges import Part, Range
 
 States = Sequence[Mapping[str, Any]]
 """One mapping per part, ranges in order: state key to tensor (flat, as long as the part) or number."""
 
 
 def pack(ranges: Sequence[Range], states: States, dtypes: Sequence[torch.dtype]) -> tuple[Meta, list[Tensor]]:
-    """Key names for the header, and the tensors: per key, one flat tensor per range, and a mask of who has it."""
+    """Key names for the header, and the tensors: per key a mask of parts that have it, and a flat tensor per range."""
     keys = sorted({key for state in states for key in state})
     kinds: dict[str, str] = {}
     body: list[Tensor] = []

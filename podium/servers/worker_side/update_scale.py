@@ -1,11 +1,11 @@
-"""Moments in the unit of the updates that they are kept over.
+"""Optimizer state, rescaled from global steps to the servers' smaller updates and back.
 
 An optimizer's memory decays per update. Where an update is made of a share s of a global step's samples, momentum m
-becomes m^s (`servers/options.py`), and a buffer that stood at g / (1 - m) will stand at g / (1 - m^s). Carried over as
-it is, it would push the parameters (1 - m^s) / (1 - m) times as far as before, about s times, until it has grown. So it
-is multiplied on its way to servers that update more often, and divided on its way home. A count of steps becomes one of
-updates, so that Adam's bias correction, 1 - beta^n = 1 - (beta^s)^(n/s), stays what it was. Adam's and RMSprop's
-moments are means, and the same in any unit.
+becomes m^s (`servers/options.py`), and a buffer that stood at g / (1 - m) will stand at g / (1 - m^s). An unscaled
+buffer would push the parameters (1 - m^s) / (1 - m) times as far as before, about s times, until it has grown. So
+workers multiply it when they seed servers that update more often, and divide it when they take it home. A count of
+steps becomes a count of updates, so that Adam's bias correction, 1 - beta^n = 1 - (beta^s)^(n/s), stays the same.
+Adam's and RMSprop's moments are means and need no scaling.
 """
 
 from __future__ import annotations

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from podium.comm.base import Meta
+if TYPE_CHECKING:
+    from podium.comm.base import Meta
 
 
 def options_of(optimizer: Optimizer, share: float = 1.0, lr_scale: float | None = None) -> list[Meta]:
-    """Each group's numbers, to travel with a push: where it lies in the order decides them, not when it arrives.
+    """Each group's numbers, to travel with a push: the push's place in the order decides them, not its arrival.
 
     For an update of that `share` of a global batch. What decays by a factor per step (momentum, Adam's betas, RMSprop's
     alpha) is raised to that power, so that it looks back over as many samples as it was meant to; the rate is

@@ -5,8 +5,8 @@
                        Hessian: g + lambda g g (w - w_then): Zheng et al., ICML 2017, arXiv 1609.08326
     dc-asgd-adaptive   the same with lambda / sqrt(mean square of g), elementwise
 
-The compensating two keep, for every worker, the parameters that it was last given, and those that all began with: as
-much memory as there are workers, and once more. Dropping what is too stale is the gate's work, not done here.
+The two DC-ASGD variants keep the parameters that each worker was last given, and those that all began with: workers + 1
+copies of the parameters. Dropping pushes that are too stale is the gate's work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Mitigation(ABC):
     """Changes a stale gradient, or the rate at which it is applied."""
 
     compares: ClassVar[bool] = False
-    """Whether it looks at parameters, then and now."""
+    """Whether it compares parameters of then with those of now."""
 
     def rate(self, staleness: int) -> float:
         """What the learning rate of this push is multiplied by."""
@@ -84,7 +84,7 @@ class DelayCompensation(Mitigation):
             del self._given[key]
 
     def mend(self, worker: int, unit: int, grads: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[Tensor]:
-        if unit not in self._began:  # nothing has moved it yet
+        if unit not in self._began:  # its first push
             self._began[unit] = [p.clone() for p in params]
         then = self._given.get((worker, unit), self._began[unit])
         squares = [g * g for g in grads]

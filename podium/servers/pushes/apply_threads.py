@@ -1,8 +1,8 @@
-"""Threads beside a server's loop that do its heavy work: moving units, writing parameters to where workers want them.
+"""Threads beside a server's loop that move units and write parameters to where workers want them.
 
-The loop decides everything, in the order of arrivals; a lane only carries out, in the order it was told. A unit always
-goes by the same lane, so its updates keep their order, and two units are moved at once where there are cores for it.
-The kernels release the interpreter's lock.
+The loop decides everything, in the order of arrivals; an apply thread does what it is given, in order. All work on one
+unit goes to the same thread, so the unit's updates keep their order, and two units are moved at once where there are
+cores for it. The kernels release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from podium.errors import DeadlineExceeded
 Job = Callable[[], None]
 
 
-class Lanes:
-    """So many threads, started when first used; with none, work is done at once by whoever asks for it."""
+class ApplyThreads:
+    """`count` threads, started when first used; with none, the caller does the work itself."""
 
     def __init__(self, count: int, deadline_s: float = 60.0) -> None:
         self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in range(count)]
@@ -29,7 +29,7 @@ class Lanes:
         return bool(self._queues)
 
     def run(self, number: int, job: Job) -> None:
-        """Do this, after all that was asked of the same number before."""
+        """Do this after all jobs given before under the same number."""
         self._check()
         if not self._queues:
             return job()
@@ -40,14 +40,14 @@ class Lanes:
         self._queues[number % len(self._queues)].put(job)
 
     def settle(self) -> None:
-        """Return once everything that was asked for is done; raises what went wrong on the way."""
+        """Return once all jobs are done; raises what went wrong in one."""
         if self._threads:
             done = [threading.Event() for _ in self._queues]
             for queue, event in zip(self._queues, done, strict=True):
                 queue.put(event.set)
             for event in done:
                 if not event.wait(self._deadline_s):
-                    raise DeadlineExceeded(f"a lane of this server did not get through in {self._deadline_s:g} s")
+                    raise DeadlineExceeded(f"an apply thread of this server did not finish in {self._deadline_s:g} s")
         self._check()
 
     def close(self) -> None:
@@ -64,5 +64,5 @@ class Lanes:
         while (job := queue.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # a thread has nobody above it: the loop raises it when it comes by
+            except BaseException as error:  # the loop raises it at its next call
                 self._error = self._error or error
