@@ -9,15 +9,13 @@ from typing import Any, NamedTuple, Protocol
 
 from podium.config import RunConfig
 from podium.engine.build import Job
-from podium.engine.training import Report
+from podium.engine.report import Report
+from podium.launch.event import Event
 from podium.records.recorder import Record
 from podium.strategies.base import Strategy
 
-Event = dict[str, Any]
-"""What is told while a run goes on; `event` says which kind."""
 
-
-class Planned(Protocol):
+class RunPlan(Protocol):
     """What launchers of processes need to know of a run; a Job is one, and so is a script's Plan."""
 
     @property
@@ -28,7 +26,7 @@ class Planned(Protocol):
     def run_dir(self) -> Path | None: ...
 
 
-class Plan(NamedTuple):
+class ScriptPlan(NamedTuple):
     """A run whose task is the user's own script."""
 
     config: RunConfig
@@ -36,7 +34,7 @@ class Plan(NamedTuple):
     run_dir: Path | None
 
 
-class Launched(NamedTuple):
+class LaunchResult(NamedTuple):
     """What the ranks came to."""
 
     reports: list[Report]
@@ -46,9 +44,9 @@ class Launched(NamedTuple):
 
 def hosts_of(strategy: Strategy[Any], workers: int) -> range:
     """The workers that colocated servers live with: all, or those that only serve in some phase."""
-    only_serve = max(phase.strategy.only_serve for phase in strategy.phases)
+    only_serve = strategy.server_spec.only_serve
     return range(workers - only_serve, workers) if 0 < only_serve < workers else range(workers)
 
 
-Launcher = Callable[[Job, Callable[[Event], None] | None, threading.Event | None], Launched]
+Launcher = Callable[[Job, Callable[[Event], None] | None, threading.Event | None], LaunchResult]
 """(job, on_event, stop) to what the ranks came to; raises a PodiumError when a rank failed."""

@@ -12,9 +12,13 @@ import multiprocessing.process
 import os
 import queue
 import signal
+import sys
 import threading
 import time
+import types
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import Finalize
 from typing import Any
@@ -147,3 +151,22 @@ def _kill_all() -> None:
     for process in multiprocessing.active_children():
         if process.name.startswith(_NAMES):
             process.kill()
+
+
+def fork_server() -> Any:
+    """The context whose processes are forked from a server with torch loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["podium.launch.preload"])
+    keep_fork_server()
+    return context
+
+
+@contextmanager
+def nullified_main() -> Iterator[None]:
+    """Hide the caller's main module, which new processes would otherwise import again; they have no use for it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -14,19 +14,21 @@ import numpy as np
 import torch
 
 from podium.comm.base import Communicator, Ground
-from podium.comm.inprocess import Watch
+from podium.comm.inprocess import Watch, raise_first
 from podium.comm.memory import MemoryWorld
 from podium.comm.virtual import VirtualWorld, count_flops
 from podium.data.base import read_pair
-from podium.engine.build import Job, make_server, open_data
+from podium.engine.build import Job, open_data
 from podium.engine.fingerprints import digests_of
 from podium.engine.generators import undrawn
 from podium.engine.recovery import Control
-from podium.engine.training import Report, Training, run_server
-from podium.errors import Lost, PodiumError, RankFailed
-from podium.launch.base import Event, Launched, hosts_of
+from podium.engine.report import Report
+from podium.engine.training import Training, run_server
+from podium.launch.base import LaunchResult, hosts_of
 from podium.launch.clusters.description import Cluster, read_cluster, uniform
+from podium.launch.event import Event
 from podium.records.recorder import Recorder
+from podium.servers.build import make_server
 
 
 @final
@@ -67,21 +69,27 @@ class InProcessControl(Control):
             self._on_event(facts)
 
 
-def run_threads(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> Launched:
+def run_threads(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> LaunchResult:
     """All ranks as threads of this process."""
-    servers = job.strategy.server_count
+    servers = job.strategy.server_spec.count
     world = MemoryWorld(job.config.workers, servers, deadline_s=job.config.deadline_s)
     return _run(world, world.ranks, job, on_event, stop)
 
 
-def run_virtual(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> Launched:
+def run_virtual(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> LaunchResult:
     """All ranks in simulated time."""
     cluster = cluster_for(job)
-    servers = job.strategy.server_count
+    servers = job.strategy.server_spec.count
     workers, strategy = job.config.workers, job.strategy
     hosts, limit_s = hosts_of(strategy, workers), job.config.deadline_s
     world = VirtualWorld(
-        cluster, workers, servers, colocated=strategy.colocated, hosts=hosts, seed=job.config.seed, deadline_s=limit_s
+        cluster,
+        workers,
+        servers,
+        colocated=strategy.server_spec.colocated,
+        hosts=hosts,
+        seed=job.config.seed,
+        deadline_s=limit_s,
     )
     for comm in world.ranks:
         comm.ground = Ground(cluster, world.node_of, world.node_of[comm.rank])
@@ -96,7 +104,7 @@ def cluster_for(job: Job) -> Cluster:
     """The cluster file's, or equal nodes: one per worker and per dedicated server."""
     if job.config.cluster is not None:
         return read_cluster(Path(job.config.cluster))
-    servers = 0 if job.strategy.colocated else job.strategy.server_count
+    servers = job.strategy.server_spec.processes
     return uniform(job.config.workers + servers)
 
 
@@ -115,7 +123,7 @@ def _run(
     job: Job,
     on_event: Callable[[Event], None] | None,
     stop: threading.Event | None,
-) -> Launched:
+) -> LaunchResult:
     world.watch.start_deadline_s = job.config.start_deadline_s
     data = job.task.data()  # once for all ranks: nobody writes to it
     task = dataclasses.replace(job.task, data=lambda: data)
@@ -144,15 +152,4 @@ def _run(
             recorder.close()
     raise_first(errors)
     kept = [row for recorder in recorders for row in recorder.kept]
-    return Launched(sorted(reports), sorted(kept, key=lambda row: (row["t_ns"], row["rank"])), {})
-
-
-def raise_first(errors: Sequence[BaseException | None]) -> None:
-    """Raise what went wrong first: a rank's own error before the losses that it caused elsewhere."""
-    failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
-    if not failed:
-        return
-    rank, error = next(((r, e) for r, e in failed if not isinstance(e, Lost)), failed[0])
-    if isinstance(error, PodiumError) or not isinstance(error, Exception):
-        raise error
-    raise RankFailed(f"rank {rank}: {type(error).__name__}: {error}") from error
+    return LaunchResult(sorted(reports), sorted(kept, key=lambda row: (row["t_ns"], row["rank"])), {})

@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
 import secrets
-import sys
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from podium.comm.memory import WallClock
+from podium.comm.clocks import WallClock
+from podium.comm.real.channel import Channel
 from podium.engine.build import Job
 from podium.errors import ConfigError, PodiumError, RankFailed
-from podium.launch.base import Event, Launched, Planned, hosts_of
-from podium.launch.coordinator import Coordinator
-from podium.launch.forking import UNKNOWN, check_fork_server, how_it_ended, keep_fork_server
+from podium.launch.base import LaunchResult, RunPlan, hosts_of
+from podium.launch.coordination.coordinator import Coordinator
+from podium.launch.coordination.owner import Owner
+from podium.launch.coordination.rules import COORDINATOR, MOST_RANKS, Role, Rules
+from podium.launch.event import Event
+from podium.launch.forking import UNKNOWN, check_fork_server, fork_server, how_it_ended, nullified_main
 from podium.launch.process import NodeSpec, run_node
 from podium.launch.rendezvous import rendezvous_folder
-from podium.launch.roster import MOST_RANKS, Role, Rules
 from podium.launch.scale import open_to_change
 from podium.records.recorder import Recorder
 from podium.task import Task
@@ -42,18 +41,20 @@ _GRACE_S = 10.0
 """How long processes may take to end once their work is done."""
 
 
-def run_local(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> Launched:
+def run_local(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> LaunchResult:
     """All ranks as processes on this machine, talking over loopback and Unix sockets."""
     with rendezvous_folder() as folder:
         return Processes(job, folder, on_event, task=sendable_task(job)).run(stop)
 
 
-class Processes:
+class Processes(Owner):
     """The processes of one run, and the coordinator that watches over them."""
+
+    sees_processes, starts_processes = True, True
 
     def __init__(
         self,
-        job: Planned,
+        job: RunPlan,
         folder: Path,
         on_event: Callable[[Event], None] | None,
         *,
@@ -67,7 +68,7 @@ class Processes:
         """
         self.job, self.folder = job, folder
         self._place = place or (lambda _rank, _role: {})
-        self._task, self._body = task, body
+        self._task, self._body, self._on_event = task, body, on_event
         self._shown: int | None = None
         self._restarts: dict[int, int] = {}
         self.secret = secrets.token_bytes(32)
@@ -80,29 +81,18 @@ class Processes:
         self._began_ns = time.monotonic_ns()
         assert job.run_dir is not None
         self.recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
-        self.coordinator = Coordinator(
-            self._rules(),
-            listen=f"unix:{folder}/k",
-            secret=self.secret,
-            recorder=self.recorder,
-            on_event=on_event,
-            kill=self._kill,
-            ended=self._ended,
-            runs=self._runs,
-            respawn=self._respawn,
-            start=self._start_late,
-            clock=WallClock(self._began_ns),
-        )
+        channel = Channel(COORDINATOR, secret=self.secret, listen=f"unix:{folder}/k")
+        self.coordinator = Coordinator(self._rules(), self, channel, self.recorder, WallClock(self._began_ns))
 
     def show_output_of(self, rank: int) -> None:
         """Leave this process's output on the terminal instead of in its log."""
         self._shown = rank
 
-    def run(self, stop: threading.Event | None) -> Launched:
+    def run(self, stop: threading.Event | None) -> LaunchResult:
         assert self.job.run_dir is not None
         try:
             for endpoints in self.endpoints:
-                self._start(self._spec(endpoints))
+                self._launch(self._spec(endpoints))
             try:
                 with open_to_change(self.job.run_dir, self.coordinator.address, self.secret):
                     reports = self.coordinator.run(stop)
@@ -111,7 +101,7 @@ class Processes:
                 advised.exit_code = error.exit_code
                 raise advised from error
             self._join()
-            return Launched(reports, [], {})
+            return LaunchResult(reports, [], {})
         finally:
             self._end()
 
@@ -119,12 +109,12 @@ class Processes:
         job = self.job
         if self._body is not run_node:
             # A script is in its own loop, to which nobody can be added, and a second start would begin it anew.
-            return rules_of(job, survives_loss=job.strategy.survives_loss, fixed="the loop is the script's own")
+            return rules_of(job, survives_loss=job.strategy.cadence.survives_loss, fixed="the loop is the script's own")
         fixed = "" if job.config.shares is None else "shares are set, one per worker that the run began with"
-        replaces = bool(getattr(job.strategy, "replaces_servers", False))
-        return rules_of(job, survives_loss=job.strategy.survives_loss, replaces_servers=replaces, fixed=fixed)
+        replaces = job.strategy.server_spec.replaceable
+        return rules_of(job, survives_loss=job.strategy.cadence.survives_loss, replaces_servers=replaces, fixed=fixed)
 
-    def _start(self, spec: NodeSpec) -> None:
+    def _launch(self, spec: NodeSpec) -> None:
         task = self._task
         try:
             context = fork_server()
@@ -144,15 +134,6 @@ class Processes:
         if self.on_started is not None and process.pid is not None:
             self.on_started(spec, process.pid)
 
-    def _respawn(self, endpoints: tuple[int, ...]) -> None:
-        """Lost servers live again, in a process of their own."""
-        self._restarts[endpoints[0]] = again = self._restarts.get(endpoints[0], 0) + 1
-        self._start(self._spec(endpoints, role="server", replaces=True, again=again))
-
-    def _start_late(self, role: Role, rank: int) -> None:
-        """One more rank for the run that is under way."""
-        self._start(self._spec((rank,), role=role, late=True))
-
     def _spec(self, endpoints: tuple[int, ...], **others: Any) -> NodeSpec:
         assert self.job.run_dir is not None
         log = str(self.job.run_dir / "logs" / f"rank-{endpoints[0]}.log")
@@ -169,15 +150,27 @@ class Processes:
         )
         return dataclasses.replace(spec, **self._place(spec.rank, spec.role))
 
-    def _kill(self, rank: int) -> None:
+    # Owner.
+
+    def hear(self, event: Event) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def restart_servers(self, endpoints: tuple[int, ...]) -> None:
+        self._restarts[endpoints[0]] = again = self._restarts.get(endpoints[0], 0) + 1
+        self._launch(self._spec(endpoints, role="server", replaces=True, again=again))
+
+    def start(self, role: Role, rank: int) -> None:
+        self._launch(self._spec((rank,), role=role, late=True))
+
+    def kill(self, rank: int) -> None:
         process = self.started[rank]
         if process.pid is not None and process.exitcode is None:
             process.kill()
 
-    def _ended(self, rank: int, seconds: float) -> str | None:
-        """How a process ended, given this long to do so; None if it has not."""
+    def how_it_ended(self, rank: int, wait_s: float) -> str | None:
         process = self.started[rank]
-        process.join(timeout=seconds)
+        process.join(timeout=wait_s)
         code = process.exitcode
         if code is None:
             return None
@@ -185,8 +178,8 @@ class Processes:
             check_fork_server()
         return how_it_ended(code) + (self._last_words(rank) if code > 0 else "")
 
-    def _runs(self, rank: int) -> bool:
-        """Whether a process is there and not stopped; asleep will do, and so will being stopped by a debugger."""
+    def is_running(self, rank: int) -> bool:
+        """A process that sleeps, or that a debugger has stopped, counts as running."""
         process = self.started[rank]
         if process.exitcode is not None:  # its number may be another's by now
             return False
@@ -196,6 +189,8 @@ class Processes:
             return False
         facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
         return facts["State"][0] in "RSD" or facts["TracerPid"] != "0"
+
+    # The end.
 
     def _last_words(self, rank: int) -> str:
         """The last line of its log: what it said of an error that it could not report."""
@@ -227,27 +222,27 @@ class Processes:
         run_dir = self.job.run_dir
         lines = [str(error), f"  records and logs: {run_dir}"]
         if run_dir is not None and any((run_dir / "checkpoints").glob("step-????????")):
-            lines.append(f"  go on from the last checkpoint: podium train --resume {run_dir}")
+            lines.append(f"  resume from the last checkpoint: podium train --resume {run_dir}")
         return "\n".join(lines)
 
 
-def endpoints_of(job: Planned) -> list[tuple[int, ...]]:
+def endpoints_of(job: RunPlan) -> list[tuple[int, ...]]:
     """Which ranks live in which process: each its own, colocated servers beside their workers."""
-    workers, servers = job.config.workers, job.strategy.server_count
-    if not job.strategy.colocated:
+    workers, servers = job.config.workers, job.strategy.server_spec.count
+    if not job.strategy.server_spec.colocated:
         return [(rank,) for rank in range(workers + servers)]
     hosts = hosts_of(job.strategy, workers)
     beside = [hosts[m % len(hosts)] for m in range(servers)]
     return [(rank, *(workers + m for m in range(servers) if beside[m] == rank)) for rank in range(workers)]
 
 
-def rules_of(job: Planned, *, survives_loss: bool, replaces_servers: bool = False, fixed: str = "") -> Rules:
+def rules_of(job: RunPlan, *, survives_loss: bool, replaces_servers: bool = False, fixed: str = "") -> Rules:
     """What the coordinator of this run goes by; `fixed` says why its number of ranks is."""
     config = job.config
     limits = [config.batch_size, job.strategy.max_workers]  # a worker without a sample would have nothing to do
     return Rules(
         workers=config.workers,
-        servers=job.strategy.server_count,
+        servers=job.strategy.server_spec.count,
         ranks=tuple(endpoints[0] for endpoints in endpoints_of(job)),
         survives_loss=survives_loss,
         replaces_servers=replaces_servers,
@@ -262,25 +257,6 @@ def rules_of(job: Planned, *, survives_loss: bool, replaces_servers: bool = Fals
 def sendable_task(job: Job) -> Task | None:
     """The task itself, where processes could not make it from its name."""
     return None if job.task_is_named else job.task
-
-
-def fork_server() -> Any:
-    """The context whose processes are forked from a server with torch loaded."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["podium.launch.preload"])
-    keep_fork_server()
-    return context
-
-
-@contextmanager
-def nullified_main() -> Iterator[None]:
-    """Hide the caller's main module, which new processes would otherwise import again; they have no use for it."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def _pickling_error() -> type[Exception]:

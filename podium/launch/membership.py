@@ -14,22 +14,21 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
-from podium.comm.base import DEPARTED, Meta
-from podium.comm.channel import Channel
-from podium.comm.sockets import Address
-from podium.comm.tls import Tls
+from podium.comm.base import BUSY_DEADLINES, DEPARTED, Meta
+from podium.comm.real.channel import Channel
+from podium.comm.real.sockets import Address
+from podium.comm.real.tls import Tls
 from podium.engine.recovery import Control, Regroup
-from podium.engine.training import Report
+from podium.engine.report import Report
 from podium.errors import CommError, DeadlineExceeded, Lost
-from podium.launch.coordinator import BUSY_DEADLINES, COORDINATOR
-from podium.launch.replacing import MOST_REPLACEMENTS
+from podium.launch.coordination.rules import COORDINATOR, MOST_REPLACEMENTS
 
 _BEATS_PER_LIMIT = 6
 _MEET_S = 10.0
 """How long a process that was just started tries to reach the coordinator."""
 
 
-class Joined(NamedTuple):
+class Peers(NamedTuple):
     """Who is there and where, as the coordinator has it."""
 
     addresses: dict[int, Address]
@@ -67,7 +66,7 @@ class Membership(Control):
         self._thread: threading.Thread | None = None
         self._rate: tuple[float, int] | None = None
 
-    def join(self, endpoints: list[int], addresses: Mapping[int, Address], deadline_s: float) -> Joined:
+    def join(self, endpoints: list[int], addresses: Mapping[int, Address], deadline_s: float) -> Peers:
         """Say which endpoints live here; returns who and where the others are, once everybody has joined."""
         # A cleaner may have removed the coordinator's socket: it is made anew within a second.
         self._channel.connect_all({COORDINATOR: self._channel.address_book[COORDINATOR]}, min(_MEET_S, deadline_s))
@@ -78,7 +77,7 @@ class Membership(Control):
         self.joined = True
         self._thread = threading.Thread(target=self._keep_in_touch, name="membership", daemon=True)
         self._thread.start()
-        return Joined(_by_rank(answer["addresses"]), tuple(answer["workers"]), tuple(answer["servers"]))
+        return Peers(_by_rank(answer["addresses"]), tuple(answer["workers"]), tuple(answer["servers"]))
 
     def relocate(self, rank: int, old: Address) -> Address:
         """Where a server is now that cannot be reached at `old`; blocks until it is elsewhere.
@@ -121,7 +120,7 @@ class Membership(Control):
     def regroup(self, generation: int, steps_done: int) -> Regroup:
         # Longer than the coordinator's own patience: it sees to it that nobody hangs, and knows whom to name.
         patience_s = (BUSY_DEADLINES + 2) * self._deadline_s + (MOST_REPLACEMENTS + 1) * self._start_deadline_s
-        answer = self._ask("lost", {"generation": generation, "steps_done": steps_done}, patience_s)
+        answer = self._ask("regroup", {"generation": generation, "steps_done": steps_done}, patience_s)
         self._change_done = answer["change"]
         servers = None if answer["servers"] is None else tuple(answer["servers"])
         return Regroup(
@@ -164,7 +163,7 @@ class Membership(Control):
     def _keep_in_touch(self) -> None:
         try:
             why = self._listen()
-        except BaseException as error:  # a thread has nobody above it, and a rank that cannot hear must not go on
+        except BaseException as error:  # a thread has nobody above it, and a rank that cannot hear must not continue
             traceback.print_exception(error)
             why = f"{type(error).__name__}: {error}"
         if not self._closing.is_set():

@@ -1,6 +1,6 @@
 """What is said before a run begins: rules that cannot fire in it, exchanges that come too late, no overlap.
 
-None of this is an error: the run does what it was asked to. But whoever reads its result should know that the rule
+None of this is an error: the run does what it was asked to. But a reader of its result should know that the rule
 under study was not what ended a phase, or that all-reduce was measured without what makes it fast.
 """
 
@@ -18,6 +18,7 @@ from podium.engine.flat import Flat
 from podium.engine.phase_runner import COMPARE_EVERY
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
+from podium.strategies.phases import phases_of
 from podium.strategies.triggers import format_trigger
 from podium.strategies.triggers.base import Course, Outlook
 from podium.strategies.triggers.fixed import Fixed
@@ -35,13 +36,13 @@ BUCKETS = 8
 
 
 def notices(job: Job) -> list[str]:
-    """What whoever starts this run should know.
+    """What the user should know before this run begins.
 
     Opens the data where the run's length in steps is needed for it, and makes a model where its size is.
     """
     strategy, config = job.strategy, job.config
     said = []
-    if any(phase.until is not None or phase.strategy.by_rounds for phase in strategy.phases):
+    if any(phase.until is not None or phase.strategy.cadence.by_rounds for phase in phases_of(strategy)):
         samples = _tried(lambda: len(open_data(job.task, config.workers, job.batch_size).train))
         if samples is not None:
             total = job.total_steps(GlobalOrder(samples, config.seed))
@@ -69,11 +70,11 @@ def rules_that_cannot_fire(
 ) -> list[str]:
     """One sentence per phase whose rule cannot end it in a run of this length."""
     said = []
-    for phase, after in zip(strategy.phases, [*strategy.phases[1:], None], strict=True):
+    for phase, after in zip(phases_of(strategy), [*phases_of(strategy)[1:], None], strict=True):
         rule = phase.until
         if rule is None:
             break
-        compared = COMPARE_EVERY if phase.strategy.feed == "step" and not phase.strategy.by_rounds else None
+        compared = COMPARE_EVERY if phase.strategy.cadence.every == "step" else None
         why = rule.never(Outlook(course, workers, compared, rates))
         horizon = min(course.end, rule.horizon(course))
         if why:
@@ -93,7 +94,7 @@ def _name(strategy: Strategy[Any]) -> str:
 
 
 def _needs_rates(strategy: Strategy[Any]) -> bool:
-    return any(isinstance(phase.until, RateDecay) for phase in strategy.phases)
+    return any(isinstance(phase.until, RateDecay) for phase in phases_of(strategy))
 
 
 def _rates(task: Task, steps: int) -> list[float] | None:
@@ -116,10 +117,10 @@ def _rates(task: Task, steps: int) -> list[float] | None:
 def _meetings(strategy: Strategy[Any], steps: int) -> list[str]:
     """Strategies whose first exchange would come after the run has ended."""
     said = []
-    for phase in strategy.phases:
+    for phase in phases_of(strategy):
         part = phase.strategy
-        period = part.outer_every or getattr(part, "period", 0)
-        if part.by_rounds and isinstance(period, int) and period > steps:
+        period = part.cadence.outer_every or getattr(part, "period", 0)
+        if part.cadence.by_rounds and isinstance(period, int) and period > steps:
             said.append(
                 f"{_name(part)}: workers exchange every {period} steps, and the run has {steps}: they meet at its end "
                 "only"
@@ -129,7 +130,7 @@ def _meetings(strategy: Strategy[Any], steps: int) -> list[str]:
 
 def _overlap(job: Job) -> list[str]:
     """All-reduce over links that take time, of a model whose gradients leave in one piece."""
-    config, first = job.config, job.strategy.phases[0].strategy
+    config, first = job.config, phases_of(job.strategy)[0].strategy
     if config.workers < 2 or config.launcher not in ("virtual", "shaped") or not isinstance(first, AllReduce):
         return []
     if not first.overlap:

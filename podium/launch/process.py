@@ -17,32 +17,34 @@ from typing import Any
 
 import torch
 
-from podium.comm.arena import Arena
 from podium.comm.base import Ground
-from podium.comm.channel import Channel
-from podium.comm.memory import SlowClock, WallClock
-from podium.comm.real import RealCommunicator
-from podium.comm.sockets import Address, remake_folder
-from podium.comm.tls import tls_of
-from podium.comm.torch_dist import Group, backend_for, client_store, file_store, named_part
+from podium.comm.clocks import Clock, SlowClock, WallClock
+from podium.comm.real.arena import Arena
+from podium.comm.real.channel import Channel
+from podium.comm.real.communicator import RealCommunicator
+from podium.comm.real.process_group import Group, backend_for, client_store, file_store, named_part
+from podium.comm.real.sockets import Address, remake_folder
+from podium.comm.real.tls import tls_of
 from podium.config import RunConfig, build
 from podium.engine.allocator import keep_freed_memory
-from podium.engine.build import Job, make_server
-from podium.engine.training import Report, Training, run_server
-from podium.errors import PodiumError, RecordError, TrainingError
+from podium.engine.build import Job
+from podium.engine.report import Report
+from podium.engine.training import Training, run_server
+from podium.errors import PodiumError, TrainingError
 from podium.exchange.collectives import collective_of
-from podium.launch.base import Planned
+from podium.launch.base import RunPlan
+from podium.launch.coordination.rules import Role
 from podium.launch.forking import let_go_of_fork_server
 from podium.launch.membership import Membership
-from podium.launch.roster import Role
 from podium.launch.secret import check_secret
 from podium.launch.signals import die_with_parent, leave_to_launcher, pass_on
 from podium.records.recorder import Recorder
+from podium.servers.build import make_server
 from podium.servers.server import Server
 from podium.strategies import make_strategy
 from podium.task import Task, load_task
 
-_LONGEST_RECORD = 1 << 20
+_STANDS_FOR_USERS = str(Path(__file__).parents[1] / "testing") + os.sep
 _NOT_THE_USERS = (
     str(Path(__file__).parents[1]) + os.sep,
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -99,7 +101,7 @@ class NodeSpec:
     """How often these endpoints were started before: the sockets of killed ones still have their names."""
 
     @classmethod
-    def of(cls, job: Planned, endpoints: tuple[int, ...], **others: Any) -> NodeSpec:
+    def of(cls, job: RunPlan, endpoints: tuple[int, ...], **others: Any) -> NodeSpec:
         """All that the run itself says of the process with these endpoints; the launcher knows the others."""
         role = "worker" if endpoints[0] < job.config.workers else "server"
         return cls(
@@ -108,8 +110,8 @@ class NodeSpec:
                 "endpoints": endpoints,
                 "role": role,
                 "workers": job.config.workers,
-                "servers": job.strategy.server_count,
-                "talks": job.strategy.talks,
+                "servers": job.strategy.server_spec.count,
+                "talks": job.strategy.payload.point_to_point,
                 "config": job.config.to_dict(),
                 **others,
             }
@@ -202,9 +204,8 @@ class Node:
         """Join, learn where the others are, and make one communicator per endpoint of this process."""
         spec, config = self.spec, self.config
         channels: dict[int, Channel] = {}
-        collective = collective_of(config)
-        by_schedule = collective.needs_channel and not (spec.same_host and collective.prefers_memory)
-        if spec.servers or spec.talks or by_schedule:
+        transport = collective_of(config).transport(spec.same_host)
+        if spec.servers or spec.talks or transport == "schedule":
             for e in spec.endpoints:
                 listen = spec.socket(f"c{e}") if spec.same_host else f"tcp:{spec.host}:0"
                 channels[e] = Channel(
@@ -240,7 +241,7 @@ class Node:
                 # Workers alone look for a lost server elsewhere: two replacements that look for each other's copies
                 # would wait for each other, and a server that was replaced has no copy to give.
                 relocate=self.membership.relocate if group is not None else None,
-                arena=self._arena if spec.same_host and collective.prefers_memory else None,
+                arena=self._arena if spec.same_host and transport == "memory" else None,
             )
             comms[e].ground = spec.ground
         return comms
@@ -254,7 +255,9 @@ class Node:
     def _serve(self, server: Server) -> None:
         try:
             run_server(server)
-        except BaseException as error:  # a thread has nobody above it, and the run must not go on without this server
+        except (
+            BaseException
+        ) as error:  # a thread has nobody above it, and the run must not continue without this server
             self._report(error)
             self.membership.close()
             os._exit(1)
@@ -265,20 +268,19 @@ class Node:
         self.membership.failed(_describe(error, self.spec))
 
     def recorder(self, rank: int) -> Recorder:
-        """The file of one rank's records; one that takes another's place goes on in its file."""
+        """The file of one rank's records; a replacement appends to the file of the rank it replaces."""
         assert self.config.run_dir is not None
         path = Path(self.config.run_dir) / "records" / f"rank-{rank}.jsonl"
-        if self.spec.replaces:
-            cut_torn_line(path)
         recorder = Recorder(rank, path)
         self._recorders.append(recorder)
         return recorder
 
 
-def _clock_of(spec: NodeSpec) -> WallClock:
+def _clock_of(spec: NodeSpec) -> Clock:
+    wall = WallClock(spec.clock_ns)
     if spec.speed < 1 or spec.speed_changes:
-        return SlowClock(spec.clock_ns, speed=min(1.0, spec.speed), changes=spec.speed_changes)
-    return WallClock(spec.clock_ns)
+        return SlowClock(wall, speed=min(1.0, spec.speed), changes=spec.speed_changes)
+    return wall
 
 
 def settle_in(spec: NodeSpec) -> None:
@@ -300,21 +302,6 @@ def settle_in(spec: NodeSpec) -> None:
     threads = spec.config.get("threads") or max(1, len(os.sched_getaffinity(0)) // (spec.workers + spec.servers))
     torch.set_num_threads(threads)
     keep_freed_memory()
-
-
-def cut_torn_line(path: Path) -> None:
-    """Drop what stands behind the last newline: its writer was killed over it, and no record may follow on it."""
-    try:
-        with path.open("r+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _LONGEST_RECORD))
-            tail = file.read()
-            if not tail.endswith(b"\n"):
-                file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)
-    except FileNotFoundError:  # it was lost before it had anything to say
-        pass
-    except OSError as error:
-        raise RecordError(f"{path} cannot be mended: {error}") from error
 
 
 def _open_store(spec: NodeSpec) -> Any:
@@ -341,6 +328,11 @@ def _describe(error: BaseException, spec: NodeSpec) -> dict[str, Any]:
 
 def _place(frames: traceback.StackSummary) -> str:
     """The innermost line that is the user's own; where there is none, the innermost outside torch."""
-    own = [f for f in frames if not f.filename.startswith("<") and not f.filename.startswith(_NOT_THE_USERS)]
+    own = [f for f in frames if _is_users(f.filename)]
     chosen = own or [f for f in frames if "/torch/" not in f.filename] or list(frames)
     return f"{chosen[-1].filename}:{chosen[-1].lineno} in {chosen[-1].name}" if chosen else ""
+
+
+def _is_users(file: str) -> bool:
+    """Tasks and faults of `podium.testing` stand for the user's code."""
+    return file.startswith(_STANDS_FOR_USERS) or not file.startswith(("<", *_NOT_THE_USERS))

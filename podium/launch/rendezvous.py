@@ -1,17 +1,13 @@
 """Where the processes of a run find each other's sockets: a private folder with a short name.
 
 Its owner holds a lock in it for as long as it lives. A folder without a holder was left by a launcher that was killed;
-whoever makes the next one removes it, with the namespaces and control groups that are noted in it.
+the next launcher removes it, with the namespaces and control groups that are noted in it.
 
 A run may last longer than temporary files do. systemd-tmpfiles leaves a folder alone that somebody holds a lock on, so
 one is held on the folder itself, too. What another cleaner removes is made again: each endpoint looks every second
-whether its socket still has its name (`podium/comm/channel.py`), and a generation begins with a store that is there
-(`podium/comm/torch_dist.py`). Sockets without a file would do as well, but those end at a network namespace, and any
-user of the machine could knock at them.
-
-Temporary folders are shared, and a user may well have a `/tmp/podium-notes` with a file named `lock`. So a folder is
-removed only if Podium made it, and its lock proves that: the lock holds the number (inode) of the folder that it was
-written for. A copy of such a folder has another number, and is the user's own.
+whether its socket still has its name (`podium/comm/real/channel.py`), and a generation begins with a store that
+exists (`podium/comm/real/process_group.py`). Sockets without a file would do as well, but those end at a network
+namespace, and any user of the machine could knock at them.
 """
 
 from __future__ import annotations
@@ -31,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import ConfigError
+from podium.launch.clusters.commands import find_tool, run_command
 
 _PREFIX = "podium-"
 _NAME = re.compile(r"podium-[a-z0-9_]{8}")
@@ -115,8 +112,6 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 def _remove_noted(note: dict[str, list[str]]) -> None:
     """Remove namespaces and groups, as far as they have names that Podium gives."""
-    from podium.launch.clusters.namespaces import find_tool, run_command
-
     for name in filter(_NAMESPACE.fullmatch, note["namespaces"]):
         with contextlib.suppress(ConfigError):  # it had got as far as removing some
             run_command(find_tool("ip"), "netns", "delete", name)

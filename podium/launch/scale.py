@@ -1,6 +1,6 @@
 """Change the number of workers and servers of a run that is under way.
 
-Its launcher leaves `control.json` in the run's folder while it goes on: where the coordinator listens, and the run's
+Its launcher keeps `control.json` in the run's folder during the run: where the coordinator listens, and the run's
 secret, for nobody's eyes but the user's own.
 """
 
@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podium.comm.channel import Channel
-from podium.comm.sockets import Address
+from podium.comm.real.channel import Channel
+from podium.comm.real.sockets import Address
 from podium.errors import CommError, ConfigError, Lost, RecordError
-from podium.launch.coordinator import COORDINATOR, OPERATOR
+from podium.launch.coordination.rules import COORDINATOR, OPERATOR
 
 _CONTROL = "control.json"
 _ANSWER_S = 60.0
 """How long the launcher may take to start new processes; it answers as soon as it has."""
 
 
-class Scaled(NamedTuple):
+class ScaleAnswer(NamedTuple):
     """What a request came to. New ranks take part once they are ready; those that retire finish the step first."""
 
     workers: int
@@ -33,8 +33,8 @@ class Scaled(NamedTuple):
     retiring: tuple[int, ...]
 
 
-def scale(run_dir: str | os.PathLike[str], *, workers: int | None = None, servers: int | None = None) -> Scaled:
-    """Ask a run under way to go on with this many; what is not given stays. Returns who comes and who goes.
+def scale(run_dir: str | os.PathLike[str], *, workers: int | None = None, servers: int | None = None) -> ScaleAnswer:
+    """Ask a running job to continue with this many ranks; a number not given stays. Returns which start and retire.
 
     Raises ConfigError where the run cannot do so. The run pauses for a moment once all newcomers are ready, and not
     before; one that cannot be started is left out, and the run says so.
@@ -44,7 +44,7 @@ def scale(run_dir: str | os.PathLike[str], *, workers: int | None = None, server
     answer = _ask(Path(run_dir), {"workers": workers, "servers": servers})
     if "refused" in answer:
         raise ConfigError(answer["refused"])
-    return Scaled(answer["workers"], answer["servers"], tuple(answer["starting"]), tuple(answer["retiring"]))
+    return ScaleAnswer(answer["workers"], answer["servers"], tuple(answer["starting"]), tuple(answer["retiring"]))
 
 
 def _ask(run_dir: Path, asked: dict[str, int | None]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _ask(run_dir: Path, asked: dict[str, int | None]) -> dict[str, Any]:
 
 @contextmanager
 def open_to_change(run_dir: Path, coordinator: Address, secret: bytes) -> Iterator[None]:
-    """Inside, whoever may read the run's folder as its owner can ask for a change."""
+    """Inside, the user who owns the run's folder can ask for a change."""
     path = run_dir / _CONTROL
     try:
         path.unlink(missing_ok=True)

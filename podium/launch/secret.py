@@ -1,8 +1,8 @@
 """The run's secret: made here, or given by the user, never empty.
 
 A launcher that starts its ranks itself makes 32 random bytes and hands them to its children. Under torchrun nobody can
-hand over anything before the ranks have met, and torch's store, over which they meet, is open to whoever reaches its
-port. So:
+hand over anything before the ranks have met, and torch's store, over which they meet, is open to anybody who reaches
+its port. So:
 
 - All ranks on one host: rank 0 makes the secret and leaves it in a file that only this user can read, in a folder that
   only this user can enter. The store tells the name of the folder, and nothing that a stranger could use or forge.
@@ -66,8 +66,8 @@ def need_secret() -> bytes:
     if found is None:
         raise ConfigError(
             f"ranks on several hosts need a secret, and there is none: set {VARIABLE} to the same words on all hosts, "
-            f"or {FILE_VARIABLE} to a file of yours that holds them (mode 0600). Without one, whoever reaches a rank's "
-            "port could read and overwrite the model. To make one: "
+            f"or {FILE_VARIABLE} to a file of yours that holds them (mode 0600). Without one, anybody who reaches a "
+            "rank's port could read and overwrite the model. To make one: "
             "python3 -c 'import secrets; print(secrets.token_hex(32))'"
         )
     return found

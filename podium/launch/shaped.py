@@ -1,6 +1,6 @@
 """The shaped launcher: local processes, each in its node's network namespace, on links and CPUs as the file says.
 
-A node's `speed` below 1 draws out its workers' passes by sleeping (`podium.comm.memory.SlowClock`): a slower
+A node's `speed` below 1 draws out its workers' passes by sleeping (`podium.comm.clocks.SlowClock`): a slower
 accelerator. Changes of speed do so from their time on. Its servers and its network are as fast as anybody's, and others
 have the processor meanwhile. `cpus` holds all of the node's ranks to a quota, servers too.
 """
@@ -14,15 +14,17 @@ from typing import Any
 
 from podium.comm.base import Ground
 from podium.engine.build import Job
-from podium.launch.base import Event, Launched, hosts_of
+from podium.launch.base import LaunchResult, hosts_of
+from podium.launch.clusters.cpu_quota import CpuQuota
 from podium.launch.clusters.description import Cluster, read_cluster
-from podium.launch.clusters.namespaces import CpuQuota, ShapedNetwork
+from podium.launch.clusters.namespaces import ShapedNetwork
+from podium.launch.coordination.rules import Role
+from podium.launch.event import Event
 from podium.launch.local import Processes, sendable_task
 from podium.launch.rendezvous import rendezvous_folder
-from podium.launch.roster import Role
 
 
-def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> Launched:
+def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> LaunchResult:
     """All ranks on this machine, with network and CPU held to the cluster file. Needs root.
 
     Heartbeats and the store go through files and Unix sockets, which namespaces share, so only training's own traffic
@@ -32,8 +34,8 @@ def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threadi
     cluster = read_cluster(Path(job.config.cluster))
     placed = cluster.place(
         job.config.workers,
-        job.strategy.server_count,
-        job.strategy.colocated,
+        job.strategy.server_spec.count,
+        job.strategy.server_spec.colocated,
         hosts_of(job.strategy, job.config.workers),
     )
 

@@ -2,8 +2,8 @@
 
 `timeout`, a closing terminal and Ctrl-C signal a whole process group; systemd and batch systems signal every process
 of a job, one by one. The fork server and the ranks live in a session of their own, which no signal to the launcher's
-group reaches, and take one that comes all the same for the launcher's: they go on, and hear from the launcher when to
-stop. They die with it, by the kernel's hand, which also works on a process that is stopped.
+group reaches. They ignore one that comes all the same: the launcher tells them when to stop. They die with the
+launcher: the kernel kills them, also those that are stopped.
 
 Under torchrun there is no launcher of Podium's. There every rank passes a signal on to the coordinator.
 
@@ -49,7 +49,7 @@ def blocked() -> Iterator[None]:
 
 
 def leave_to_launcher() -> None:
-    """Go on when a signal asks this process to end: its launcher has got the same one. For the main thread.
+    """Continue when a signal asks this process to end: its launcher has got the same one. For the main thread.
 
     Neither ignored nor blocked, which programs that the user's code starts would inherit; nobody could terminate those.
     """

@@ -9,8 +9,8 @@ others.
 
 Ranks meet over torch's store, which asks nobody for a secret. So it carries nothing that is believed: on one host the
 name of a private folder, which is checked, and where the coordinator's socket lies; between hosts the coordinator's
-address, where whoever answers has to prove that it holds the run's secret. All else, such as the run's folder, comes
-from the coordinator.
+address, where the process that answers has to prove that it holds the run's secret. All else, such as the run's
+folder, comes from the coordinator.
 """
 
 from __future__ import annotations
@@ -26,24 +26,30 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
-from podium.comm.channel import Channel
-from podium.comm.frames import Refused
-from podium.comm.sockets import Address
-from podium.comm.tls import tls_of
-from podium.comm.torch_dist import client_store, look_up, named_part, publish
+from podium.comm.clocks import WallClock
+from podium.comm.real.channel import Channel
+from podium.comm.real.frames import Refused
+from podium.comm.real.process_group import client_store, look_up, named_part, publish
+from podium.comm.real.sockets import Address
+from podium.comm.real.tls import tls_of
 from podium.config import RunConfig, check_script, named_in, resolve
-from podium.engine.build import Job, device_of
-from podium.engine.loop import run_user_script
+from podium.engine.build import Job
+from podium.engine.device import device_of
 from podium.errors import CommError, ConfigError, PodiumError, RecordError
-from podium.launch.base import Event, Planned
-from podium.launch.coordinator import COORDINATOR, FIRST_ASKER, Coordinator
+from podium.launch.base import RunPlan
+from podium.launch.coordination.coordinator import Coordinator
+from podium.launch.coordination.owner import Owner
+from podium.launch.coordination.rules import COORDINATOR, FIRST_ASKER, Role
+from podium.launch.event import Event
+from podium.launch.join import run_user_script
 from podium.launch.local import endpoints_of, rules_of
 from podium.launch.notices import notices
+from podium.launch.prepare import plan_script, prepare
 from podium.launch.process import NodeSpec, run_node
 from podium.launch.rendezvous import rendezvous_folder
-from podium.launch.run import conclude, plan_script, prepare
+from podium.launch.run import conclude
 from podium.launch.run_folder_lock import claimed
 from podium.launch.secret import find_secret, leave_secret, need_secret, removed_with_this_process
 from podium.records.manifest import write_manifest
@@ -121,6 +127,36 @@ class _Meeting(NamedTuple):
     """A private folder for sockets and the store; None where ranks are on several hosts."""
 
 
+@final
+class _Agent(Owner):
+    """torchrun's agent owns the processes: the coordinator can neither see, start nor end them."""
+
+    sees_processes, starts_processes = False, False
+
+    def __init__(self, notices: list[str]) -> None:
+        self._notices = notices
+
+    def hear(self, event: Event) -> None:
+        """A rank's warning goes to the terminal and into the result; no other event is shown here."""
+        if event["event"] == "warning":
+            self._notices.append(event["text"])
+            print(f"podium: warning: {event['text']}", file=sys.stderr, flush=True)
+
+    def kill(self, rank: int) -> None: ...
+
+    def how_it_ended(self, rank: int, wait_s: float) -> str | None:
+        return None
+
+    def is_running(self, rank: int) -> bool:
+        raise NotImplementedError
+
+    def restart_servers(self, endpoints: tuple[int, ...]) -> None:
+        raise NotImplementedError
+
+    def start(self, role: Role, rank: int) -> None:
+        raise NotImplementedError
+
+
 class _Rank:
     """One process of torchrun's."""
 
@@ -176,7 +212,7 @@ class _Rank:
         self._check_size()
         self._take_part(meeting)
 
-    def _plan(self, chosen: Path | None) -> Planned:
+    def _plan(self, chosen: Path | None) -> RunPlan:
         return (plan_script if self._script else prepare)(self._config, chosen=chosen)
 
     def _take_part(self, meeting: _Meeting) -> None:
@@ -236,24 +272,18 @@ class _Rank:
         self._notices = notices(job) if isinstance(job, Job) else []
         for text in self._notices:
             print(f"podium: note: {text}", file=sys.stderr, flush=True)
+        listen = f"tcp:{self._host()}:0" if folder is None else _socket_in(folder)
         coordinator = Coordinator(
             rules_of(job, survives_loss=False),
-            listen=f"tcp:{self._host()}:0" if folder is None else _socket_in(folder),
-            secret=secret,
-            recorder=self._recorder,
-            on_event=self._hear,
-            tls=tls_of(job.config),
-            settings={"run_dir": str(job.config.run_dir)},
+            _Agent(self._notices),
+            Channel(COORDINATOR, secret=secret, listen=listen, tls=tls_of(job.config)),
+            self._recorder,
+            WallClock(),
+            {"run_dir": str(job.config.run_dir)},
         )
         self._watch = threading.Thread(target=self._coordinate, args=(coordinator,), name="coordinator", daemon=True)
         self._watch.start()
         return coordinator
-
-    def _hear(self, event: Event) -> None:
-        """A rank's warning goes to the terminal and into the result; nobody watches anything else here."""
-        if event["event"] == "warning":
-            self._notices.append(event["text"])
-            print(f"podium: warning: {event['text']}", file=sys.stderr, flush=True)
 
     def _coordinate(self, coordinator: Coordinator) -> None:
         try:
@@ -278,7 +308,7 @@ class _Rank:
 
     def _conclude(self, coordinator: Coordinator) -> None:
         self._watch.join(timeout=self.job.config.deadline_s)
-        coordinator.see_off(_LEAVE_S)  # or ranks that are still here would make the private folder again
+        coordinator.wait_for_departures(_LEAVE_S)  # or ranks that are still here would make the private folder again
         coordinator.close()
         self._recorder.close()
         assert self.job.run_dir is not None
@@ -362,7 +392,7 @@ def _config(argv: list[str], environment: Environment) -> tuple[RunConfig, list[
         given["task"] = script[0]
     config = resolve(file, overrides, given)
     strategy = make_strategy(config.strategy, config.strategy_options, environment.world_size)
-    servers = 0 if strategy.colocated else strategy.server_count
+    servers = strategy.server_spec.processes
     if environment.world_size <= servers:
         raise ConfigError(f"{config.strategy} needs more than {servers} processes, got {environment.world_size}")
     return dataclasses.replace(config, workers=environment.world_size - servers), script, named

@@ -1,0 +1,1 @@
+"""The coordinator of a run and its parts: members, deadlines, losses, generations, scaling, replacements."""

@@ -1,0 +1,214 @@
+"""The coordinator: in the launcher, it knows every rank, notices which are lost, and lets the others agree.
+
+Ranks talk to it over a channel of their own: they join, send heartbeats, report what happened. It never touches a
+tensor. Its rules, and where they are:
+
+- No rank begins before all have joined. Joining, and making model and data after it, have a deadline (`starts`).
+- A rank that leaves without a message is lost. So is one that falls silent (`heartbeats`); it is killed first.
+- A worker that others wait for and that makes no step for a deadline is lost (`stragglers`).
+- After a loss, a run whose strategy survives it continues (`losses`). Once every live worker has reported how far it
+  is, all get the plan: the next generation, its members, and whose state to copy (`regrouping`).
+- A lost server is restarted where strategy and launcher can, and workers are told its new address (`replacements`).
+- Workers and servers may be added or retired on request (`scaling`): the next plan makes the change. A newcomer that
+  dies while starting is left out; the run does not depend on it yet.
+- A rank that raised would raise again: the run ends, and its own error is what the user sees. If the error says no
+  more than that another rank did not answer, the coordinator first waits a moment for that loss.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from podium.comm.base import DEPARTED, Message, Meta
+from podium.comm.clocks import Clock
+from podium.comm.real.channel import Channel
+from podium.comm.real.sockets import Address
+from podium.engine.report import Report
+from podium.launch.coordination.context import RunContext
+from podium.launch.coordination.heartbeats import Heartbeats
+from podium.launch.coordination.leavers import Leavers
+from podium.launch.coordination.losses import Losses
+from podium.launch.coordination.owner import Owner
+from podium.launch.coordination.post import Post
+from podium.launch.coordination.regrouping import Regrouping
+from podium.launch.coordination.replacements import Replacements
+from podium.launch.coordination.roster import Roster
+from podium.launch.coordination.rules import FIRST_ASKER, OPERATOR, Rules
+from podium.launch.coordination.scaling import Scaling
+from podium.launch.coordination.starts import Starts
+from podium.launch.coordination.stragglers import Stragglers
+from podium.records.recorder import Recorder
+
+_AT_ONCE = 1000
+"""Messages read before deadlines are checked again."""
+_EXIT_S = 2.0
+"""How long a process that hung up may take to end."""
+
+
+class Coordinator:
+    """Reads what ranks report, and watches over them until all have ended."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        owner: Owner,
+        channel: Channel,
+        recorder: Recorder,
+        clock: Clock,
+        settings: Meta | None = None,
+    ) -> None:
+        """`settings` are told to ranks that ask before they join; asking needs the secret, as all messages do."""
+        self._settings = settings or {}
+        run = RunContext(rules, clock, owner, Post(channel, recorder, owner, clock), Roster(rules, clock))
+        self._run, self._post, self._roster = run, run.post, run.roster
+        self._scaling, self._replacements = Scaling(run), Replacements(run)
+        self._regrouping = Regrouping(run, self._scaling, self._replacements)
+        self._losses = Losses(run, self._scaling, self._replacements, self._regrouping)
+        self._starts = Starts(run, self._losses)
+        self._heartbeats = Heartbeats(run, self._regrouping, self._losses)
+        self._stragglers = Stragglers(run, self._regrouping, self._replacements, self._losses)
+        self._leavers = Leavers(run, self._scaling, self._losses)
+        self._joining: list[Message] = []
+        self._stop_asked = False  # by a rank, where no launcher gets signals
+        self._stop_sent = False
+        self.reports: list[Report] = []
+        self._do = {
+            "beat": self._beat,
+            "begun": self._begun,
+            "event": self._event,
+            "regroup": self._regrouping.ask,
+            "where": self._where,
+            "awaits": self._stragglers.hear,
+            "done": self._done,
+            "failed": self._losses.fail,
+            DEPARTED: self._departed,
+        }
+
+    @property
+    def address(self) -> Address:
+        return self._post.address
+
+    def run(self, stop: threading.Event | None = None) -> list[Report]:
+        """Until every process has ended; raises what made the run fail."""
+        roster = self._roster
+        roster.begin_run()
+        self._heartbeats.look()
+        while roster.starting or any(not member.finished for member in roster.members.values()):
+            self._take_messages()
+            self._check()
+            if (self._stop_asked or (stop is not None and stop.is_set())) and roster.all_joined and not self._stop_sent:
+                self._send_stop()
+        self._losses.check()
+        return sorted(self.reports)
+
+    def announce_end(self, why: str, *, but: int) -> None:
+        """Tell all ranks, except one that knows, that the run is over, so that each can say so before it ends."""
+        for message in self._joining:
+            if message.source != but:
+                self._post.answer(message, {"ended": why})
+        for member in self._roster.active():
+            if member.rank != but:
+                self._post.send(member, "ended", {"why": why})
+
+    def wait_for_departures(self, limit_s: float) -> None:
+        """Wait until all ranks have hung up, which they do last; at most this long."""
+        self._post.wait_for_departures(limit_s)
+
+    def close(self) -> None:
+        self._post.close()
+
+    def _check(self) -> None:
+        """Every deadline."""
+        if ended := self._starts.ended():
+            self._take_messages()  # a process that could send its error before it ended is not merely gone
+            self._starts.lose(ended)
+        self._starts.check()
+        self._heartbeats.check()
+        self._stragglers.check()
+        self._leavers.check()
+        self._losses.check()
+
+    def _take_messages(self) -> None:
+        """Read all that have come, so that no rank counts as silent whose heartbeat lies unread."""
+        for n in range(_AT_ONCE):
+            message = self._post.receive(0.0) if n else self._post.receive()
+            if message is None:
+                break
+            self._take(message)
+        self._heartbeats.look()
+
+    def _take(self, message: Message) -> None:
+        kind, source = message.kind, message.source
+        if kind == "join":
+            self._join(message)
+        elif kind == "scale" and source == OPERATOR:
+            ending = self._stop_sent or self._losses.workers_ended_at is not None
+            self._scaling.request(message, ending=ending)
+        elif kind == "settings" and source >= FIRST_ASKER:
+            self._post.answer(message, self._settings)
+        elif source in self._roster.members or self._failed_before_joining(message):
+            self._do[kind](message)  # all others are the last messages of ranks that were given up
+
+    def _failed_before_joining(self, message: Message) -> bool:
+        """Not asked of a replacement: its messages cannot be told from those of the process it replaces."""
+        source, roster = message.source, self._roster
+        return message.kind == "failed" and source in roster.starting and source not in roster.known
+
+    def _join(self, message: Message) -> None:
+        member = self._roster.admit(message)
+        if member is None:
+            return  # it was given up, and its process is killed
+        self._joining.append(message)
+        if self._roster.all_joined:
+            for waiting in self._joining:
+                self._post.answer(waiting, self._roster.address_book(self._roster.members.get(waiting.source)))
+            self._joining.clear()
+            self._replacements.answer_questions()
+        if self._stop_sent:
+            self._post.send(member, "stop")
+
+    def _beat(self, message: Message) -> None:
+        self._roster.members[message.source].beat(self._run.now, message.meta)
+        if message.meta.get("stop"):
+            self._stop_asked = True
+        facts = message.meta.get("progress")
+        if facts:
+            self._regrouping.note_step(facts["step"])
+            if message.source == min((m.rank for m in self._roster.live_workers()), default=-1):
+                self._post.tell(facts)
+
+    def _begun(self, message: Message) -> None:
+        member = self._roster.members[message.source]
+        member.begun = True
+        if member.start.kind == "replacement":
+            self._replacements.begun(member)
+        self._scaling.advance()
+
+    def _event(self, message: Message) -> None:
+        self._roster.members[message.source].heard_at = self._run.now
+        self._post.tell(message.meta)
+
+    def _where(self, message: Message) -> None:
+        self._roster.members[message.source].heard_at = self._run.now
+        self._replacements.ask(message)
+
+    def _done(self, message: Message) -> None:
+        member = self._roster.members[message.source]
+        member.finished = True
+        if message.meta.get("report") and member.standing == "settled":
+            self.reports.append(Report(**message.meta["report"]))
+        self._post.answer(message, {})
+        self._regrouping.settle()
+
+    def _departed(self, message: Message) -> None:
+        member = self._roster.members[message.source]
+        if member.active:
+            cause = self._run.owner.how_it_ended(member.rank, _EXIT_S)
+            self._run.owner.kill(member.rank)  # in case its connection broke while it lives
+            self._losses.lose(member, cause or "its connection closed without a message")
+
+    def _send_stop(self) -> None:
+        self._stop_sent = True
+        self._post.record("stop", step=self._regrouping.furthest_step, reason="asked by the user")
+        for member in self._roster.active():
+            self._post.send(member, "stop")

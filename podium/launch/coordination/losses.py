@@ -1,0 +1,166 @@
+"""Lost processes: continue without one, restart it, or end the run with an error that names all that were lost."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import podium.errors
+from podium.comm.base import Message
+from podium.errors import CommError, DeadlineExceeded, Lost, PodiumError, RankFailed
+from podium.launch.coordination.context import RunContext
+from podium.launch.coordination.members import Member, Start
+from podium.launch.coordination.regrouping import Regrouping
+from podium.launch.coordination.replacements import Replacements
+from podium.launch.coordination.scaling import Scaling
+
+_GRACE_S = 2.0
+"""How long, beyond a heartbeat, a rank that blames another waits until the coordinator knows which rank was lost."""
+_TOGETHER_S = 0.5
+"""How long the end of a run waits for others that were lost at the same moment, so that the error names them all."""
+
+
+class Loss(NamedTuple):
+    """A process that the run needed and that is gone."""
+
+    at: float
+    member: Member
+    cause: str
+    advice: str
+
+
+class Losses:
+    """What was lost, and what follows from it."""
+
+    def __init__(self, run: RunContext, scaling: Scaling, replacements: Replacements, regrouping: Regrouping) -> None:
+        self._run, self._scaling, self._replacements, self._regrouping = run, scaling, replacements, regrouping
+        self._all: list[Loss] = []
+        self._fatal: Loss | None = None
+        self._blame: tuple[float, PodiumError] | None = None  # since when a rank blames an unknown other
+        self.workers_ended_at: float | None = None
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the run is about to end with an error."""
+        return self._blame is not None or self._fatal is not None
+
+    def kill(self, member: Member, cause: str, setting: str) -> None:
+        """A process took longer than `setting` allows: end it. A stop becomes a death, so that it cannot come back."""
+        self._run.owner.kill(member.rank)
+        self.lose(member, f"{cause}, and killed", advice(setting))
+
+    def lose(self, member: Member, cause: str, hint: str = "") -> None:
+        """A process is gone: continue without it, restart its servers, or end the run."""
+        run, roster = self._run, self._run.roster
+        if self._is_spare(member.rank):
+            self.give_up(member.rank, cause + hint)
+            return
+        self._tell(member.rank, cause + hint, member.step)
+        servers = roster.servers_of(member)
+        roster.forget(member.rank)
+        workers_left = any(m.rank in roster.workers and not m.failed for m in roster.members.values())
+        bearable = (member.role == "server" or run.rules.survives_loss) and (not servers or self._replacements.possible)
+        loss = Loss(run.now, member, cause, hint)
+        self._all.append(loss)
+        if not bearable or not workers_left or self.ends_run:
+            self._fatal = self._fatal or loss
+            self._regrouping.close()
+            return
+        if servers and roster.live_workers():
+            self._replacements.replace(servers, cause)
+        self._regrouping.settle()
+
+    def lose_start(self, start: Start, cause: str) -> None:
+        """A process is gone that was started during the run and has not joined."""
+        if self._run.roster.starting.get(start.rank) is not start:
+            return  # its last message was read by now
+        self.give_up(start.rank, cause)
+        if start.kind == "replacement" and self._run.roster.live_workers():
+            self._replacements.replace(start.endpoints, cause)
+
+    def give_up(self, rank: int, cause: str = "") -> None:
+        """End a process that the run does not need; with a cause, it is a loss that the user should hear of."""
+        self._run.owner.kill(rank)
+        if cause:
+            self._tell(rank, cause, 0)
+        self._run.roster.forget(rank)
+        self._scaling.drop(rank)
+        self._regrouping.settle()
+
+    def fail(self, message: Message) -> None:
+        """A rank raised. It would raise again, so the run ends with that error.
+
+        If the error says no more than that another rank did not answer, the coordinator first waits for that loss.
+        """
+        meta, rank = message.meta, message.source
+        self._run.post.record("failed", failed=rank, **meta)
+        if self._is_spare(rank):
+            self.give_up(rank, f"it failed: {meta['message']}")
+            return
+        error, member = _error_of(message), self._run.roster.members.get(rank)
+        if member is None or not isinstance(error, CommError):
+            raise error
+        member.failed = True
+        if isinstance(error, DeadlineExceeded):
+            error = DeadlineExceeded(f"{error}{advice('deadline_s')}")
+        self._blame = self._blame or (self._run.now, error)
+
+    def check(self) -> None:
+        """End the run if it cannot bear a loss, once all that were lost together are known."""
+        if self._fatal is not None:
+            self._check_fatal(self._fatal)
+        elif self._blame is not None:
+            since, error = self._blame
+            if not self._run.roster.active() or self._run.now - since > self._run.silence_s + _GRACE_S:
+                raise error
+
+    def _check_fatal(self, loss: Loss) -> None:
+        left = self._run.roster.live_workers()
+        if left and self._run.now - loss.at <= _TOGETHER_S:
+            return
+        step = loss.member.step or self._regrouping.furthest_step  # a server counts no steps of its own
+        others = self._others(loss, all_workers=not left)
+        raise Lost(f"{loss.member} was lost: {loss.cause}{others}; last heard of at step {step}{loss.advice}")
+
+    def _others(self, named: Loss, *, all_workers: bool) -> str:
+        """Which others were lost, and how."""
+        by_cause: dict[str, list[str]] = {}
+        for loss in self._all:
+            if all_workers or (loss.at > named.at - _TOGETHER_S and loss is not named):
+                by_cause.setdefault(loss.cause, []).append(str(loss.member))
+        listed = "; ".join(f"{', '.join(names)}: {cause}" for cause, names in by_cause.items())
+        if not all_workers:
+            return f"; so was {listed}" if listed else ""
+        return f"; all workers are lost ({listed})" if len(self._all) > 1 else ""
+
+    def _is_spare(self, rank: int) -> bool:
+        """Whether the run does not need this process: not yet, or not any more."""
+        member, start = self._run.roster.members.get(rank), self._run.roster.starting.get(rank)
+        if member is None:
+            return start is not None and start.kind == "newcomer"
+        unneeded = self.workers_ended_at is not None and member.start.kind != "first"
+        return member.standing != "settled" or unneeded
+
+    def _tell(self, rank: int, cause: str, step: int) -> None:
+        self._run.post.record("lost", lost=rank, cause=cause, generation=self._regrouping.generation, step=step)
+        self._run.post.tell({"event": "lost", "rank": rank, "cause": cause, "step": step})
+
+
+def advice(setting: str) -> str:
+    return f"; if it only needs longer, raise {setting}"
+
+
+def _error_of(message: Message) -> PodiumError:
+    """The error that a rank reports, with its rank and where in the user's code it was raised."""
+    meta, who = message.meta, f"rank {message.source}: "
+    text, place = meta["message"], f"\n  at {meta['place']}" if meta.get("place") else ""
+    error = _class_of(meta["error"])(f"{'' if text.startswith(who) else who}{text}{place}")
+    error.exit_code = meta.get("exit_code", error.exit_code)
+    return error
+
+
+def _class_of(name: str) -> type[PodiumError]:
+    """The class of that name, where it is one of ours, or its nearest base that is made of a message alone."""
+    cls = getattr(podium.errors, name, None)
+    if not isinstance(cls, type) or not issubclass(cls, PodiumError):
+        return RankFailed
+    return next(c for c in cls.__mro__ if issubclass(c, PodiumError) and c.__init__ is Exception.__init__)

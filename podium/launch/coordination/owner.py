@@ -1,0 +1,41 @@
+"""What the coordinator asks of the launcher that owns the processes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from podium.launch.coordination.rules import Role
+from podium.launch.event import Event
+
+
+class Owner(ABC):
+    """The launcher, as its coordinator sees it."""
+
+    sees_processes: bool
+    """Whether `is_running` knows."""
+    starts_processes: bool
+    """Whether `restart_servers` and `start` may be called."""
+
+    @abstractmethod
+    def hear(self, event: Event) -> None:
+        """The coordinator tells what happened."""
+
+    @abstractmethod
+    def kill(self, rank: int) -> None:
+        """End a rank's process for good."""
+
+    @abstractmethod
+    def how_it_ended(self, rank: int, wait_s: float) -> str | None:
+        """How a rank's process ended, given this long to end; None if it has not, or if nobody can know."""
+
+    @abstractmethod
+    def is_running(self, rank: int) -> bool:
+        """Whether a rank's process exists and is not stopped."""
+
+    @abstractmethod
+    def restart_servers(self, endpoints: tuple[int, ...]) -> None:
+        """Start a process in which these lost servers live again; its number is the first of them."""
+
+    @abstractmethod
+    def start(self, role: Role, rank: int) -> None:
+        """Start one more rank."""
