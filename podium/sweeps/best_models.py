@@ -12,8 +12,8 @@ from podium.sweeps.trial import Outcome
 
 
 @dataclass
-class _Held:
-    """What a point has come to so far."""
+class _PointModel:
+    """The trials of a point so far."""
 
     number: int
     over: int = 0
@@ -26,24 +26,24 @@ class _Held:
         return math.fsum(self.values) / len(self.values)  # whatever order they came in: a tie must stay a tie
 
 
-class BestModel:
+class BestModelKeeper:
     """Keeps the model of the best point's best trial, and deletes others as soon as they can no longer be it.
 
     A point's mean is not known before all its trials are over, so until then each point keeps its best trial's model.
-    One with trials that failed keeps it, too: they are trained again when the sweep goes on, and it may yet win.
+    A point with failed trials keeps it, too: they are trained again when the sweep is resumed, and the point may win.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
         self._folder, self._metric, self._sign = folder, config["metric"], 1 if config["maximize"] else -1
         self._per_point = len(config["seeds"]) * (config["folds"] or {}).get("count", 1)
-        self._points: dict[int, _Held] = {}
-        self._champion: _Held | None = None  # of the points of which all trials finished
+        self._points: dict[int, _PointModel] = {}
+        self._champion: _PointModel | None = None  # of the points of which all trials finished
         for outcome in outcomes:
             self.add(outcome)
 
     def add(self, outcome: Outcome) -> None:
         """A trial is over."""
-        point = self._points.setdefault(outcome.trial.point, _Held(outcome.trial.point))
+        point = self._points.setdefault(outcome.trial.point, _PointModel(outcome.trial.point))
         point.over += 1
         point.failed |= outcome.status == "failed"
         through = outcome.status == "finished" and outcome.evaluation is not None
@@ -66,12 +66,12 @@ class BestModel:
         some = [point for point in self._points.values() if point.values]
         best = self._champion or max(
             some, key=lambda p: (len(p.values), self._sign * p.mean, -p.number), default=None
-        )  # as `swept.find_points` ranks them
+        )  # as `ranking.find_points` ranks them
         for point in some:
             if point is not best and not point.failed:
                 self._delete(point.best)
 
-    def _weigh(self, point: _Held) -> None:
+    def _weigh(self, point: _PointModel) -> None:
         """All trials of a point are over: it is the best so far, or its model can go."""
         if point.failed:
             return

@@ -1,9 +1,9 @@
-"""What a sweep's trials are made from, in a few characters: the code of the task, and the data.
+"""Fingerprints of the task's code and of the data, so that a sweep is resumed with the same ones only.
 
-A sweep may go on days later, when the file that makes its task has been edited, or its data were loaded anew. Trials of
-before and after are then of different things, and no table should rank them. What is looked at: the one file that holds
-the task's function, and of the data their number, types, shapes and the first and the last sample. What is not: files
-that this one imports, and samples in between.
+A sweep may be resumed days later, when the file of its task has been edited or its data were downloaded again. Trials
+from before and after are then trials of different things, and no table should rank them together. A fingerprint covers
+the file that holds the task's function, and of the data their number, types, shapes, first and last sample. It does not
+cover files that this file imports, nor samples in between.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from podium.data.base import Data, Dataset
 from podium.imports import load_named
-from podium.sweeps.recipe import seeded
+from podium.sweeps.seeds import seeded
 from podium.task import Task
 
 TaskLike = str | Task | Callable[..., Task]

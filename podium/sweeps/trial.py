@@ -1,8 +1,8 @@
-"""A trial: one model of a sweep, what it is trained with, and what it came to.
+"""A trial: one model of a sweep, what it is trained with, and its outcome.
 
-A trial is plain data, so that it can be written into a record, sent to another process and made again there. Whoever
-trains it, alone or in a row of a fused array, gets the same model: its seed fixes the initial parameters, the order of
-the samples and the dropout masks, and nothing else does.
+A trial is plain data, so that it can be written into a record, sent to another process and made again there. However it
+is trained, alone or in a row of a fused array, the model is the same: its seed fixes the initial parameters, the order
+of the samples and the dropout masks, and nothing else does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a trial came to."""
+    """How a trial ended."""
 
     trial: Trial
     status: Status
@@ -99,3 +99,8 @@ class Verdict:
 
 
 GO = Verdict()
+
+
+def failed(trial: Trial, error: Exception, executor: str) -> Outcome:
+    """The outcome of a trial that could not begin, or raised."""
+    return Outcome(trial=trial, status="failed", why=f"{type(error).__name__}: {error}", executor=executor)

@@ -1,11 +1,11 @@
 """How trials share a device: the interface of executors, and what they see of the sweep.
 
-An executor takes trials from a queue, trains them in its own way, reports each evaluation, does as the queue says, and
+An executor takes trials from a queue, trains them in its own way, reports each evaluation, follows the verdict, and
 hands in each trial's outcome with an ordinary `state_dict`. It knows neither where trials come from (`search/`) nor by
 which rule they are stopped (`stopping/`).
 
     Recipe     what all trials of a sweep share (`podium/sweeps/recipe.py`)
-    Queue       gives out trials, hears reports, takes outcomes; called from one thread
+    Queue      gives out trials, takes reports and outcomes; called from one thread
     Executor   trains
 """
 
@@ -34,19 +34,19 @@ class Queue(Protocol):
         """The next trial of this executor's group; None when there is none now. Finishing one may bring more."""
 
     def expects_more(self) -> bool:
-        """Whether `take` may ever give another trial: where not, nobody needs a free place any more."""
+        """Whether `take` may ever give another trial; where not, free rows are not needed any more."""
 
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
-        """Tell how a trial does; at its last step the verdict means nothing."""
+        """Report an evaluation, and get the verdict; after the trial's last step the verdict is ignored."""
 
     def report_all(self, rows: Sequence[tuple[Trial, Evaluation]]) -> list[Verdict | ConfigError]:
-        """Tell how several trials do that came to this point together: each is judged by what all of them reported.
+        """Report trials that were evaluated together: each is judged by the reports of all of them.
 
-        One that lacks what the sweep looks at gets the error instead of a verdict.
+        A trial without the sweep's metric gets an error instead of a verdict.
         """
 
     def begin_again(self, trial: Trial) -> None:
-        """What was reported of this trial does not count: it is trained again, in another way, from its beginning."""
+        """Forget the reports of this trial: it is trained again, in another way, from its beginning."""
 
     def hand_in(self, outcome: Outcome, state: State | None) -> None:
         """A trial is over; `state` is None where it has none to keep."""
@@ -62,18 +62,21 @@ class Executor(ABC):
     copies_rows = False
     """Whether `become` verdicts (population-based training) are possible."""
 
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a recipe that this executor cannot train."""
+
     @abstractmethod
     def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
-        """Train until the queue has no more trials. `on_event` hears what may be of interest, as plain dicts."""
+        """Train until the queue has no more trials. `on_event` is called with events, as plain dicts."""
 
     def run_groups(self, recipe: Recipe, queues: Sequence[Queue], on_event: OnEvent) -> None:
-        """The same for several queues, each with trials of one structure; one after another unless it knows better."""
+        """The same for several queues, each with trials of one structure; by default one queue after another."""
         for queue in queues:
             self.run(recipe, queue, on_event)
 
 
 class QueueWrapper(ABC):
-    """A queue in front of another: it has its own way to give out trials, and passes on all else."""
+    """A queue in front of another: it gives out trials in its own way, and forwards all other calls."""
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
@@ -102,7 +105,7 @@ class QueueWrapper(ABC):
 
 @final
 class Requeued(QueueWrapper):
-    """A queue that some trials were taken from and given back to: they come first."""
+    """A queue to which trials were given back: they come first."""
 
     def __init__(self, queue: Queue, trials: Sequence[Trial]) -> None:
         super().__init__(queue)

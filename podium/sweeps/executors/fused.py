@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 
 from podium.errors import ConfigError
-from podium.sweeps.executors.base import Executor, OnEvent, Queue, Requeued
-from podium.sweeps.executors.sequential import Sequential
+from podium.sweeps.executors.arrays import ArrayExecutor, requeue
+from podium.sweeps.executors.base import OnEvent, Queue
 from podium.sweeps.fused.array import Array, Mode
-from podium.sweeps.fused.bundle import Bundle
+from podium.sweeps.fused.captured_step import CapturedStep
 from podium.sweeps.fused.device_data import DeviceData
-from podium.sweeps.fused.probe import Verified, probe
-from podium.sweeps.fused.slots import failed, train_in_slots
+from podium.sweeps.fused.probe import ProbeResult
+from podium.sweeps.fused.slots import ArrayGroup
 from podium.sweeps.fused.widths import widest
-from podium.sweeps.recipe import Parts, Recipe, precision_of, with_threads
+from podium.sweeps.parts import Parts
+from podium.sweeps.recipe import Recipe
 
 WIDTH = {"cuda": 256, "cpu": 64}
-"""Rows of an array, at most, when nobody says."""
+"""Rows of an array, at most, unless `width` is given."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Fused(Executor):
+class Fused(ArrayExecutor):
     """Many models in one: stacked parameters, one step for all, captured as one CUDA graph on a GPU."""
 
     width: int | None = None
@@ -35,7 +36,7 @@ class Fused(Executor):
     captured: bool = True
     """Whether a step is captured in a CUDA graph (on a GPU)."""
     fast: bool | None = None
-    """Whether layers are swapped for forms made for many models at once; on a GPU they are, when nobody says."""
+    """Whether layers are swapped for forms made for many models at once; None: on a GPU."""
     probed: bool = True
     """Whether each structure is first verified against the same trials alone."""
     mode: Mode = "forward"
@@ -55,93 +56,33 @@ class Fused(Executor):
         if self.mode not in ("forward", "gradient"):
             raise ConfigError(f"fused: mode must be 'forward' or 'gradient', got {self.mode!r}")
 
-    def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
-        self.run_groups(recipe, [queue], on_event)
+    def rows_at_a_time(self, recipe: Recipe) -> int:
+        return self.width or WIDTH[recipe.torch_device.type]
 
-    def run_groups(self, recipe: Recipe, queues: Sequence[Queue], on_event: OnEvent) -> None:
-        """All groups in one bundle, a branch each. What cannot be fused is trained after them, one by one."""
-        arrays: list[tuple[Array, Queue]] = []
-        first: dict[int, list[Parts]] = {}
-        left: list[Queue] = []
-        with precision_of(recipe), with_threads(self.threads):
-            for queue in queues:
-                if queue.stop_requested():
-                    return
-                taken = take_parts(recipe, queue, self.width or WIDTH[recipe.torch_device.type], self.name)
-                if not taken:
-                    continue
-                resident = recipe.resident_of(taken[0].task)
-                found = self._verify(recipe, taken, resident, on_event, queue.stop_requested)
-                if not found.fuses:
-                    left.append(Requeued(queue, [parts.trial for parts in taken]))
-                    continue
-                rows = self._rows(recipe, taken, resident, found, 1 / len(queues))
-                first[len(arrays)] = taken[:rows]
-                more = Requeued(queue, [parts.trial for parts in taken[rows:]])
-                arrays.append((self._array(recipe, taken[0], resident, found, rows), more))
-        self._train(recipe, arrays, first, on_event, left=left)
+    def verify(
+        self, recipe: Recipe, queue: Queue, taken: Sequence[Parts], data: DeviceData, on_event: OnEvent
+    ) -> ProbeResult:
+        if self.probed:
+            return super().verify(recipe, queue, taken, data, on_event)
+        return ProbeResult(fuses=True, mode=self.mode)
 
-    def run_made(self, recipe: Recipe, queue: Queue, on_event: OnEvent, taken: Sequence[Parts], bundle: Bundle) -> None:
-        """Train these trials of the queue, and all others, in a bundle's one array, whatever it held before."""
-        rows = bundle.arrays[0].rows
-        for row in range(rows):
-            bundle.arrays[0].release(row)
-        more = Requeued(queue, [parts.trial for parts in taken[rows:]])
-        self._train(recipe, [(bundle.arrays[0], more)], {0: list(taken[:rows])}, on_event, bundle=bundle)
-
-    def _train(
-        self,
-        recipe: Recipe,
-        arrays: list[tuple[Array, Queue]],
-        first: dict[int, list[Parts]],
-        on_event: OnEvent,
-        *,
-        left: Sequence[Queue] = (),
-        bundle: Bundle | None = None,
-    ) -> None:
-        """Train in these arrays, then one by one what came back from there, and what is `left` anyway."""
-        returned: list[Queue] = []
-        if arrays:
-            with precision_of(recipe), with_threads(self.threads):
-                returned = train_in_slots(
-                    recipe, arrays, first, self.name, on_event,
-                    captured=self.captured, narrows=self.narrows, bundle=bundle,
-                )  # fmt: skip
-        for queue in (*left, *returned):
-            Sequential(threads=self.threads).run(recipe, queue, on_event)
-
-    def _verify(
-        self,
-        recipe: Recipe,
-        taken: Sequence[Parts],
-        resident: DeviceData,
-        on_event: OnEvent,
-        stop: Callable[[], bool],
-    ) -> Verified:
-        if not self.probed:
-            return Verified(fuses=True, mode=self.mode)
-        found = probe(recipe, [parts.trial for parts in taken], resident, stop=stop)
-        on_event(found.to_event(len(taken)))
-        return found
-
-    def _rows(self, recipe: Recipe, taken: Sequence[Parts], resident: DeviceData, found: Verified, share: float) -> int:
-        return self.width or widest(recipe, taken[0], resident, len(taken), found.mode, share)
-
-    def _array(self, recipe: Recipe, first: Parts, resident: DeviceData, found: Verified, rows: int) -> Array:
+    def groups_of(
+        self, recipe: Recipe, queue: Queue, taken: Sequence[Parts], data: DeviceData, found: ProbeResult, share: float
+    ) -> Iterator[ArrayGroup]:
+        rows = self.width or widest(recipe, taken[0], data, len(taken), found.mode, share)
         if recipe.torch_device.type == "cuda":
             torch.cuda.empty_cache()
-        return Array(
-            recipe, first, resident, rows, mode=found.mode, fast=self.fast,
-            compiled=self.compiled and found.mode == "forward",
-        )  # fmt: skip
+        compiled = self.compiled and found.mode == "forward"
+        array = Array(recipe, taken[0], data, rows, mode=found.mode, fast=self.fast, compiled=compiled)
+        yield ArrayGroup(array, requeue(recipe, queue, taken[rows:]), list(taken[:rows]))
 
-
-def take_parts(recipe: Recipe, queue: Queue, most: int, executor: str) -> list[Parts]:
-    """So many trials from the queue, made; one that cannot be made is handed in as failed."""
-    taken: list[Parts] = []
-    while len(taken) < most and (trial := queue.take()) is not None:
-        try:
-            taken.append(recipe.make(trial))
-        except Exception as error:  # this trial's, not the sweep's
-            queue.hand_in(failed(trial, error, executor), None)
-    return taken
+    def run_in(
+        self, step: CapturedStep, recipe: Recipe, queue: Queue, taken: Sequence[Parts], on_event: OnEvent
+    ) -> None:
+        """Train these trials of the queue, and all others, in the one array of this step, whatever it held before."""
+        # No name for the array here: once its trials have moved into a narrower one, nothing may hold it.
+        rows = step.arrays[0].rows
+        for row in range(rows):
+            step.arrays[0].release(row)
+        group = [ArrayGroup(step.arrays[0], requeue(recipe, queue, taken[rows:]), list(taken[:rows]))]
+        self.train(recipe, group, on_event, step=step)

@@ -7,36 +7,37 @@ from typing import Any
 
 from torch import Tensor
 
-from podium.sweeps.fused.array import Array, structure_of
-from podium.sweeps.fused.bundle import Bundle
+from podium.sweeps.fused.array import Array
+from podium.sweeps.fused.captured_step import CapturedStep
 from podium.sweeps.fused.device_data import DeviceData
-from podium.sweeps.recipe import Parts, Recipe
+from podium.sweeps.parts import Parts
+from podium.sweeps.recipe import Recipe
 from podium.sweeps.trial import Evaluation, Trial
 
 
 class GraphedTrainer:
-    """A trial under way, with the same face as `Alone`. Trials of one structure share the captured step, in turn."""
+    """A trial in training, with the methods of `ReferenceTrainer`. Trials of one structure use one captured step."""
 
     def __init__(
         self,
         recipe: Recipe,
         trial: Trial,
-        resident: DeviceData,
+        device_data: DeviceData,
         parts: Parts | None = None,
         graphs: MutableMapping[Any, Any] | None = None,
         *,
         compiled: bool = False,
     ) -> None:
-        self.recipe, self.trial, self.resident = recipe, trial, resident
+        self.recipe, self.trial, self.device_data = recipe, trial, device_data
         self.parts = recipe.make(trial) if parts is None else parts
-        kept = {} if graphs is None else graphs
-        key = structure_of(self.parts)
-        if key not in kept:
-            array = Array(recipe, self.parts, resident, 1, compiled=compiled)
-            kept[key] = (array, Bundle([array]))
+        shared = {} if graphs is None else graphs
+        key = self.parts.structure
+        if key not in shared:
+            array = Array(recipe, self.parts, device_data, 1, compiled=compiled)
+            shared[key] = (array, CapturedStep([array]))
         self.array: Array
-        self._bundle: Bundle
-        self.array, self._bundle = kept[key]
+        self._bundle: CapturedStep
+        self.array, self._bundle = shared[key]
         self.array.load(0, self.parts)
         self.steps_done, self._filled_to = 0, 0
 

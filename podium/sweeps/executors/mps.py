@@ -11,59 +11,50 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import final
 
 from podium.errors import ConfigError, DeadlineExceeded
-from podium.launch.rendezvous import rendezvous_folder
-from podium.sweeps.executors.base import Executor, OnEvent, Queue
 from podium.sweeps.executors.mps_daemon import MpsDaemon
-from podium.sweeps.executors.process_pool import run_pool
-from podium.sweeps.executors.processes import Children, check_options, check_recipe, pool_of
-from podium.sweeps.executors.trial_process import Mode
+from podium.sweeps.executors.process_executor import ProcessExecutor
+from podium.sweeps.executors.process_pool import ProcessPool, ProcessTransport
+from podium.sweeps.executors.processes import ForkedProcesses
 from podium.sweeps.recipe import Recipe
 
 GRACE_S = 60.0
-"""How long a client may take to come to the end of its step, or of its evaluation."""
+"""How long a client may take to finish its step or evaluation."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Mps(Executor):
-    """Trials in processes that compute on the GPU at the same time."""
+class Mps(ProcessExecutor):
+    """Trials in processes that compute on the GPU at the same time. A GPU takes 48."""
 
     name = "mps"
 
-    count: int | None = None
-    """How many at a time; None: as many as cores, at most 16. A GPU takes 48."""
     active_thread_percentage: float | None = None
     """The share of the GPU's multiprocessors that each may use at most; None: all of them."""
     memory_limit: str | None = None
     """GPU memory that each may take, such as `4G`; None: whatever is free."""
-    mode: Mode = "eager"
-    """`graph`, on a GPU: the whole step captured once and replayed; `compiled`: the same, by `torch.compile` first."""
-    threads: int | None = None
-    """Of each process, within an operation; None divides the cores among them."""
     env: Mapping[str, str] | None = None
     """Environment variables, over those of this process."""
-    deadline_s: float = 300.0
-    """Without progress for this long, a process counts as dead."""
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         check_clients(self.name, self.count)
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse what could not be trained so."""
         need_gpu(self.name, recipe)
-        check_recipe(self, recipe)
+        super().check(recipe)
 
-    def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
-        pool = pool_of(self, recipe)
-        limits = {"active_thread_percentage": self.active_thread_percentage, "memory_limit": self.memory_limit}
-        with daemon_for(self.name, recipe) as daemon, rendezvous_folder() as spool:
-            env = {**(self.env or {}), **daemon.env(**limits)}  # type: ignore[arg-type]  # each has its own type
-            children = Children(env, grace_s=GRACE_S, before_kill=lambda pid: take_off(daemon, pid))
-            run_pool(pool, children, recipe, spool, queue, on_event)
+    @contextmanager
+    def transport(self, recipe: Recipe, pool: ProcessPool, spool: Path) -> Iterator[ProcessTransport]:
+        with daemon_for(self.name, recipe) as daemon:
+            limits = daemon.env(active_thread_percentage=self.active_thread_percentage, memory_limit=self.memory_limit)
+            env = {**(self.env or {}), **limits}
+            with ForkedProcesses(env, grace_s=GRACE_S, before_kill=partial(take_off, daemon)) as processes:
+                yield processes
 
 
 def check_clients(executor: str, count: int | None) -> None:

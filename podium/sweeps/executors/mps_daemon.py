@@ -1,4 +1,4 @@
-"""A CUDA MPS daemon of one's own: processes that share a GPU run their kernels side by side, not in turns.
+"""A private CUDA MPS daemon: processes that share a GPU run their kernels side by side, not in turns.
 
 The daemon lives in a folder of its own (pipe, log, and a lock that its owner holds), so it disturbs no other, and only
 processes started with `MpsDaemon.env()` go through it. It is stopped whatever happens to its owner: at the end of the
@@ -82,26 +82,26 @@ class MpsDaemon:
         if patience_s < 0:
             raise ConfigError(f"MpsDaemon: patience_s must be at least 0, got {patience_s}")
         self._patience_s, self._control = patience_s, control
-        self._seat: _Seat | None = None
+        self._daemon: _DaemonFolder | None = None
 
     def __enter__(self) -> MpsDaemon:
-        if self._seat is not None:
+        if self._daemon is not None:
             raise ConfigError("MpsDaemon: it runs already; make another one")
         why = why_unavailable(self._control)
         if why is not None:
             raise ConfigError(f"MpsDaemon: {why}")
         root = _root()
         _stop_abandoned(root, self._control)
-        self._seat = _Seat.make(root, self._control)
+        self._daemon = _DaemonFolder.make(root, self._control)
         try:
-            self._seat.start()
+            self._daemon.start()
         except BaseException:
             self._close(patience_s=0.0)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # After an error nobody is owed patience: whoever stays has lost its parent.
+        # After an error there is no reason to wait: clients that stay have lost their parent.
         self._close(self._patience_s if error is None else 0.0)
 
     def env(self, *, active_thread_percentage: float | None = None, memory_limit: str | None = None) -> dict[str, str]:
@@ -112,7 +112,7 @@ class MpsDaemon:
         """
         found = dict(self._running.addresses)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:  # the daemon shows its clients what it sees itself, counted anew
+        if visible is not None:  # the daemon numbers the devices that it sees from 0
             found["CUDA_VISIBLE_DEVICES"] = ",".join(str(i) for i in range(len(visible.split(","))))
         if active_thread_percentage is not None:
             if not 0 < active_thread_percentage <= 100:
@@ -142,19 +142,19 @@ class MpsDaemon:
         return self._running.terminate(pid)
 
     @property
-    def _running(self) -> _Seat:
-        if self._seat is None:
+    def _running(self) -> _DaemonFolder:
+        if self._daemon is None:
             raise ConfigError("MpsDaemon: it must be entered (with …) before it is used")
-        return self._seat
+        return self._daemon
 
     def _close(self, patience_s: float) -> None:
-        seat, self._seat = self._seat, None
-        if seat is not None:
-            seat.stop(patience_s)
+        daemon, self._daemon = self._daemon, None
+        if daemon is not None:
+            daemon.stop(patience_s)
 
 
 @final
-class _Seat:
+class _DaemonFolder:
     """A daemon's folder, held by a lock, and the daemon in it."""
 
     def __init__(self, folder: Path, lock: int, control: str) -> None:
@@ -163,7 +163,7 @@ class _Seat:
         self.addresses = {"CUDA_MPS_PIPE_DIRECTORY": str(self._pipe), "CUDA_MPS_LOG_DIRECTORY": str(self._log)}
 
     @classmethod
-    def make(cls, root: Path, control: str) -> _Seat:
+    def make(cls, root: Path, control: str) -> _DaemonFolder:
         """A fresh folder, seen by others only once it is held."""
         hidden = Path(tempfile.mkdtemp(prefix=".", dir=root))
         try:
@@ -305,7 +305,7 @@ def _stop_abandoned(root: Path, control: str) -> None:
             with contextlib.suppress(OSError):  # gone in this moment, or damaged
                 lock = _hold(folder)
                 if lock is not None:
-                    _Seat(folder, lock, control).stop(patience_s=0.0)
+                    _DaemonFolder(folder, lock, control).stop(patience_s=0.0)
 
 
 def _hold(folder: Path) -> int | None:

@@ -28,16 +28,14 @@ from typing import Any, final
 
 import podium
 from podium.errors import ConfigError, MissingExtra, TrainingError
-from podium.launch.rendezvous import rendezvous_folder
-from podium.sweeps.executors.base import Executor, OnEvent, Queue
 from podium.sweeps.executors.mps import GRACE_S, check_clients, daemon_for, need_gpu, take_off
-from podium.sweeps.executors.process_pool import Heard, TrialProcesses, run_pool
-from podium.sweeps.executors.processes import check_options, check_recipe, pool_of
-from podium.sweeps.executors.trial_process import Mode, Page, ProcessSetup, TrialProcess, settle_in
+from podium.sweeps.executors.process_executor import ProcessExecutor
+from podium.sweeps.executors.process_pool import ProcessMessage, ProcessPool, ProcessTransport
+from podium.sweeps.executors.trial_process import ProcessSetup, ProgressPage, TrialProcess, settle_in
 from podium.sweeps.recipe import Recipe
 
 _GRACE_S = 5.0
-_OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours lies in it
+_OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; Podium stores nothing in it
 _LONGEST_LOSS = 300
 _RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT")
 """How the environment variables begin that Ray sets."""
@@ -53,50 +51,40 @@ _FIRST_WITH_TOKENS = (2, 52)
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RayActors(Executor):
+class RayActors(ProcessExecutor):
     """Trials in Ray actors, several to a GPU."""
 
     name = "ray"
 
-    count: int | None = None
-    """How many at a time; None: as many as cores, at most 16 on a GPU."""
-    mode: Mode = "eager"
-    """`graph`, on a GPU: the whole step captured once and replayed; `compiled`: the same, by `torch.compile` first."""
     mps: bool = False
     """Whether actors compute on the GPU at the same time, through MPS; otherwise they take turns."""
-    threads: int | None = None
-    """Of each actor, within an operation; None divides the cores among them."""
-    deadline_s: float = 300.0
-    """Without progress for this long, an actor counts as dead."""
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if self.mps:
             check_clients(self.name, self.count)
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse what could not be trained so."""
         _import_ray()
         if self.mps:
             need_gpu(self.name, recipe)
-        check_recipe(self, recipe)
+        super().check(recipe)
 
-    def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
-        ray, pool = _import_ray(), pool_of(self, recipe)
-        on_gpu = recipe.torch_device.type == "cuda"
+    @contextmanager
+    def transport(self, recipe: Recipe, pool: ProcessPool, spool: Path) -> Iterator[ProcessTransport]:
+        ray, on_gpu = _import_ray(), recipe.torch_device.type == "cuda"
         with ExitStack() as stack:
             daemon = stack.enter_context(daemon_for(self.name, recipe)) if self.mps else None
-            spool = stack.enter_context(rendezvous_folder())
             if not ray.is_initialized():
                 stack.enter_context(_own_ray(ray, spool / "ray", gpus=int(on_gpu)))
             share = 1 / pool.count if on_gpu else 0
             if daemon is None:
-                actors = Actors(ray, share)
+                actors = RayProcesses(ray, share)
             else:
-                actors = Actors(
+                actors = RayProcesses(
                     ray, share, daemon.env(), grace_s=GRACE_S, before_kill=functools.partial(take_off, daemon)
                 )
-            run_pool(pool, actors, recipe, spool, queue, on_event)
+            yield stack.enter_context(actors)
 
 
 class _Actor:
@@ -112,7 +100,7 @@ class _Actor:
 
 
 @final
-class Actors(TrialProcesses):
+class RayProcesses(ProcessTransport):
     """Processes that are Ray actors of this machine."""
 
     def __init__(
@@ -124,10 +112,10 @@ class Actors(TrialProcesses):
         grace_s: float = _GRACE_S,
         before_kill: Callable[[int], Any] = lambda _pid: None,
     ) -> None:
-        """`before_kill` hears the process id of one that is about to be killed at work."""
+        """`before_kill` is called with the process id of an actor that is about to be killed while it works."""
         self._ray, self._share, self._env = ray, gpu_share, env
         self._grace_s, self._before_kill = grace_s, before_kill
-        self._actors: dict[int, tuple[Any, Page]] = {}
+        self._actors: dict[int, tuple[Any, ProgressPage]] = {}
         self._open: dict[Any, int] = {}
         """Calls that are not answered yet."""
 
@@ -143,26 +131,26 @@ class Actors(TrialProcesses):
             runtime_env={"env_vars": {"PYTHONPATH": _python_path(), "OMP_NUM_THREADS": str(setup.threads)}},
             scheduling_strategy=affinity(self._ray.get_runtime_context().get_node_id(), soft=False),
         )
-        self._actors[setup.number] = actor.remote(setup.to_json()), Page(setup.page)
+        self._actors[setup.number] = actor.remote(setup.to_json()), ProgressPage(setup.page)
         return None
 
     def send(self, number: int, text: str) -> None:
         self._open[self._actors[number][0].answer.remote(text)] = number
 
-    def hear(self, timeout_s: float) -> list[Heard]:
+    def hear(self, timeout_s: float) -> list[ProcessMessage]:
         if not self._open:
             time.sleep(timeout_s)
             return []
         self._ray.wait(list(self._open), num_returns=1, timeout=timeout_s)
         ready, _ = self._ray.wait(list(self._open), num_returns=len(self._open), timeout=0)
-        return [self._hear_one(call) for call in ready]
+        return [self._receive_one(call) for call in ready]
 
-    def _hear_one(self, call: Any) -> Heard:
+    def _receive_one(self, call: Any) -> ProcessMessage:
         number = self._open.pop(call)
         try:
-            return Heard(number, self._ray.get(call, timeout=self._grace_s))
+            return ProcessMessage(number, self._ray.get(call, timeout=self._grace_s))
         except self._ray.exceptions.RayError as error:
-            return Heard(number, None, f"its Ray actor is gone: {_in_short(error)}")
+            return ProcessMessage(number, None, f"its Ray actor is gone: {_in_short(error)}")
 
     def end(self, number: int) -> None:
         self._end([number])
@@ -171,7 +159,7 @@ class Actors(TrialProcesses):
         self._end(list(self._actors))
 
     def _end(self, numbers: list[int]) -> None:
-        """Let them come to the end of a call, which those do soon that were asked to stop; then end them."""
+        """Wait until their calls end, which is soon for actors that were asked to stop; then end them."""
         ending = {number: self._actors.pop(number) for number in numbers}
         calls = {call: number for call, number in self._open.items() if number in ending}
         self._open = {call: number for call, number in self._open.items() if call not in calls}
@@ -200,7 +188,7 @@ def _own_ray(ray: Any, folder: Path, gpus: int) -> Iterator[None]:
         try:
             ray.init(
                 address="local",
-                num_cpus=0,  # Ray would start so many processes in advance, which actors with settings cannot use
+                num_cpus=0,  # Ray would start this many processes in advance, which actors with settings cannot use
                 num_gpus=gpus,
                 include_dashboard=False,
                 log_to_driver=False,

@@ -7,10 +7,11 @@ from typing import Any, Literal, final
 
 from podium.errors import ConfigError
 from podium.sweeps.executors.base import Executor, OnEvent, Queue
-from podium.sweeps.executors.reference import PopulationError, ReferenceTrainer, train_alone
 from podium.sweeps.fused.device_data import DeviceData
-from podium.sweeps.fused.slots import failed
-from podium.sweeps.recipe import Recipe, precision_of, with_threads
+from podium.sweeps.precision import precision_of, with_threads
+from podium.sweeps.recipe import Recipe
+from podium.sweeps.reference import PopulationError, ReferenceTrainer, train_trial
+from podium.sweeps.trial import failed
 
 
 @final
@@ -37,9 +38,9 @@ class Sequential(Executor):
                 on_event({"event": "trial", "trial": trial.number, "state": "begins"})
                 try:
                     parts = recipe.make(trial)
-                    alone = make_alone(self.mode, recipe, parts, recipe.resident_of(parts.task), graphs)
-                    outcome = train_alone(alone, queue.report, self.name, queue.stop_requested)
-                    state = alone.state()
+                    trainer = make_trainer(self.mode, recipe, parts, recipe.device_data_of(parts.task), graphs)
+                    outcome = train_trial(trainer, queue.report, self.name, queue.stop_requested)
+                    state = trainer.state()
                 except PopulationError:
                     raise
                 except Exception as error:  # whatever the user's own code raises is this trial's, not the sweep's
@@ -49,20 +50,19 @@ class Sequential(Executor):
                     queue.hand_in(outcome, state)
 
 
-def make_alone(mode: str, recipe: Recipe, parts: Any, resident: DeviceData, graphs: dict[Any, Any]) -> Any:
+def make_trainer(mode: str, recipe: Recipe, parts: Any, device_data: DeviceData, graphs: dict[Any, Any]) -> Any:
     """A trial ready to be trained by itself; `graphs` keeps captured steps for trials of the same structure.
 
     What a captured step would change (state in Python, branches, randomness) is trained without one.
     """
     if mode == "eager" or recipe.torch_device.type != "cuda":
-        return ReferenceTrainer(recipe, parts.trial, resident, parts)
+        return ReferenceTrainer(recipe, parts.trial, device_data, parts)
     from podium.sweeps.executors.graphed import GraphedTrainer
-    from podium.sweeps.fused.array import structure_of
     from podium.sweeps.fused.probe import probe
 
-    key = structure_of(parts)
-    if key not in graphs and not probe(recipe, [parts.trial], resident, rows=1).fuses:
+    key = parts.structure
+    if key not in graphs and not probe(recipe, [parts.trial], device_data, rows=1).fuses:
         graphs[key] = None
     if key in graphs and graphs[key] is None:
-        return ReferenceTrainer(recipe, parts.trial, resident, parts)
-    return GraphedTrainer(recipe, parts.trial, resident, parts, graphs, compiled=mode == "compiled")
+        return ReferenceTrainer(recipe, parts.trial, device_data, parts)
+    return GraphedTrainer(recipe, parts.trial, device_data, parts, graphs, compiled=mode == "compiled")

@@ -1,4 +1,4 @@
-"""What trains trials in another process: a process, told by messages what to do.
+"""The process that trains trials for a pool, one message at a time.
 
 It makes the recipe again from plain values, opens the data once, and then answers one message at a time, so that it
 does not matter how messages travel (a pipe in `processes.py`, a call in `ray.py`):
@@ -7,7 +7,7 @@ does not matter how messages travel (a pipe in `processes.py`, a call in `ray.py
     {"verdict": …}  →  {"evaluation": …}  or  {"over": …}
 
 Messages are JSON; nothing is unpickled. A model does not travel: its file is left in the spool, a folder that both
-sides see. A trial that raises is answered as failed, and the process goes on with the next.
+sides see. A trial that raises is answered as failed, and the process takes the next.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from podium.engine.files import save_tree
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.launch.forking import let_go_of_fork_server
 from podium.launch.signals import die_with_parent, leave_to_launcher
-from podium.sweeps.executors.reference import ReferenceTrainer, seed_of_training
-from podium.sweeps.executors.sequential import make_alone
-from podium.sweeps.fused.device_data import DeviceData
-from podium.sweeps.fused.structure import callable_key
-from podium.sweeps.recipe import Folds, Recipe, precision_of, seed_others
+from podium.sweeps.executors.sequential import make_trainer
+from podium.sweeps.precision import precision_of
+from podium.sweeps.recipe import Recipe
+from podium.sweeps.reference import ReferenceTrainer, seed_of_training, training
+from podium.sweeps.search.sweep_folds import Folds
+from podium.sweeps.seeds import seed_others
 from podium.sweeps.trial import Evaluation, Status, Trial, Verdict
 
 Mode = Literal["eager", "graph", "compiled"]
@@ -92,7 +93,7 @@ class ProcessSetup:
     clears_env: bool = False
     """Whether it has no others."""
     grace_s: float = 5.0
-    """How long it may take to come to the end of a step once nobody listens any more."""
+    """How long it may take to finish a step once the pool is gone."""
 
     def to_json(self) -> str:
         return to_json(vars(self))
@@ -142,7 +143,7 @@ def load_folds(spool: Path) -> Folds | None:
         return [(file[f"train{i}"], file[f"valid{i}"]) for i in range(len(file.files) // 2)]
 
 
-class Page:
+class ProgressPage:
     """A few bytes of memory that a process and its pool both see: how far it is, and whether it is to stop.
 
     Reading and writing them costs less than a microsecond, so it is done at every step; and a process that hangs does
@@ -187,8 +188,8 @@ class Page:
 
 
 @dataclass
-class Over:
-    """What a trial came to in a process, before the pool makes an outcome of it."""
+class TrialEnd:
+    """How a trial ended in a process; the pool makes an outcome of it."""
 
     status: Status | Literal["cut"]
     """`cut`: it was asked to stop, and the trial is neither finished nor handed in."""
@@ -211,9 +212,8 @@ class TrialProcess:
     def __init__(self, setup: ProcessSetup) -> None:
         self.recipe = setup.make_recipe()
         self.is_fit = True
-        self._spool, self._mode, self._page = Path(setup.spool), setup.mode, Page(setup.page)
-        self._training: Generator[Evaluation, Verdict, Over] | None = None
-        self._residents: dict[Any, DeviceData] = {}
+        self._spool, self._mode, self._page = Path(setup.spool), setup.mode, ProgressPage(setup.page)
+        self._training: Generator[Evaluation, Verdict, TrialEnd] | None = None
         self._graphs: dict[Any, Any] = {}
         self._page.tick()
 
@@ -222,7 +222,7 @@ class TrialProcess:
         return self._training is not None
 
     def answer(self, text: str) -> str:
-        """Do what a message says, up to the next thing that must be told; that is the answer."""
+        """Do what a message says until the next evaluation or the trial's end, which is the answer."""
         message = json.loads(text)
         with precision_of(self.recipe):
             if "trial" in message:
@@ -239,7 +239,7 @@ class TrialProcess:
             evaluation = next(self._training) if verdict is None else self._training.send(verdict)
             return {"evaluation": evaluation._asdict()}
         except StopIteration as end:
-            over: Over = end.value
+            over: TrialEnd = end.value
         except Exception as error:
             over = _failed(error)
             over.steps = self._page.steps
@@ -248,7 +248,7 @@ class TrialProcess:
             self.is_fit = over.is_fit = self._recover()
         return {"over": vars(over)}
 
-    def _train(self, trial: Trial) -> Generator[Evaluation, Verdict, Over]:
+    def _train(self, trial: Trial) -> Generator[Evaluation, Verdict, TrialEnd]:
         self._page.tick()
         runner = self._make_runner(trial)
         self._page.tick()
@@ -263,11 +263,8 @@ class TrialProcess:
 
     def _make_runner(self, trial: Trial) -> ReferenceTrainer:
         parts = self.recipe.make(trial)
-        data = callable_key(parts.task.data)
-        if data not in self._residents:
-            opened = self.recipe.data_of(parts.task)
-            self._residents[data] = DeviceData(opened, self.recipe.torch_device, self.recipe.torch_dtype)
-        runner: ReferenceTrainer = make_alone(self._mode, self.recipe, parts, self._residents[data], self._graphs)
+        data = self.recipe.device_data_of(parts.task)
+        runner: ReferenceTrainer = make_trainer(self._mode, self.recipe, parts, data, self._graphs)
         return runner
 
     def _come_to_rest(self) -> None:
@@ -289,33 +286,20 @@ class TrialProcess:
         return True
 
 
-def train(runner: ReferenceTrainer, page: Page) -> Generator[Evaluation, Verdict, Over]:
-    """Train to the end: gives out each evaluation and takes the verdict on it."""
+def train(runner: ReferenceTrainer, page: ProgressPage) -> Generator[Evaluation, Verdict, TrialEnd]:
+    """Train to the end: yields each evaluation and takes the verdict on it."""
     torch.manual_seed(seed_of_training(runner.trial))  # what the model draws itself comes from the trial's seed
     seed_others(seed_of_training(runner.trial))
-    began, over, parts = time.perf_counter(), Over("finished"), runner.parts
-    while True:
-        if parts.is_due(runner.steps_done, runner.recipe.eval_every):
-            evaluation = runner.evaluate()
-            page.tick(runner.steps_done)
-            if not np.isfinite(evaluation.loss):
-                over.status, over.evaluation = "diverged", evaluation._asdict()
-                over.why = f"its loss is {evaluation.loss} after {runner.steps_done} steps"
-                break
-            verdict = yield evaluation
-            if runner.is_over:
-                break
-            if verdict.action == "stop":
-                over.status, over.why = "stopped", verdict.why
-                break
-        if page.stop_asked:
-            over.status = "cut"
-            break
-        runner.step()
-        page.tick(runner.steps_done)
-    over.steps, over.samples = runner.steps_done, runner.steps_done * parts.batch_size
-    over.seconds = time.perf_counter() - began
-    return over
+    began = time.perf_counter()
+    ending = yield from training(runner, lambda: page.stop_asked, page.tick)
+    return TrialEnd(
+        ending.status,
+        ending.why,
+        steps=runner.steps_done,
+        samples=runner.steps_done * runner.parts.batch_size,
+        seconds=time.perf_counter() - began,
+        evaluation=None if ending.evaluation is None else ending.evaluation._asdict(),
+    )
 
 
 def work(connection: Connection, text: str) -> None:
@@ -326,7 +310,7 @@ def work(connection: Connection, text: str) -> None:
     if _MPS not in setup.env:  # a client of MPS that is killed may take the others with it: it ends by itself
         die_with_parent()
     settle_in(setup)
-    watch = partial(_end_when_closed, connection.fileno(), Page(setup.page), setup.grace_s)
+    watch = partial(_end_when_closed, connection.fileno(), ProgressPage(setup.page), setup.grace_s)
     threading.Thread(target=watch, name="watch", daemon=True).start()
     trial_process = TrialProcess(setup)
     with contextlib.suppress(EOFError, ConnectionError):  # the pool is gone, or wants nothing more
@@ -337,7 +321,7 @@ def work(connection: Connection, text: str) -> None:
             connection.send_bytes(told.encode())
 
 
-def _end_when_closed(file: int, page: Page, grace_s: float) -> None:
+def _end_when_closed(file: int, page: ProgressPage, grace_s: float) -> None:
     """Wait for the other end to be closed, which its death does too; then stop, at the latest after this time."""
     watched = select.poll()
     watched.register(file, 0)  # for no event but the one that cannot be left out: that it is closed
@@ -363,6 +347,6 @@ def settle_in(setup: ProcessSetup) -> None:
     keep_freed_memory()
 
 
-def _failed(error: Exception) -> Over:
+def _failed(error: Exception) -> TrialEnd:
     why = f"{type(error).__name__}: {error}"[:_LONGEST_WHY]
-    return Over("failed", why, traceback="".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:])
+    return TrialEnd("failed", why, traceback="".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:])

@@ -11,8 +11,8 @@ gradient of the sum of the losses (rows are independent, so each row's gradient 
 ordinary kernels), and updates all rows. Nothing in it depends on the host, so it can be captured in a CUDA graph and
 replayed; rows come and go between replays, as copies into a row.
 
-A row that holds no trial goes on computing, on whatever it held; nothing looks at it. So can a row whose numbers have
-gone to NaN: no operation here mixes rows.
+A row without a trial computes on, with whatever its last trial left; its results are ignored. So may a row whose
+numbers have become NaN: no operation here mixes rows.
 
 With one row there is no `vmap`: the module is called as it is.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -30,27 +30,29 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.optim import SGD, Adagrad
 
-from podium.engine.optim import has_step_hooks
 from podium.errors import ConfigError, TrainingError
-from podium.sweeps.executors.reference import at_least_single, on_device, plain_state, validation
 from podium.sweeps.fused.compiling import compile_method, seconds_to_compile
 from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.fused.dropout import CountedDropout
+from podium.sweeps.fused.evaluation import evaluate_rows
 from podium.sweeps.fused.losses import lifted
 from podium.sweeps.fused.modules import prepared
 from podium.sweeps.fused.stacked_optim import (
     ALIGN,
     OwnOptimizers,
     Place,
-    Stretch,
+    Span,
     Timetable,
     columns_of,
+    spans_of,
     stack_optimizer,
-    stretches_of,
     values_of,
 )
-from podium.sweeps.fused.structure import callable_key, module_key, optimizer_key
-from podium.sweeps.recipe import Parts, Recipe, computing
+from podium.sweeps.fused.structure import callable_key
+from podium.sweeps.parts import Parts, Structure
+from podium.sweeps.precision import computing
+from podium.sweeps.recipe import Recipe
+from podium.sweeps.reference import on_device, plain_state
 from podium.sweeps.trial import Evaluation
 
 Mode = Literal["forward", "gradient"]
@@ -61,41 +63,6 @@ _LONGEST_WINDOW = 512
 _SHORTEST_WINDOW = 4
 
 
-class Structure(NamedTuple):
-    """What must be alike for trials to share an array."""
-
-    model: Any
-    optimizer: Any
-    loss: Any
-    data: Any
-    batch_size: int
-    clipped: bool
-    scheduled: bool
-    dropped: bool
-    """Whether any dropout may happen at all."""
-    autocast: str
-    hooked: bool
-    """Whether there are hooks on parameters or on the optimizer."""
-
-
-def structure_of(parts: Parts) -> Structure:
-    """The key that a trial is grouped by."""
-    names = {id(p): name for name, p in parts.model.named_parameters()}
-    task = parts.task
-    return Structure(
-        model=module_key(parts.model),
-        optimizer=optimizer_key(parts.optimizer, names, parts.may_vary),
-        loss=lifted(task.loss, varies="label_smoothing" in parts.varies).key,
-        data=callable_key(task.data),
-        batch_size=parts.batch_size,
-        clipped=task.clip_norm is not None,
-        scheduled=task.schedule is not None,
-        dropped="dropout" in parts.varies or _drops(parts.model),
-        autocast=task.autocast,
-        hooked=_hooked(parts),
-    )
-
-
 class Array:
     """`rows` trials of one structure on one device. Rows are loaded, stepped together, saved and copied."""
 
@@ -103,7 +70,7 @@ class Array:
         self,
         recipe: Recipe,
         first: Parts,
-        resident: DeviceData,
+        device_data: DeviceData,
         rows: int,
         *,
         mode: Mode = "forward",
@@ -117,37 +84,20 @@ class Array:
         have no gradient under `vmap`, so the mode `gradient` does without. `tells`: torch warns of operations that it
         does row by row.
         """
-        self.recipe, self.resident, self.rows, self.mode = recipe, resident, rows, mode
-        self._made: dict[str, Any] = {"mode": mode, "fast": fast, "compiled": compiled}
+        self.recipe, self.device_data, self.rows, self.mode = recipe, device_data, rows, mode
         self.device, self.task, self.batch_size = recipe.torch_device, first.task, first.batch_size
-        if resident.train.why_not:
-            raise ConfigError(f"fused: the data must lie on {self.device}, but {resident.train.why_not}")
-        if first.valid is None and resident.test.why_not:
-            raise ConfigError(f"fused: the test data must lie on {self.device}, but {resident.test.why_not}")
+        self._check_data(first)
+        self._options: dict[str, Any] = {"mode": mode, "fast": fast, "compiled": compiled}
         switch: Any = torch._C._functorch  # there is no public one
         switch._set_vmap_fallback_warning_enabled(tells)
-        self.structure = structure_of(first)
-        self.held: list[Parts | None] = [None] * rows
-        self.base = copy.deepcopy(first.model).to(self.device)  # its modules in the modes that they were made in
+        self.structure = first.structure
+        self.parts: list[Parts | None] = [None] * rows
+        """The trial in each row."""
         if rows > 1:
             fast = (self.device.type == "cuda" if fast is None else fast) and mode == "forward"
-            dense = skips_zero_gradients(first)
-            self.base = prepared(self.base, fast=fast, drops=self.structure.dropped, dense=dense)
-        self.judge = copy.deepcopy(self.base).eval()
-        """The same module for evaluation: its mode never changes under a compiled step."""
+        self._make_models(first, fast=bool(fast))
         self._lay_out(first, compiled=compiled)
-        self._timetables: list[Timetable | None] = [None] * rows
-        self._shared: WeakValueDictionary[Hashable, Timetable] = WeakValueDictionary()
-        """Timetables that rows have now: trials with the same numbers and schedule, folds and seeds, run it once."""
-        self.window = self._window_of(first)
-        self.order = torch.zeros(rows, self.window * self.batch_size, dtype=torch.int64, device=self.device)
-        self.keys = torch.zeros_like(self.order) if resident.train.augment is not None else None
-        self.tick = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.clip = torch.ones(rows, 1, dtype=self.flat.dtype, device=self.device)
-        self.smoothing = torch.zeros(rows, dtype=self.flat.dtype, device=self.device)
-        self.loss = torch.zeros(rows, dtype=torch.float32, device=self.device)
-        """Each row's loss at its last step."""
-        self._places_in_batch = torch.arange(self.batch_size, device=self.device)
+        self._make_tables(first)
         loss = on_device(first.task.loss, self.device)
         self._call = lifted(loss, varies="label_smoothing" in first.varies).call
         self._losses: Callable[..., Tensor] = self._stacked_losses
@@ -166,7 +116,7 @@ class Array:
         place = tick[:, None] * self.batch_size + self._places_in_batch
         index = self.order.gather(1, place)
         keys = None if self.keys is None else self.keys.gather(1, place)
-        inputs, targets = self.resident.train.batch(index, keys)
+        inputs, targets = self.device_data.train.batch(index, keys)
         if self.mode == "gradient":
             grads, losses = self._gradients(inputs, targets)
         else:
@@ -185,7 +135,7 @@ class Array:
                 return self._one(
                     [leaf[0] for leaf in leaves], frozen, buffers, inputs[0], targets[0], self.smoothing[0]
                 )[None]
-            # Randomness that no seed of ours governs would differ from a trial alone: let it be refused.
+            # Randomness that the trial's seed does not govern would differ from a trial alone: refuse it.
             losses: Tensor = vmap(self._one, randomness="error")(
                 leaves, self.frozen, self.buffers, inputs, targets, self.smoothing
             )
@@ -217,7 +167,7 @@ class Array:
 
     def _update(self, grads: Sequence[Tensor], losses: Tensor) -> None:
         cut = [g.reshape(self.rows, -1) for g in grads]
-        pieces = [self._joined(cut[stretch.first : stretch.last], stretch) for stretch in self.stretches]
+        pieces = [self._joined(cut[span.first : span.last], span) for span in self.spans]
         if self.structure.clipped:
             norms = [torch.linalg.vector_norm(piece, dim=1, keepdim=True) for piece in pieces]
             norm = torch.linalg.vector_norm(torch.cat(norms, dim=1), dim=1, keepdim=True)
@@ -229,19 +179,27 @@ class Array:
         self.tick.add_(1)
         self.loss.copy_(losses)
 
-    def _joined(self, grads: Sequence[Tensor], stretch: Stretch) -> Tensor:
+    def _joined(self, grads: Sequence[Tensor], span: Span) -> Tensor:
         """Gradients of small parameters, side by side as they lie in a row."""
-        gaps = self._gaps[stretch.first : stretch.last]
+        gaps = self._gaps[span.first : span.last]
         pieces = [t for pair in zip(grads, gaps, strict=True) for t in pair if t is not None]
         return torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
 
     # Rows.
 
+    def fill(self, parts: Sequence[Parts]) -> Array:
+        """Load a trial into every row, with the samples of its first steps; returns this array."""
+        for row, one in enumerate(parts):
+            self.load(row, one)
+        self.refill([0] * self.rows)
+        return self
+
     def load(self, row: int, parts: Parts) -> None:
         """A trial begins in this row; what the row held is gone."""
-        structure = structure_of(parts)
-        if structure != self.structure:
-            unlike = [name for name in Structure._fields if getattr(structure, name) != getattr(self.structure, name)]
+        if parts.structure != self.structure:
+            unlike = [
+                name for name in Structure._fields if getattr(parts.structure, name) != getattr(self.structure, name)
+            ]
             raise ConfigError(f"trial {parts.trial.number}: must be like the array it joins, differs in {unlike}")
         params, buffers = dict(parts.model.named_parameters()), dict(parts.model.named_buffers())
         for place in self.places:
@@ -258,7 +216,7 @@ class Array:
         self.clip[row] = parts.task.clip_norm or 1.0
         self.smoothing[row] = lifted(parts.task.loss).number
         self._timetables[row] = self._timetable(parts) if self.optimizer.capturable else None
-        self.held[row] = parts
+        self.parts[row] = parts
 
     def _timetable(self, parts: Parts) -> Timetable:
         numbers = tuple(values_of(parts.optimizer, self.columns))
@@ -269,8 +227,8 @@ class Array:
         return found
 
     def change_numbers(self, row: int, parts: Parts, done: int) -> None:
-        """The trial in this row goes on with other numbers, as `parts` has them; parameters and moments stay."""
-        if structure_of(parts) != self.structure:
+        """The trial in this row continues with the numbers of `parts`; parameters and moments stay."""
+        if parts.structure != self.structure:
             raise ConfigError(f"trial {parts.trial.number}: a change in mid-training must leave the structure as it is")
         if isinstance(self.optimizer, OwnOptimizers):
             self.optimizer.change_numbers(row, parts, done)
@@ -287,7 +245,7 @@ class Array:
         None leaves a row as it is.
         """
         for row, done in enumerate(steps):
-            parts = self.held[row]
+            parts = self.parts[row]
             if done is None or parts is None:
                 continue
             index, keys = upcoming(parts, done, self.window)
@@ -302,7 +260,7 @@ class Array:
 
     def save(self, row: int) -> dict[str, Tensor]:
         """The row's trial as an ordinary `state_dict`, on the CPU."""
-        parts = self.held[row]
+        parts = self.parts[row]
         assert parts is not None
         values = {p.name: self.flat[row, p.start : p.stop].view(p.shape) for p in self.places}
         values.update({name: tensor[row] for held in (self.frozen, self.buffers) for name, tensor in held.items()})
@@ -310,8 +268,8 @@ class Array:
         return plain_state(parts.model, values)
 
     def release(self, row: int) -> None:
-        """The row's trial is over; the row goes on computing, and nobody looks."""
-        self.held[row] = None
+        """The row's trial is over; the row computes on, and its results are ignored."""
+        self.parts[row] = None
         self.optimizer.release(row)
 
     def copy_row(self, source: int, target: int) -> None:
@@ -326,20 +284,20 @@ class Array:
             self.optimizer.copy(source, target)
 
     def narrower(self, rows: Sequence[int], steps: Sequence[int]) -> Array:
-        """A new array of these rows alone, as they stand after so many steps; they need samples before the next one.
+        """A new array of these rows only, as they are after `steps` steps each; refill it before its next step.
 
         Rows beyond `steps` hold no trial. This array must not take another step: some of what rows hold (their
         schedules) belongs to the new one.
         """
-        first = self.recipe.make(self._parts(rows[0]).trial)
-        new = Array(self.recipe, first, self.resident, len(rows), **self._made)
+        first = self.recipe.make(self.parts_of(rows[0]).trial)
+        new = Array(self.recipe, first, self.device_data, len(rows), **self._options)
         if new.structure != self.structure or len(rows) < 2 or not self.optimizer.capturable:
             raise ConfigError("fused: an array can be made narrower where its optimizer is stacked, down to two rows")
         chosen = torch.tensor(list(rows), device=self.device)
         for mine, theirs in zip(new._all_of_rows(), self._all_of_rows(), strict=True):
             mine.copy_(theirs.index_select(0, chosen))
         for i, (row, done) in enumerate(zip(rows, steps, strict=False)):
-            new.held[i], timetable = self.held[row], self._timetables[row]
+            new.parts[i], timetable = self.parts[row], self._timetables[row]
             assert timetable is not None
             new._timetables[i] = timetable
             new.numbers[i].copy_(timetable.rows(done, new.window_of_numbers))
@@ -351,7 +309,7 @@ class Array:
 
         What torch has compiled for this one does not serve it.
         """
-        return seconds_to_compile(self.base) if self._made["compiled"] else 0.0
+        return seconds_to_compile(self.base) if self._options["compiled"] else 0.0
 
     def _all_of_rows(self) -> list[Tensor]:
         """What a row holds besides its samples and its numbers."""
@@ -364,62 +322,44 @@ class Array:
     def evaluate(
         self, rows: Sequence[int], steps: Sequence[int], most: int | None = None
     ) -> list[Evaluation | Exception]:
-        """How these rows do on their validation data, or on the first `most` samples of it, after so many steps.
+        """Evaluate these rows on their validation data, or its first `most` samples; `steps`: how many each has done.
 
-        Where a trial's own loss or metric raises, what it raised.
+        Where a trial's own loss or metric raises, the exception takes the place of its evaluation.
         """
-        parts = [self._parts(row) for row in rows]
-        wanted = [(shelf, index[:most]) for shelf, index in (validation(self.resident, one) for one in parts)]
-        shelf, longest = wanted[0][0], max(len(index) for _, index in wanted)
-        padded = np.stack([np.resize(index, longest) for _, index in wanted])
-        places = torch.from_numpy(padded).to(self.device)
-        outputs, targets = self._predict(rows, places)
-        found: list[Evaluation | Exception] = []
-        for i, (one, (_, index)) in enumerate(zip(parts, wanted, strict=True)):
-            try:
-                found.append(one.evaluate(steps[i], outputs[i, : len(index)], targets[i, : len(index)]))
-            except Exception as error:  # the user's own code
-                found.append(error)
-        assert all(other is shelf for other, _ in wanted)
-        return found
+        return evaluate_rows(self, rows, steps, most)
 
-    @torch.no_grad()
-    def _predict(self, rows: Sequence[int], places: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and targets [rows, samples, …] on the CPU."""
-        chosen = torch.tensor(list(rows), device=self.device)
-        all_rows = list(rows) == list(range(self.rows))
+    # How it is made.
 
-        def take(tensor: Tensor) -> Tensor:
-            return tensor if all_rows else tensor.index_select(0, chosen)
+    def _check_data(self, first: Parts) -> None:
+        data = self.device_data
+        if data.train.why_not:
+            raise ConfigError(f"fused: the data must lie on {self.device}, but {data.train.why_not}")
+        if first.valid is None and data.test.why_not:
+            raise ConfigError(f"fused: the test data must lie on {self.device}, but {data.test.why_not}")
 
-        given = {p.name: take(leaf) for p, leaf in zip(self.places, self.leaves, strict=True)}
-        given.update({name: take(tensor) for name, tensor in self.frozen.items()})
-        # Copies, where they would be the rows' own: an evaluation leaves no trace.
-        given.update({name: take(b).clone() if all_rows else take(b) for name, b in self.buffers.items()})
-        shelf = validation(self.resident, self._parts(rows[0]))[0]
-        size = max(1, self.task.eval_batch_size // max(1, len(rows) // 8))
-        columns: list[tuple[Tensor, Tensor]] = []
-        with computing(self.recipe, self.task):
-            for start in range(0, places.shape[1], size):
-                inputs, targets = shelf.batch(places[:, start : start + size], None)
-                columns.append((at_least_single(self._outputs(given, inputs)).cpu(), targets.cpu()))
-        outputs, targets = (torch.cat(column, dim=1) for column in zip(*columns, strict=True))
-        return outputs, targets
+    def _make_models(self, first: Parts, *, fast: bool) -> None:
+        self.base = copy.deepcopy(first.model).to(self.device)  # its modules in the modes that they were made in
+        if self.rows > 1:
+            dense = skips_zero_gradients(first)
+            self.base = prepared(self.base, fast=fast, drops=self.structure.dropped, dense=dense)
+        self.eval_model = copy.deepcopy(self.base).eval()
+        """The same module for evaluation: its mode never changes under a compiled step."""
 
-    def _outputs(self, given: dict[str, Tensor], inputs: Tensor) -> Tensor:
-        def one(values: dict[str, Tensor], x: Tensor) -> Any:
-            return functional_call(self.judge, values, (x,), strict=True)
-
-        if self.rows == 1 or self.mode == "gradient":  # recurrent nets have no rule for `vmap` without gradients
-            rows = [one({k: t[i] for k, t in given.items()}, inputs[i]) for i in range(len(inputs))]
-            found: Any = torch.stack(rows)
-        else:
-            found = vmap(one)(given, inputs)
-        if not isinstance(found, Tensor):
-            raise ConfigError(f"fused: the model's output must be one tensor, got {type(found).__name__}")
-        return found
-
-    # How it is laid out.
+    def _make_tables(self, first: Parts) -> None:
+        """What rows step by: numbers, samples, and the place of each row in its window."""
+        rows, device = self.rows, self.device
+        self._timetables: list[Timetable | None] = [None] * rows
+        self._shared: WeakValueDictionary[Hashable, Timetable] = WeakValueDictionary()
+        """Timetables that rows have now: trials with the same numbers and schedule, folds and seeds, run it once."""
+        self.window = self._window_of(first)
+        self.order = torch.zeros(rows, self.window * self.batch_size, dtype=torch.int64, device=device)
+        self.keys = torch.zeros_like(self.order) if self.device_data.train.augment is not None else None
+        self.tick = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.clip = torch.ones(rows, 1, dtype=self.flat.dtype, device=device)
+        self.smoothing = torch.zeros(rows, dtype=self.flat.dtype, device=device)
+        self.loss = torch.zeros(rows, dtype=torch.float32, device=device)
+        """Each row's loss at its last step."""
+        self._places_in_batch = torch.arange(self.batch_size, device=device)
 
     def _lay_out(self, first: Parts, *, compiled: bool) -> None:
         model, rows = self.base, self.rows
@@ -442,7 +382,7 @@ class Array:
             self._gaps.append(torch.zeros(rows, gap, dtype=dtype, device=self.device) if gap else None)
             at += size + gap
         self.flat = torch.zeros(rows, at, dtype=dtype, device=self.device)
-        self.stretches = stretches_of(self.places, self.flat, compiled=compiled)
+        self.spans = spans_of(self.places, self.flat, compiled=compiled)
         self.leaves = [self.flat[:, p.start : p.stop].view(rows, *p.shape) for p in self.places]
         self.frozen = {name: _stacked(p.detach(), rows) for name, p in params.items() if name not in used}
         # Rows that are written to in place must be contiguous, or running statistics are silently not updated.
@@ -454,7 +394,7 @@ class Array:
             for own in ("rate", "key")
         ]
         self.columns = columns_of(first.optimizer)
-        self.optimizer = stack_optimizer(self.flat, self.places, self.stretches, first, self.columns)
+        self.optimizer = stack_optimizer(self.flat, self.places, self.spans, first, self.columns)
         self.window_of_numbers = 1
 
     def _window_of(self, first: Parts) -> int:
@@ -471,7 +411,7 @@ class Array:
         params = dict(model.named_parameters())
         index = torch.from_numpy(upcoming(first, 0, 1)[0]).to(self.device)
         keys = torch.zeros_like(index)
-        inputs, targets = self.resident.train.batch(index, keys)
+        inputs, targets = self.device_data.train.batch(index, keys)
         with computing(self.recipe, self.task):
             loss = on_device(self.task.loss, self.device)(model(inputs), targets)
         grads = torch.autograd.grad(loss, [params[name] for name in names], allow_unused=True)
@@ -482,8 +422,8 @@ class Array:
         if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
             raise ConfigError(f"fused: all parameters must have one floating type, got {sorted(map(str, kinds))}")
 
-    def _parts(self, row: int) -> Parts:
-        parts = self.held[row]
+    def parts_of(self, row: int) -> Parts:
+        parts = self.parts[row]
         if parts is None:
             raise TrainingError(f"fused: row {row} holds no trial")
         return parts
@@ -510,17 +450,8 @@ def upcoming(parts: Parts, done: int, count: int) -> tuple[np.ndarray, np.ndarra
     return np.concatenate(index), np.concatenate(keys)
 
 
-def _hooked(parts: Parts) -> bool:
-    owners: list[Any] = list(parts.model.parameters())
-    return has_step_hooks(parts.optimizer) or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in owners)
-
-
 def _stacked(tensor: Tensor, rows: int) -> Tensor:
     return tensor.detach().unsqueeze(0).expand(rows, *tensor.shape).clone(memory_format=torch.contiguous_format)
-
-
-def _drops(model: nn.Module) -> bool:
-    return any(isinstance(m, CountedDropout) and float(m.rate) > 0 for m in model.modules())
 
 
 def _pinned(values: np.ndarray | Tensor, device: torch.device) -> Tensor:

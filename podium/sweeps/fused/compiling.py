@@ -4,8 +4,8 @@ torch keeps what it compiles with a function's code, and compiles one code for a
 `recompile_limit`, 8). All arrays run the code of the same methods, so a process could have no more than 8 kinds of
 array. Here each kind runs a copy of the code.
 
-Objects of one kind share a copy, so that only the first of them waits for the compiler. A copy goes, with what was
-compiled for it, once its objects are gone and so many other kinds have come since.
+Objects of one kind share a copy, so that only the first of them waits for the compiler. A copy is freed, with what was
+compiled for it, once its objects are gone and 16 other copies have been made since.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 _KEPT = 16
 """Copies that wait for another object of their kind: an array has two methods, so 8 kinds of array."""
 _SHARED = 4
-"""Objects that run one copy, at most: torch may tell apart what is one kind to us, and compile for each anew."""
+"""Objects that run one copy, at most: torch may see several kinds where we see one, and compile again for each."""
 
 _lock = threading.Lock()
 _kept: OrderedDict[Hashable, tuple[FunctionType, int]] = OrderedDict()

@@ -1,8 +1,8 @@
 """The data of a sweep, once on the device for all its trials.
 
-A fold is a set of indices, an order is a permutation: neither needs a copy of the samples. What cannot lie on the
-device as two tensors (nested inputs, augmentation that needs the host, more than fits) is gathered by the host, batch
-by batch, which serves trials that are trained alone; a fused array says that it cannot.
+A fold is a set of indices, an order is a permutation: neither needs a copy of the samples. Data that cannot lie
+on the device as two tensors (nested inputs, augmentation that needs the host, more than fits) are gathered by the host,
+batch by batch. That serves trials that are trained alone; a fused array refuses such data.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from podium.data.base import ArrayDataset, Data, Dataset
 from podium.data.joined import JoinedDataset
-from podium.engine.feed import to_device
+from podium.engine.device import to_device
 
 _SHARE_OF_MEMORY = 0.5
 _CHUNK = 4096
 
 
-class Shelf:
+class DeviceDataset:
     """One data set, as rows by index: on the device where it can be, gathered by the host where not."""
 
     def __init__(self, dataset: Dataset, device: torch.device, dtype: torch.dtype) -> None:
@@ -50,7 +50,7 @@ class Shelf:
             inputs = self.augment.on_device(inputs, keys.reshape(-1))
         return inputs.view(*index.shape, *inputs.shape[1:]), targets.view(*index.shape, *targets.shape[1:])
 
-    def converted(self, dtype: torch.dtype) -> Shelf:
+    def converted(self, dtype: torch.dtype) -> DeviceDataset:
         """The same samples, converted batch by batch to another precision; nothing is copied."""
         other = copy.copy(self)
         other.dtype = dtype
@@ -84,7 +84,7 @@ class DeviceData:
     """Training and test data of one task."""
 
     def __init__(self, data: Data, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        self.train, self.test = (Shelf(part, device, dtype) for part in (data.train, data.test))
+        self.train, self.test = (DeviceDataset(part, device, dtype) for part in (data.train, data.test))
 
     def converted(self, dtype: torch.dtype) -> DeviceData:
         """The same data in another precision; nothing is copied."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from podium.engine.build import derived_seed
+from podium.engine.generators import derived_seed
 from podium.errors import ConfigError
 
 _SPATIAL: dict[type[nn.Module], int] = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}

@@ -1,7 +1,7 @@
 """Stand-ins for the layers that `torch.vmap` makes slow: same names, same parameters, another way to compute.
 
-`stack_form` looks at one module and nothing below it; whoever swaps walks the tree. A module of a derived class is left
-alone, since nobody knows what the class changed, and so is one with hooks.
+`stack_form` looks at one module and nothing below it; its caller walks the tree. A module of a derived class is left
+as it is, since what the class changed is unknown, and so is one with hooks.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The structures that cannot be fused fail in many ways, loudly (a branch on a ten
 Python, randomness from a generator, a buffer that is not written to). A list of them would never be whole, so nothing
 is listed: parameters, buffers and an evaluation after a few steps are held against those of each trial trained by
 itself, and anything further apart than rounding refuses. Rows differ in whatever varies, and each begins one step after
-the one before it, as rows do that take the place of others. A forward pass that goes on changing anything but
+the one before it, as rows do that take the place of others. A forward pass that keeps changing anything but
 parameters and buffers refuses, too: whatever it does at a later step, it would do once for all rows. So does one that
 draws from any generator. Batches are small, since only the structure is in question; where a model does not take them,
 its own are used.
@@ -30,11 +30,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from podium.sweeps.executors.reference import ReferenceTrainer
 from podium.sweeps.fused.array import Array, Mode
 from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.fused.structure import attributes_key
-from podium.sweeps.recipe import Recipe, precision_of
+from podium.sweeps.precision import precision_of
+from podium.sweeps.recipe import Recipe
+from podium.sweeps.reference import ReferenceTrainer
 from podium.sweeps.trial import Evaluation, Trial
 
 TOLERANCE = 1e-9
@@ -58,7 +59,7 @@ _MOST = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
+class ProbeResult:
     """What a probe found."""
 
     fuses: bool
@@ -71,12 +72,12 @@ class Verified:
     """Operations that go row by row."""
 
     def to_event(self, trials: int) -> dict[str, Any]:
-        """What whoever listens to an executor hears of it."""
+        """The event that an executor sends about it."""
         return {"event": "probe", **dataclasses.asdict(self), "trials": trials}
 
 
 class _Result(NamedTuple):
-    """What a trial came to in a probe."""
+    """The result of one trial in a probe."""
 
     state: dict[str, Tensor]
     evaluation: Evaluation | Exception
@@ -95,26 +96,26 @@ class _Stopped(Exception):
 def probe(
     recipe: Recipe,
     trials: Sequence[Trial],
-    resident: DeviceData,
+    device_data: DeviceData,
     *,
     rows: int = 2,
     stop: Callable[[], bool] = lambda: False,
-) -> Verified:
+) -> ProbeResult:
     """Train some of these trials (all of one structure) in one array and alone, and compare.
 
-    `rows`: 1 trains them one after another in a single row, more side by side. `stop`: whether nobody wants to know any
-    more, looked at between steps.
+    `rows`: 1 trains them one after another in a single row, more side by side. `stop`: whether to give up,
+    asked between steps.
     """
-    if resident.train.why_not:
-        return Verified(fuses=False, why=f"the data do not lie on the device: {resident.train.why_not}")
+    if device_data.train.why_not:
+        return ProbeResult(fuses=False, why=f"the data do not lie on the device: {device_data.train.why_not}")
     said: list[str] = []
     modes: tuple[Mode, ...] = ("forward", "gradient") if rows > 1 else ("forward",)
     for small in (True, False):
         chosen = _chosen(trials, small=small)
         try:
-            yardstick = _Yardstick(recipe, chosen, resident, stop)
+            yardstick = _Yardstick(recipe, chosen, device_data, stop)
         except _Stopped:
-            return Verified(fuses=False, why="it was asked to stop before that was known")
+            return ProbeResult(fuses=False, why="it was asked to stop before that was known")
         except Exception as error:  # the user's own code: perhaps it minds the size of the batch
             said.append(f"alone, {'small batches' if small else 'its own batches'}: {_first_line(error)}")
             continue
@@ -122,11 +123,11 @@ def probe(
             try:
                 found = _compare(yardstick, mode, rows)
                 if found.fuses and rows > 1 and yardstick.is_exact and recipe.torch_device.type == "cuda":
-                    found = _in_own_precision(recipe, yardstick, resident, found)
+                    found = _in_own_precision(recipe, yardstick, device_data, found)
                 return found
             except _NotFusable as error:
                 said.append(f"{mode}: {error}")
-    return Verified(fuses=False, why="; ".join(dict.fromkeys(said)))
+    return ProbeResult(fuses=False, why="; ".join(dict.fromkeys(said)))
 
 
 def _chosen(trials: Sequence[Trial], *, small: bool) -> list[Trial]:
@@ -152,9 +153,9 @@ class _Yardstick:
     """The trials alone: in float64, or in float32 where a model insists."""
 
     def __init__(
-        self, recipe: Recipe, trials: Sequence[Trial], resident: DeviceData, stop: Callable[[], bool] = lambda: False
+        self, recipe: Recipe, trials: Sequence[Trial], device_data: DeviceData, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        self.trials, self.given, self.stop, self.is_exact = trials, resident, stop, True
+        self.trials, self.given, self.stop, self.is_exact = trials, device_data, stop, True
         try:
             self._train(recipe, "float64")
         except (RuntimeError, TypeError):
@@ -167,33 +168,33 @@ class _Yardstick:
 
     def _train(self, recipe: Recipe, dtype: Any) -> None:
         self.recipe = recipe.varied(dtype=dtype, precision="fp32", steps=None)
-        self.resident = self.given.converted(self.recipe.torch_dtype)
+        self.device_data = self.given.converted(self.recipe.torch_dtype)
         with precision_of(self.recipe):
-            self.results = [self._alone(t, steps_of(i, len(self.trials))) for i, t in enumerate(self.trials)]
+            self.results = [self._train_alone(t, steps_of(i, len(self.trials))) for i, t in enumerate(self.trials)]
 
-    def _alone(self, trial: Trial, steps: int) -> _Result:
-        alone = ReferenceTrainer(self.recipe, trial, self.resident)
+    def _train_alone(self, trial: Trial, steps: int) -> _Result:
+        trainer = ReferenceTrainer(self.recipe, trial, self.device_data)
         largest: dict[str, float] = {}
         for _ in range(steps):
             if self.stop():
                 raise _Stopped
-            alone.step()
-            for name, p in alone.model.named_parameters():
+            trainer.step()
+            for name, p in trainer.model.named_parameters():
                 if p.grad is not None and p.grad.numel():
                     largest[name] = max(largest.get(name, 0.0), float(p.grad.to_dense().abs().max()))
         top = max(largest.values(), default=0.0)
         silent = frozenset(name for name, size in largest.items() if size < NOISE * top)
         try:
-            evaluation: Evaluation | Exception = alone.evaluate(_BATCH)
+            evaluation: Evaluation | Exception = trainer.evaluate(_BATCH)
         except Exception as error:  # the user's own code: then the array must raise, too
             evaluation = error
-        buffers = frozenset(name for name, _ in alone.model.named_buffers())
-        return _Result(alone.state(), evaluation, silent, buffers)
+        buffers = frozenset(name for name, _ in trainer.model.named_buffers())
+        return _Result(trainer.state(), evaluation, silent, buffers)
 
 
-def _compare(yardstick: _Yardstick, mode: Mode, rows: int) -> Verified:
+def _compare(yardstick: _Yardstick, mode: Mode, rows: int) -> ProbeResult:
     with precision_of(yardstick.recipe):
-        fused, looped = _in_an_array(yardstick.recipe, yardstick.trials, yardstick.resident, mode, STEPS, rows)
+        fused, looped = _in_an_array(yardstick.recipe, yardstick.trials, yardstick.device_data, mode, STEPS, rows)
     worst, where = 0.0, ""
     for mine, theirs in zip(fused, yardstick.results, strict=True):
         for name in theirs.state.keys() - theirs.silent:
@@ -207,11 +208,13 @@ def _compare(yardstick: _Yardstick, mode: Mode, rows: int) -> Verified:
             worst, where = apart, "the evaluation"
     if worst > yardstick.tolerance:
         why = f"after {STEPS} steps {where} is {worst:.1e} from the same trial alone (randomness, Python state, …?)"
-        return Verified(fuses=False, mode=mode, why=why, worst=worst, looped=looped)
-    return Verified(fuses=True, mode=mode, worst=worst, looped=looped)
+        return ProbeResult(fuses=False, mode=mode, why=why, worst=worst, looped=looped)
+    return ProbeResult(fuses=True, mode=mode, worst=worst, looped=looped)
 
 
-def _in_own_precision(recipe: Recipe, yardstick: _Yardstick, resident: DeviceData, found: Verified) -> Verified:
+def _in_own_precision(
+    recipe: Recipe, yardstick: _Yardstick, device_data: DeviceData, found: ProbeResult
+) -> ProbeResult:
     """One step again as the sweep will take it, with the kernels that it will use on a GPU.
 
     Short numbers scatter, more in some layers than in others, so the yardstick is what the same trial alone does in the
@@ -219,14 +222,14 @@ def _in_own_precision(recipe: Recipe, yardstick: _Yardstick, resident: DeviceDat
     """
     trial = yardstick.trials[-1]  # the row that takes one step
     with precision_of(recipe):
-        fused, _ = _in_an_array(recipe, yardstick.trials, resident, found.mode, 1, 2)
-        alone = ReferenceTrainer(recipe, trial, resident)
-        before = alone.state()
-        alone.step()
-    truth = ReferenceTrainer(yardstick.recipe, trial, yardstick.resident)
+        fused, _ = _in_an_array(recipe, yardstick.trials, device_data, found.mode, 1, 2)
+        trainer = ReferenceTrainer(recipe, trial, device_data)
+        before = trainer.state()
+        trainer.step()
+    truth = ReferenceTrainer(yardstick.recipe, trial, yardstick.device_data)
     truth.step()
-    true_state, own_state = truth.state(), alone.state()
-    for name in dict(alone.model.named_parameters()):
+    true_state, own_state = truth.state(), trainer.state()
+    for name in dict(trainer.model.named_parameters()):
         moved = float((true_state[name] - before[name].double()).norm())
         its_own = float((own_state[name].double() - true_state[name]).norm())
         apart = float((fused[-1].state[name].double() - true_state[name]).norm())
@@ -241,14 +244,14 @@ def _in_own_precision(recipe: Recipe, yardstick: _Yardstick, resident: DeviceDat
 
 
 def _in_an_array(
-    recipe: Recipe, trials: Sequence[Trial], resident: DeviceData, mode: Mode, steps: int, rows: int
+    recipe: Recipe, trials: Sequence[Trial], device_data: DeviceData, mode: Mode, steps: int, rows: int
 ) -> tuple[list[_Result], list[str]]:
-    """What the trials come to in an array; each begins a step after the one before it."""
+    """The trials' results in an array; each begins one step after the one before it."""
     drawn, failure = _generators(recipe.torch_device), None
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            results = (_side_by_side if rows > 1 else _in_turn)(recipe, trials, resident, mode, steps)
+            results = (_side_by_side if rows > 1 else _in_turn)(recipe, trials, device_data, mode, steps)
     except Exception as error:  # whatever it is, it is why
         failure = error
     if _generators(recipe.torch_device) != drawn:  # what it raised may be chance, too
@@ -262,10 +265,10 @@ def _in_an_array(
 
 
 def _side_by_side(
-    recipe: Recipe, trials: Sequence[Trial], resident: DeviceData, mode: Mode, steps: int
+    recipe: Recipe, trials: Sequence[Trial], device_data: DeviceData, mode: Mode, steps: int
 ) -> list[_Result]:
     parts, count = [recipe.make(trial) for trial in trials], len(trials)
-    array = Array(recipe, parts[0], resident, count, mode=mode, tells=True)
+    array = Array(recipe, parts[0], device_data, count, mode=mode, tells=True)
     python: Any = None
     with _Watching():
         for row, one in enumerate(parts):
@@ -280,9 +283,9 @@ def _side_by_side(
     return [_Result(array.save(row), evaluations[row]) for row in range(count)]
 
 
-def _in_turn(recipe: Recipe, trials: Sequence[Trial], resident: DeviceData, mode: Mode, steps: int) -> list[_Result]:
+def _in_turn(recipe: Recipe, trials: Sequence[Trial], device_data: DeviceData, mode: Mode, steps: int) -> list[_Result]:
     parts, results = [recipe.make(trial) for trial in trials], []
-    array = Array(recipe, parts[0], resident, 1, mode=mode)
+    array = Array(recipe, parts[0], device_data, 1, mode=mode)
     python: Any = None
     for place, one in enumerate(parts):
         array.load(0, one)

@@ -1,12 +1,12 @@
-"""Slots: trials come into rows of running arrays, are judged, leave, and others take their places.
+"""Slots: rows of running arrays, which trials enter and leave.
 
-The host knows beforehand when anything will happen to a row: its samples run out, it is to be evaluated, it ends. So it
-lets all arrays run as many steps as nothing happens in, without looking at the device, and then does what is due: gives
-rows new samples, evaluates those that are due together, asks the queue, frees rows and fills them from the queue. The
-graph stays the same while rows are needed; a trial that comes late begins at its own step 0 in it.
+The host knows beforehand when something will happen to a row: its samples run out, it must be evaluated, it ends. So
+the host lets all arrays run until the next such step without looking at the device, and then does what is due: it gives
+rows new samples, evaluates rows that are due together, asks the queue for verdicts, frees rows and fills them from the
+queue. The graph stays the same while rows are needed; a trial that comes late starts at its own step 0 in it.
 
-Towards a sweep's end rows stay empty, and cost as much as others. Once half of them are, and what is left of the sweep
-is long enough to pay for it, the trials move into arrays without those.
+Towards a sweep's end rows stay empty, and an empty row costs as much as another. Once half of the rows are empty, and
+the rest of the sweep is long enough to pay for new arrays, the trials move into narrower ones.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from podium.errors import ConfigError, PodiumError, TrainingError
 from podium.sweeps.executors.base import OnEvent, Queue, Requeued
-from podium.sweeps.executors.reference import outcome_of
-from podium.sweeps.fused.array import Array, structure_of
-from podium.sweeps.fused.bundle import Bundle
-from podium.sweeps.recipe import Parts, Recipe
-from podium.sweeps.trial import Evaluation, Outcome, Trial, Verdict
+from podium.sweeps.fused.array import Array
+from podium.sweeps.fused.captured_step import CapturedStep
+from podium.sweeps.parts import Parts
+from podium.sweeps.recipe import Recipe
+from podium.sweeps.reference import outcome_of
+from podium.sweeps.trial import Evaluation, Trial, Verdict, failed
 
 _LONGEST_RUN = 2000
 """Steps after which the host looks up, to see whether it is asked to stop."""
@@ -33,6 +35,27 @@ _PER_ROW = 0.5
 """What a step's rows cost of it, at least: the rest is the same for any number of them."""
 _NARROW_S = 0.1
 """What new arrays cost, besides what the first ones did."""
+
+
+class ArrayGroup(NamedTuple):
+    """An array, the queue that its trials come from, and the trials that were taken from the queue already."""
+
+    array: Array
+    queue: Queue
+    first: list[Parts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotOptions:
+    """How trials are trained in rows, and what is called with events."""
+
+    executor: str
+    """The name that outcomes bear."""
+    on_event: OnEvent
+    captured: bool | None = None
+    """Whether a step is captured in a CUDA graph; None: wherever it can be."""
+    narrows: bool = True
+    """Whether arrays may be made narrower."""
 
 
 class Slot:
@@ -61,51 +84,44 @@ class Slots:
     """Fills the rows of these arrays from the queue, until there is no more."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        arrays: list[tuple[Array, Queue]],
-        executor: str,
-        on_event: OnEvent,
-        *,
-        captured: bool | None = None,
-        narrows: bool = True,
-        bundle: Bundle | None = None,
+        self, recipe: Recipe, groups: Sequence[ArrayGroup], options: SlotOptions, step: CapturedStep | None = None
     ) -> None:
-        """Each array has the queue that its trials come from. `bundle`: of these arrays, if there is one already."""
-        self.recipe, self.executor, self.on_event = recipe, executor, on_event
-        self.arrays, self.captured = dict(enumerate(arrays)), captured
-        """By their places; those that nobody needs any more are left out."""
-        self.bundle = bundle or Bundle([array for array, _ in arrays], captured=captured)
-        self.narrows = narrows
+        """`step`: of these arrays, if there is one already."""
+        self.recipe, self.executor, self.on_event = recipe, options.executor, options.on_event
+        self.arrays = {place: (group.array, group.queue) for place, group in enumerate(groups)}
+        """By their places; arrays that no trial needs any more are dropped."""
+        self.captured = options.captured
+        self.captured_step = step or CapturedStep([group.array for group in groups], captured=options.captured)
+        self.narrows = options.narrows
         """Whether arrays may be made narrower."""
         self.slots: dict[tuple[int, int], Slot] = {}
         self.copied = False
-        """Whether any row took over another's state: then no trial can be trained again by itself."""
+        """Whether any row was copied over another: then no trial can be trained again alone."""
         self.steps = 0
         """How often all arrays took a step."""
         self._timed: tuple[int, float] = (0, 0.0)
-        """Steps of this bundle that were timed, and what they took, without evaluations."""
+        """Steps of this captured step that were timed, and what they took, without evaluations."""
         self._since: tuple[int, float] | None = None
         """From which step on, and when, the next ones are timed."""
 
-    def run(self, first: dict[int, list[Parts]] | None = None) -> None:
-        """Train until no trial is left; `first`: trials that were taken already, by the array's place."""
-        for place, waiting in (first or {}).items():
+    def run(self, first: Sequence[Sequence[Parts]] = ()) -> None:
+        """Train until no trial is left; `first`: for each array, trials that were taken from its queue already."""
+        for place, waiting in enumerate(first):
             for parts in waiting:
                 self._begin(place, parts.trial, lambda parts=parts: parts)  # type: ignore[misc]  # bound now, not later
         self._fill()
         self._refill()
-        longest = 1 if self.bundle.device.type == "cpu" else _LONGEST_RUN
+        longest = 1 if self.captured_step.device.type == "cpu" else _LONGEST_RUN
         while self.slots:
             steps = min(slot.until_event(self.recipe.eval_every) for slot in self.slots.values())
             steps = min(steps, longest)
-            if self.bundle.captured:
-                self.bundle.run(0)  # the capture is no step
+            if self.captured_step.captured:
+                self.captured_step.run(0)  # the capture is no step
             began = time.perf_counter()
-            if self.bundle.start_s is not None:  # the first step of all may take far longer
+            if self.captured_step.start_s is not None:  # the first step of all may take far longer
                 self._since = self._since or (self.steps, began)
-            self.bundle.run(steps)
-            if self.bundle.device.type == "cpu":  # elsewhere steps are only asked for by now
+            self.captured_step.run(steps)
+            if self.captured_step.device.type == "cpu":  # elsewhere steps are only asked for by now
                 longest = max(1, min(_LONGEST_RUN, int(steps * _LOOK_UP_S / (time.perf_counter() - began + 1e-9))))
             self.steps += steps
             for slot in self.slots.values():
@@ -172,7 +188,7 @@ class Slots:
             return
         try:
             moved = {at: self._narrower(at) for at, rows in wanted.items() if 0 < rows < self.arrays[at][0].rows}
-        except Exception as error:  # the user's own code, or memory: then it goes on as it is
+        except Exception as error:  # the user's own code, or memory: keep the wide arrays
             self.narrows = False
             self.on_event({"event": "not narrowed", "why": f"{type(error).__name__}: {error}"[:500]})
             return
@@ -183,20 +199,22 @@ class Slots:
                 slot.array, slot.row, slot.filled_to = array, row, slot.steps
             self.slots.update({(place, slot.row): slot for slot in slots})
         self.arrays = {place: seat for place, seat in self.arrays.items() if wanted[place]}
-        before = sum(array.rows for array in self.bundle.arrays)
-        self.bundle.close()
-        self.bundle = Bundle([array for array, _ in self.arrays.values()], captured=self.captured)
+        before = sum(array.rows for array in self.captured_step.arrays)
+        self.captured_step.close()
+        self.captured_step = CapturedStep([array for array, _ in self.arrays.values()], captured=self.captured)
         self._timed = (0, 0.0)
         self.on_event({"event": "narrowed", "rows": sum(wanted.values()), "before": before})
 
     def _pays(self, rows: int) -> bool:
-        """Whether arrays of so many rows in all would save more until the end than making them costs."""
-        before, (steps, seconds) = sum(array.rows for array in self.bundle.arrays), self._timed
+        """Whether arrays of `rows` rows in all would save more time until the end than they cost to make."""
+        before, (steps, seconds) = sum(array.rows for array in self.captured_step.arrays), self._timed
         if 2 * rows > before or not steps:
             return False
         ahead = max(slot.parts.steps - slot.steps for slot in self.slots.values())
         saved = _PER_ROW * (1 - rows / before) * ahead * seconds / steps
-        return saved > _NARROW_S + max(self.bundle.start_s or 0.0, sum(array.compile_s for array in self.bundle.arrays))
+        return saved > _NARROW_S + max(
+            self.captured_step.start_s or 0.0, sum(array.compile_s for array in self.captured_step.arrays)
+        )
 
     def _rows_wanted(self, place: int) -> int:
         """How many rows the array would have if it were made now."""
@@ -213,7 +231,7 @@ class Slots:
         array, _ = self.arrays[place]
         slots = [slot for (at, _), slot in sorted(self.slots.items()) if at == place]
         rows = [slot.row for slot in slots]
-        if len(rows) < 2:  # an array has two: the other one goes on computing, and nobody looks
+        if len(rows) < 2:  # an array has at least two: the other one computes, and its results are ignored
             rows.append(next(row for row in range(array.rows) if row not in rows))
         return array.narrower(rows, [slot.steps for slot in slots]), slots
 
@@ -264,7 +282,7 @@ class Slots:
         queue.hand_in(outcome_of(slot.parts, status, why, slot.steps, slot.history, self.executor, seconds), state)
 
     def _become(self, place: int, slot: Slot, verdict: Verdict) -> None:
-        """The row takes over another's parameters and moments, and goes on with changed numbers."""
+        """Copy another row's parameters and moments over this one, and continue with changed numbers."""
         others = [s for (at, _), s in self.slots.items() if at == place and s.trial.number == verdict.source]
         if not others:  # it ended in this very round
             self.on_event({"event": "not copied", "trial": slot.trial.number, "source": verdict.source})
@@ -274,37 +292,34 @@ class Slots:
         slot.array.copy_row(others[0].row, slot.row)
         slot.parts = parts
         slot.array.change_numbers(slot.row, slot.parts, slot.steps)
-        slot.filled_to = slot.steps  # its samples go on where they were; its numbers are read anew
+        slot.filled_to = slot.steps  # its samples continue where they were; its numbers are read again
 
     def _changed(self, slot: Slot, options: Mapping[str, Any]) -> Parts:
         """The trial with these options changed, but for those that would make it another model."""
-        kept: dict[str, Any] = {}
+        parts = self._with_options(slot, options)
+        if parts.structure == slot.array.structure:
+            return parts
+        possible: dict[str, Any] = {}
         for name, value in options.items():
-            trial = dataclasses.replace(slot.trial, options={**slot.trial.options, **kept, name: value})
-            if structure_of(self.recipe.make(trial)) == slot.array.structure:
-                kept[name] = value
+            if self._with_options(slot, {**possible, name: value}).structure == slot.array.structure:
+                possible[name] = value
             else:
                 self.on_event({"event": "not changed", "trial": slot.trial.number, "option": name})
-        return self.recipe.make(dataclasses.replace(slot.trial, options={**slot.trial.options, **kept}))
+        return self._with_options(slot, possible)
+
+    def _with_options(self, slot: Slot, options: Mapping[str, Any]) -> Parts:
+        return self.recipe.make(dataclasses.replace(slot.trial, options={**slot.trial.options, **options}))
 
 
 def train_in_slots(
-    recipe: Recipe,
-    arrays: list[tuple[Array, Queue]],
-    first: dict[int, list[Parts]],
-    executor: str,
-    on_event: OnEvent,
-    *,
-    captured: bool | None = None,
-    narrows: bool = True,
-    bundle: Bundle | None = None,
+    recipe: Recipe, groups: list[ArrayGroup], options: SlotOptions, step: CapturedStep | None = None
 ) -> list[Queue]:
     """Train in these arrays. Where a step raises, what is not finished is left for another way, from its beginning.
 
-    The list is empty afterwards: who leaves an array behind on the way lets go of it.
+    The list of groups is emptied, so that an array that becomes narrower on the way is freed.
     """
-    slots = Slots(recipe, arrays, executor, on_event, captured=captured, narrows=narrows, bundle=bundle)
-    arrays.clear()
+    slots, first = Slots(recipe, groups, options, step), [group.first for group in groups]
+    groups.clear()
     try:
         slots.run(first)
     except PodiumError:
@@ -312,7 +327,7 @@ def train_in_slots(
     except Exception as error:  # the user's own code at a later step, or memory that did not suffice
         if slots.copied:
             raise TrainingError(f"fused: a step raised {type(error).__name__}: {error}") from error
-        on_event({"event": "fell back", "why": f"{type(error).__name__}: {error}"[:500]})
+        options.on_event({"event": "fell back", "why": f"{type(error).__name__}: {error}"[:500]})
         left: list[Queue] = []
         for place, (_, queue) in slots.arrays.items():
             for trial in slots.unfinished(place):
@@ -320,8 +335,3 @@ def train_in_slots(
             left.append(Requeued(queue, slots.unfinished(place)))
         return left
     return []
-
-
-def failed(trial: Trial, error: Exception, executor: str) -> Outcome:
-    """What a trial comes to that could not even begin, or raised."""
-    return Outcome(trial=trial, status="failed", why=f"{type(error).__name__}: {error}", executor=executor)

@@ -23,7 +23,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
 from podium.sweeps.fused.structure import MAY_BE_ABSENT, is_number
-from podium.sweeps.recipe import Parts
+from podium.sweeps.parts import Parts
 
 
 class Place(NamedTuple):
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     group: int
 
 
-class Stretch(NamedTuple):
+class Span(NamedTuple):
     """Parameters of one group that are stepped at once: a large one by itself, small ones side by side."""
 
     first: int  # of the places
@@ -51,13 +51,13 @@ LARGE = {"cpu": 1 << 14, "cuda": 1 << 20}
 copy of it, which on a GPU is cheap beside a launch, and on a CPU is not."""
 
 
-def stretches_of(places: Sequence[Place], flat: Tensor, *, compiled: bool = False) -> list[Stretch]:
+def spans_of(places: Sequence[Place], flat: Tensor, *, compiled: bool = False) -> list[Span]:
     """How rows are cut for stepping: where the step is compiled, not at all.
 
     A compiler reads gradients where they lie, so that nothing is saved by cutting; and it turns a write to a part of a
     row into one of the whole, once per part.
     """
-    found: list[Stretch] = []
+    found: list[Span] = []
     alone = False
     least = math.inf if compiled else LARGE[flat.device.type]
     for i, place in enumerate(places):
@@ -65,7 +65,7 @@ def stretches_of(places: Sequence[Place], flat: Tensor, *, compiled: bool = Fals
         large = (place.stop - place.start) * len(flat) >= least
         before = found[-1] if found else None
         if before is None or large or alone or before.group != place.group:
-            found.append(Stretch(i, i + 1, place.start, stop, place.group))
+            found.append(Span(i, i + 1, place.start, stop, place.group))
         else:
             found[-1] = before._replace(last=i + 1, stop=stop)
         alone = large
@@ -109,7 +109,7 @@ class Timetable:
     """A trial's numbers, step by step: what its schedule does to them, found by running it ahead."""
 
     def __init__(self, parts: Parts, columns: Sequence[Column]) -> None:
-        """`columns`: the numbers that count. A schedule adds some of its own (`initial_lr`), which nobody steps by."""
+        """`columns`: the numbers that count. A schedule adds some of its own (`initial_lr`), which no step uses."""
         self._optimizer, self._steps, self.columns = parts.optimizer, parts.steps, columns
         self._schedule: LRScheduler | None = parts.schedule()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks at
@@ -141,8 +141,8 @@ class StackedOptimizer(ABC):
 
     capturable = True
 
-    def __init__(self, flat: Tensor, stretches: Sequence[Stretch], first: Parts, columns: Sequence[Column]) -> None:
-        self.flat, self.stretches, self._columns = flat, stretches, columns
+    def __init__(self, flat: Tensor, spans: Sequence[Span], first: Parts, columns: Sequence[Column]) -> None:
+        self.flat, self.spans, self._columns = flat, spans, columns
         self.count = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
         """Steps that each row has done."""
         self.groups = [dict(group) for group in first.optimizer.param_groups]
@@ -162,9 +162,9 @@ class StackedOptimizer(ABC):
 
     def step(self, grads: Sequence[Tensor], numbers: Tensor) -> None:
         """One step of every row, by the gradients of each stretch and the numbers [rows, columns] of this step."""
-        for stretch, grad in zip(self.stretches, grads, strict=True):
-            cut = slice(stretch.start, stretch.start + grad.shape[1])
-            self.update(cut, grad, self.groups[stretch.group], self._now(stretch.group, numbers))
+        for span, grad in zip(self.spans, grads, strict=True):
+            cut = slice(span.start, span.start + grad.shape[1])
+            self.update(cut, grad, self.groups[span.group], self._now(span.group, numbers))
         self.count.add_(1)
 
     def load(self, row: int, parts: Parts) -> None:
@@ -296,9 +296,9 @@ class StackedAdagrad(StackedOptimizer):
 
     def load(self, row: int, parts: Parts) -> None:
         super().load(row, parts)
-        for stretch in self.stretches:
-            start = parts.optimizer.param_groups[stretch.group]["initial_accumulator_value"]
-            self.state["sum"][row, stretch.start : stretch.stop] = start
+        for span in self.spans:
+            start = parts.optimizer.param_groups[span.group]["initial_accumulator_value"]
+            self.state["sum"][row, span.start : span.stop] = start
 
     def update(self, cut: slice, grad: Tensor, fixed: Mapping[str, Any], now: Numbers) -> None:
         params, total = self.flat[:, cut], self.state["sum"][:, cut]
@@ -316,16 +316,16 @@ class OwnOptimizers:
 
     capturable = False
 
-    def __init__(self, flat: Tensor, places: Sequence[Place], stretches: Sequence[Stretch]) -> None:
-        self.flat, self._places, self.stretches = flat, places, stretches
+    def __init__(self, flat: Tensor, places: Sequence[Place], spans: Sequence[Span]) -> None:
+        self.flat, self._places, self.spans = flat, places, spans
         self.count = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
         self._grads = torch.zeros_like(flat)
         self._rows: list[tuple[Optimizer, LRScheduler | None] | None] = [None] * len(flat)
 
     def step(self, grads: Sequence[Tensor], numbers: Tensor) -> None:
         """One step of every row that holds a trial; the numbers are the optimizers' own."""
-        for stretch, grad in zip(self.stretches, grads, strict=True):
-            self._grads[:, stretch.start : stretch.start + grad.shape[1]].copy_(grad)
+        for span, grad in zip(self.spans, grads, strict=True):
+            self._grads[:, span.start : span.start + grad.shape[1]].copy_(grad)
         for held in self._rows:
             if held is not None:
                 optimizer, schedule = held
@@ -361,7 +361,7 @@ class OwnOptimizers:
                 two[0].state[p] = copy.deepcopy(one[0].state[q])
 
     def change_numbers(self, row: int, parts: Parts, done: int) -> None:
-        """The row's optimizer goes on with these numbers; a schedule goes on from step `done`."""
+        """The row's optimizer continues with these numbers; its schedule continues from step `done`."""
         held = self._rows[row]
         assert held is not None
         optimizer = held[0]
@@ -396,13 +396,13 @@ STACKED: dict[type[Optimizer], Callable[..., StackedOptimizer]] = {
 
 
 def stack_optimizer(
-    flat: Tensor, places: Sequence[Place], stretches: Sequence[Stretch], first: Parts, columns: Sequence[Column]
+    flat: Tensor, places: Sequence[Place], spans: Sequence[Span], first: Parts, columns: Sequence[Column]
 ) -> StackedOptimizer | OwnOptimizers:
     """The stacked form of the optimizer of `first`; where there is none, torch's own for each row."""
     make = STACKED.get(type(first.optimizer))
     if make is None or any(group.get("differentiable") for group in first.optimizer.param_groups):
-        return OwnOptimizers(flat, places, stretches)
-    return make(flat, stretches, first, columns)
+        return OwnOptimizers(flat, places, spans)
+    return make(flat, spans, first, columns)
 
 
 def _moved(state: Mapping[str, Any], flat: Tensor) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import torch
 
 from podium.sweeps.fused.array import Array, Mode
 from podium.sweeps.fused.device_data import DeviceData
-from podium.sweeps.recipe import Parts, Recipe
+from podium.sweeps.parts import Parts
+from podium.sweeps.recipe import Recipe
 
 SHARE_OF_FREE = 0.8
 """How much of the free memory an array may take: captured graphs keep a pool of their own."""
@@ -20,13 +21,13 @@ _FEW = (2, 4)
 
 
 def widest(
-    recipe: Recipe, first: Parts, resident: DeviceData, wanted: int, mode: Mode = "forward", share: float = 1.0
+    recipe: Recipe, first: Parts, device_data: DeviceData, wanted: int, mode: Mode = "forward", share: float = 1.0
 ) -> int:
     """As many rows as wanted, or as many as fit into this share of what may be taken."""
     if recipe.torch_device.type != "cuda" or wanted <= _FEW[1]:
         return wanted
     try:
-        fixed, each = memory_line(recipe, first, resident, mode)
+        fixed, each = memory_line(recipe, first, device_data, mode)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return 1
@@ -35,7 +36,7 @@ def widest(
     return max(1, min(wanted, fits))
 
 
-def memory_line(recipe: Recipe, first: Parts, resident: DeviceData, mode: Mode) -> tuple[int, int]:
+def memory_line(recipe: Recipe, first: Parts, device_data: DeviceData, mode: Mode) -> tuple[int, int]:
     """(fixed, each) in bytes."""
     device = recipe.torch_device
     peaks = []
@@ -45,7 +46,7 @@ def memory_line(recipe: Recipe, first: Parts, resident: DeviceData, mode: Mode) 
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         again = recipe.make(first.trial)  # loading uses a trial's parts up
-        array = Array(recipe, again, resident, rows, mode=mode)
+        array = Array(recipe, again, device_data, rows, mode=mode)
         array.load(0, again)
         array.refill([0] + [None] * (rows - 1))
         array.step()

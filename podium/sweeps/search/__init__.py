@@ -10,13 +10,13 @@ from podium.config import build, parse_spec
 from podium.errors import ConfigError
 from podium.imports import find_class
 from podium.sweeps.search.base import Source
-from podium.sweeps.search.crossed import Crossed
+from podium.sweeps.search.crossed import CrossedSource
 from podium.sweeps.search.space import Space, read_space
 
 SOURCES: dict[str, str] = {
     "grid": "podium.sweeps.search.grid:Grid",
     "random": "podium.sweeps.search.random:RandomDraws",
-    "list": "podium.sweeps.search.listed:Listed",
+    "list": "podium.sweeps.search.listed:PointList",
     "optuna": "podium.sweeps.search.optuna:OptunaSearch",
 }
 
@@ -41,7 +41,7 @@ def make_source(
     parallel: int | None = None,
     seeds: Sequence[int] = (0,),
     folds: int | None = None,
-) -> Crossed:
+) -> CrossedSource:
     """All trials of a sweep, from `name[:key=value,…]` or a source: each point once per fold and seed.
 
     None is a grid where every name has a list of values, and random draws otherwise. What is said in the text goes
@@ -51,10 +51,10 @@ def make_source(
     if isinstance(how, Source):
         if space or points is not None:
             raise ConfigError(f"search: a {type(how).__name__} that is made already takes neither a space nor points")
-        if not isinstance(how, Crossed):
-            return Crossed(how, seeds=seeds, folds=folds)
+        if not isinstance(how, CrossedSource):
+            return CrossedSource(how, seeds=seeds, folds=folds)
         if folds is not None or tuple(seeds) != (0,):
-            raise ConfigError("search: a Crossed has its own seeds and folds, and takes no others")
+            raise ConfigError("search: a CrossedSource has its own seeds and folds, and takes no others")
         return how
     name, options = parse_spec(how or ("random" if space.ranges() else "grid"), "search")
     cls = find_source(name)
@@ -69,4 +69,4 @@ def make_source(
         raise ConfigError(f"search {name}: what is searched must be given (`--space lr=1e-4..1e-1:log`), got nothing")
     offered = {"space": space, "points": points, "seed": seed, "maximize": maximize, "parallel": parallel}
     given = {key: value for key, value in offered.items() if key in fields and value is not None}
-    return Crossed(build(cls, {**given, **options}, who=f"search {name}"), seeds=seeds, folds=folds)
+    return CrossedSource(build(cls, {**given, **options}, who=f"search {name}"), seeds=seeds, folds=folds)

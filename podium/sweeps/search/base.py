@@ -1,4 +1,4 @@
-"""Where the trials of a sweep come from: one small interface, asked for trials and told what they came to.
+"""Where the trials of a sweep come from: one small interface, asked for trials and told their outcomes.
 
 A source gives one trial per point of the search; `crossed.py` makes the folds and seeds of each point from it. A source
 knows neither how trials are trained nor by which rule they are stopped.
@@ -19,7 +19,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def total(self) -> int | None:
-        """How many trials there will be; None when nobody knows."""
+        """How many trials there will be; None when that is unknown."""
 
     @property
     @abstractmethod

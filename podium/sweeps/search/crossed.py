@@ -1,7 +1,7 @@
 """Points × folds × seeds: every point of a search, trained once per fold and seed.
 
-The source inside sees one trial per point, as if there were neither folds nor seeds, and is told once: when all trials
-of the point are in, with the mean of their scores.
+The source inside sees one trial per point, as if there were neither folds nor seeds, and is told one score: the mean,
+when all trials of the point are in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Point:
 
 
 @final
-class Crossed(Source):
+class CrossedSource(Source):
     """Every point of another source once per fold and seed; a point's trials come one after the other."""
 
     def __init__(self, points: Source, *, seeds: Sequence[int] = (0,), folds: int | None = None) -> None:
@@ -84,7 +84,7 @@ class Crossed(Source):
 
 
 def _summary(point: _Point) -> Outcome:
-    """What the point came to: as bad as the worst of its trials."""
+    """The point's status: the worst of its trials' statuses."""
     status = min((outcome.status for outcome in point.outcomes), key=_WORST_FIRST.index)
     return Outcome(
         trial=point.trial,

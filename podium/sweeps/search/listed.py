@@ -1,4 +1,4 @@
-"""Points that somebody wrote down: in Python, or in a file.
+"""Points that the user lists: in Python, or in a file.
 
 points.json    [{"lr": 0.1}, {"lr": 0.01, "dropout": 0.2}]
 points.csv     a line of names, then one line per point; an empty cell leaves that option to the task
@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 
 @final
 @dataclass(kw_only=True, eq=False)
-class Listed(Source):
+class PointList(Source):
     """Points from a list, or from a file (JSON, CSV, TOML), in the order written there."""
 
     rows: Sequence[Row] = ()

@@ -1,8 +1,8 @@
-"""Points that Optuna suggests from what it was told before.
+"""Points that Optuna suggests from the scores of earlier points.
 
 One Optuna trial per point. A finished point is told its score, a stopped one is pruned (its last score counts as an
-intermediate value), a failed or diverged one has failed. A sweep that is taken up again gives Optuna the earlier points
-first, and goes on from their scores; what it suggests then need not be what an unbroken sweep would have got.
+intermediate value), a failed or diverged one has failed. A sweep that is resumed gives Optuna the earlier points
+first, with their scores; what it suggests then need not be what an uninterrupted sweep would have got.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Points drawn at random, each by itself."""
+"""Points drawn at random, independently."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Choices:
         return self.values[rng.randrange(len(self.values))]
 
     def __str__(self) -> str:
-        return "|".join(map(_told, self.values)) if len(self.values) > 1 else _told(self.values[0])
+        return "|".join(map(_shown, self.values)) if len(self.values) > 1 else _shown(self.values[0])
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def _split(name: str, text: str, separator: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _told(value: Any, inside: bool = False) -> str:
+def _shown(value: Any, inside: bool = False) -> str:
     """A value as `parse_value` reads it; `inside` a list or table text is always quoted."""
     if isinstance(value, str):
         bare = parse_value(value) == value == value.strip() != "" and not set(value) & set("|,\"'[]{}")
@@ -281,7 +281,7 @@ def _told(value: Any, inside: bool = False) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_told(v, inside=True) for v in value)}]"
+        return f"[{', '.join(_shown(v, inside=True) for v in value)}]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(k)} = {_told(v, inside=True)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(k)} = {_shown(v, inside=True)}" for k, v in value.items()) + "}"
     return repr(value)

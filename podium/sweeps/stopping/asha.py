@@ -3,7 +3,7 @@
 Li et al., 2020, https://arxiv.org/abs/1810.05934. Rungs lie at `grace`, `grace * factor`, `grace * factor**2` … epochs.
 Of the k trials that have reached a rung so far, the best k // factor may be beyond it, and at least one.
 
-A trial is never paused, only stopped or let go on (the stopping variant): nobody can be promoted later, so whoever
+A trial is never paused, only stopped or continued (the stopping variant): none can be promoted later, so a trial that
 reaches a rung early meets few rivals. That is bad luck for trials that train side by side: all reach a rung at once and
 report one after the other, so the first would go on whatever it is worth, and the second best would be stopped if it
 came right after the best. So by default those that are on their way from the rung before count as if they came out
@@ -41,7 +41,7 @@ class ASHA(Stopping):
     grace: float = 1.0
     """Epochs before the first rung."""
     factor: int = 3
-    """One in so many goes on at each rung; rungs are as many times further apart."""
+    """One in this many continues at each rung; rungs are this many times further apart."""
     again: bool = True
     """Whether a trial is held against its highest rung at every later report, too."""
 

@@ -123,7 +123,7 @@ class Stopping(ABC):
     def hear(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> None:
         """A trial has just reported; the ledger holds it already.
 
-        Trials that train side by side report at the same moment: all of them are heard before the first is judged, so
+        Trials that train side by side report together: all reports are recorded before the first is judged, so
         that a rule which compares trials at the same epoch does not depend on their order.
         """
 
@@ -131,8 +131,8 @@ class Stopping(ABC):
     def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
         """What is to happen to a trial that has just reported; the ledger holds this report already.
 
-        Called once for each report. Those of an earlier sweep that is taken up again come first, trial by trial, and
-        what is said of them is ignored.
+        Called once for each report. Those of an earlier session that is resumed come first, trial by trial, and
+        the verdicts on them are ignored.
         """
 
     @property
@@ -141,16 +141,16 @@ class Stopping(ABC):
         return 0.0
 
     def check(self, *, epochs: int | None, eval_every: int, per_point: int) -> None:
-        """Refuse what it could never act in: it is told so, rather than nothing ever stopped.
+        """Refuse a sweep in which the rule could never act.
 
-        `epochs` of a trial, None where they differ; evaluations every so many (0: at the end only, when it is too
-        late); `per_point`: trials of each point, over folds and seeds.
+        `epochs` of a trial, None where they differ; `eval_every`: epochs between evaluations (0: only at the end,
+        which is too late); `per_point`: trials of each point, over folds and seeds.
         """
         if type(self).skip is not Stopping.skip:  # it acts between trials, too
             return
         if eval_every == 0:
             raise ConfigError(f"stopping {self.name}: judges at evaluations, so eval_every must be at least 1, got 0")
-        # What is said of the last evaluation comes too late.
+        # A verdict on the last evaluation comes too late.
         last = None if epochs is None else (epochs - 1) // eval_every * eval_every
         if last is not None and last < self.first_at:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The median rule: whoever has never been better than the others were on average is stopped.
+"""The median rule: a trial that has never been better than the others were on average is stopped.
 
 Golovin et al., 2017, https://doi.org/10.1145/3097983.3098043: a trial is stopped at an epoch when its best score up to
 there is below the median of the others' mean scores up to there. The others are all that have reported at that epoch

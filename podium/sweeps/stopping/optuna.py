@@ -58,11 +58,11 @@ class _Study:
         self._states = optuna.trial.TrialState
         self._study = optuna.create_study(pruner=pruner, direction="maximize")
         self._trials: dict[int, Any] = {}
-        self._told: dict[int, int] = {}  # how many reports of each
+        self._shown: dict[int, int] = {}  # how many reports of each
         self._closed: set[int] = set()
 
     def reports(self, trial: Trial) -> int:
-        return self._told[trial.number]
+        return self._shown[trial.number]
 
     def should_stop(self, ledger: Ledger, trial: Trial) -> bool:
         for page in ledger:
@@ -75,11 +75,11 @@ class _Study:
         if number in self._closed:
             return
         if number not in self._trials:
-            self._trials[number], self._told[number] = self._study.ask(), 0
-        for entry in page.entries[self._told[number] :]:
-            self._told[number] += 1
+            self._trials[number], self._shown[number] = self._study.ask(), 0
+        for entry in page.entries[self._shown[number] :]:
+            self._shown[number] += 1
             # Numpy's percentiles warn of what is no number, and trip over infinities.
-            self._trials[number].report(max(entry.score, -1e300), step=self._told[number])
+            self._trials[number].report(max(entry.score, -1e300), step=self._shown[number])
         if not page.running:
             self._close(page, number)
 

@@ -8,11 +8,11 @@ When is a trial judged? Not when all have reached an epoch: that would make the 
 the others' latest scores: trials that train side by side report one after the other, and the first would be held
 against scores that are one evaluation old, and so look better than it is. Here each trial is judged once per milestone
 (a multiple of `every`), at its first report by which all that run and had reached the milestone before have reached
-this one, too, by the scores that all had at the milestone. Nobody waits, the order within an evaluation does not
+this one, too, by the scores that all had at the milestone. No trial waits, the order within an evaluation does not
 matter, and draws are fixed by (seed, trial, milestone).
 
 The whole population must train side by side: a trial that waits for a place cannot be copied from, and one that is over
-neither. What an interrupted sweep had copied is not known when it is taken up again.
+neither. What an interrupted sweep had copied is not known when it is resumed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class PBT(Stopping):
         return self._judge_at(milestone, trial, ledger, memory)
 
     def _is_complete(self, milestone: int, trial: Trial, ledger: Ledger) -> bool:
-        """Whether nobody that runs is on its way to this milestone: newcomers are not waited for."""
+        """Whether all running trials have reached this milestone; trials that began later are not waited for."""
         before, here = (milestone - 1) * self.every, milestone * self.every
         on_its_way = [p for p in _population(trial, ledger) if milestone == 1 or p.reached(before)]
         return all(page.reached(here) for page in on_its_way)

@@ -1,4 +1,4 @@
-"""One trial by itself, as plain PyTorch would train it: what every other way to train it is held against.
+"""One trial alone, as plain PyTorch trains it: the reference for every other way to train it.
 
 The optimizer is torch's own and steps a module's own parameters; nothing is stacked, captured or compiled.
 """
@@ -8,21 +8,24 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from podium.engine.build import derived_seed
+from podium.engine.generators import derived_seed
 from podium.engine.modes import evaluating
 from podium.engine.pytree import join_rows, map_tensors
 from podium.errors import ConfigError
-from podium.sweeps.fused.device_data import DeviceData, Shelf
-from podium.sweeps.recipe import Parts, Recipe, computing, seeded
-from podium.sweeps.trial import Evaluation, Outcome, Trial, Verdict
+from podium.sweeps.fused.device_data import DeviceData, DeviceDataset
+from podium.sweeps.parts import Parts
+from podium.sweeps.precision import computing
+from podium.sweeps.recipe import Recipe
+from podium.sweeps.seeds import seeded
+from podium.sweeps.trial import Evaluation, Outcome, Status, Trial, Verdict
 
 
 class PopulationError(ConfigError):
@@ -32,8 +35,8 @@ class PopulationError(ConfigError):
 class ReferenceTrainer:
     """A trial under way. Its model, optimizer and schedule are its own."""
 
-    def __init__(self, recipe: Recipe, trial: Trial, resident: DeviceData, parts: Parts | None = None) -> None:
-        self.recipe, self.trial, self.resident = recipe, trial, resident
+    def __init__(self, recipe: Recipe, trial: Trial, device_data: DeviceData, parts: Parts | None = None) -> None:
+        self.recipe, self.trial, self.device_data = recipe, trial, device_data
         self.parts = recipe.make(trial) if parts is None else parts
         self.model = self.parts.model.to(recipe.torch_device)  # its modules in the modes that they were made in
         self.optimizer = self.parts.optimizer  # made for this model's parameters, which `to` moved in place
@@ -68,22 +71,22 @@ class ReferenceTrainer:
 
     def batch(self) -> tuple[Any, Any]:
         """The samples of the next step."""
-        parts, shelf = self.parts, self.resident.train
+        parts, samples = self.parts, self.device_data.train
         epoch, place = divmod(self.steps_done, parts.steps_per_epoch)
         if epoch != self._epoch:
             order, keys = parts.epoch(epoch)
-            self._order = torch.from_numpy(order).to(shelf.index_device)
-            self._keys = torch.from_numpy(keys.view(np.int64)).to(shelf.index_device)
+            self._order = torch.from_numpy(order).to(samples.index_device)
+            self._keys = torch.from_numpy(keys.view(np.int64)).to(samples.index_device)
             self._epoch = epoch
         cut = slice(place * parts.batch_size, (place + 1) * parts.batch_size)
-        return shelf.batch(self._order[cut], self._keys[cut])
+        return samples.batch(self._order[cut], self._keys[cut])
 
     def evaluate(self, most: int | None = None) -> Evaluation:
         """How it does now on its validation data, or on the first `most` samples of it."""
-        shelf, index = validation(self.resident, self.parts)
+        samples, index = validation(self.device_data, self.parts)
         index = index[:most]
         with computing(self.recipe, self.parts.task):
-            outputs, targets = predict(self.model, shelf, index, self.parts.task.eval_batch_size)
+            outputs, targets = predict(self.model, samples, index, self.parts.task.eval_batch_size)
         return self.parts.evaluate(self.steps_done, outputs, targets)
 
     def state(self) -> dict[str, Tensor]:
@@ -92,48 +95,68 @@ class ReferenceTrainer:
         return {name: tensor.detach().cpu().clone() for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
 
-def train_alone(
-    alone: ReferenceTrainer, report: Callable[[Trial, Evaluation], Verdict], executor: str, stop: Callable[[], bool]
+class Ending(NamedTuple):
+    """How a training ended."""
+
+    status: Status | Literal["cut"]
+    """`cut`: it was asked to stop, and the trial is neither finished nor handed in."""
+    why: str = ""
+    evaluation: Evaluation | None = None
+    """The last one, where no verdict was asked on it."""
+
+
+def training(
+    trainer: ReferenceTrainer, stop: Callable[[], bool], on_step: Callable[[int], None] = lambda steps: None
+) -> Generator[Evaluation, Verdict, Ending]:
+    """Train to the end: yields each evaluation and takes the verdict on it. `on_step` gets the steps done."""
+    while True:
+        if trainer.parts.is_due(trainer.steps_done, trainer.recipe.eval_every):
+            evaluation = trainer.evaluate()
+            on_step(trainer.steps_done)
+            if not math.isfinite(evaluation.loss):
+                return Ending("diverged", f"its loss is {evaluation.loss} after {trainer.steps_done} steps", evaluation)
+            verdict = yield evaluation
+            if trainer.is_over:
+                return Ending("finished")
+            if verdict.action == "stop":
+                return Ending("stopped", verdict.why)
+        if stop():
+            return Ending("cut")
+        trainer.step()
+        on_step(trainer.steps_done)
+
+
+def train_trial(
+    trainer: ReferenceTrainer, report: Callable[[Trial, Evaluation], Verdict], executor: str, stop: Callable[[], bool]
 ) -> Outcome | None:
     """Train to the end, or until a verdict says otherwise; None when `stop` cut it short.
 
     What the model draws from torch's generators it draws from the trial's seed; they are as before afterwards.
     """
-    with seeded(seed_of_training(alone.trial), alone.recipe.torch_device):
-        return _train(alone, report, executor, stop)
+    with seeded(seed_of_training(trainer.trial), trainer.recipe.torch_device):
+        began, history, steps = time.perf_counter(), list[Evaluation](), training(trainer, stop)
+        try:
+            history.append(next(steps))
+            while True:
+                verdict = report(trainer.trial, history[-1])
+                if verdict.action == "become" and not trainer.is_over:
+                    raise PopulationError(
+                        f"trial {trainer.trial.number}: population based training copies rows between trials: executor "
+                        f"must be fused, got {executor}"
+                    )
+                history.append(steps.send(verdict))
+        except StopIteration as end:
+            ending: Ending = end.value
+    if ending.status == "cut":
+        return None
+    history += [ending.evaluation] if ending.evaluation is not None else []
+    seconds = time.perf_counter() - began
+    return outcome_of(trainer.parts, ending.status, ending.why, trainer.steps_done, history, executor, seconds)
 
 
 def seed_of_training(trial: Trial) -> int:
     """What the generators are seeded with before a trial's first step."""
     return derived_seed(trial.seed, 0xA10E)
-
-
-def _train(
-    alone: ReferenceTrainer, report: Callable[[Trial, Evaluation], Verdict], executor: str, stop: Callable[[], bool]
-) -> Outcome | None:
-    began, history = time.perf_counter(), []
-    status, why = "finished", ""
-    while True:
-        if alone.parts.is_due(alone.steps_done, alone.recipe.eval_every):
-            history.append(alone.evaluate())
-            if not math.isfinite(history[-1].loss):
-                status, why = "diverged", f"its loss is {history[-1].loss} after {alone.steps_done} steps"
-                break
-            verdict = report(alone.trial, history[-1])
-            if alone.is_over:
-                break
-            if verdict.action == "stop":
-                status, why = "stopped", verdict.why
-                break
-            if verdict.action == "become":
-                raise PopulationError(
-                    f"trial {alone.trial.number}: population based training copies rows between trials: executor must "
-                    f"be fused, got {executor}"
-                )
-        if stop():
-            return None
-        alone.step()
-    return outcome_of(alone.parts, status, why, alone.steps_done, history, executor, time.perf_counter() - began)
 
 
 def on_device(loss: Callable[[Any, Any], Tensor], device: torch.device) -> Callable[[Any, Any], Tensor]:
@@ -144,7 +167,7 @@ def on_device(loss: Callable[[Any, Any], Tensor], device: torch.device) -> Calla
 def outcome_of(
     parts: Parts, status: Any, why: str, steps: int, history: list[Evaluation], executor: str, seconds: float
 ) -> Outcome:
-    """What a trial came to, as all executors put it."""
+    """A trial's outcome, in the form that all executors hand in."""
     return Outcome(
         trial=parts.trial,
         status=status,
@@ -158,21 +181,21 @@ def outcome_of(
     )
 
 
-def validation(resident: DeviceData, parts: Parts) -> tuple[Shelf, np.ndarray]:
+def validation(device_data: DeviceData, parts: Parts) -> tuple[DeviceDataset, np.ndarray]:
     """What a trial is validated on: its fold's held-out samples, or the test data."""
     if parts.valid is not None:
-        return resident.train, parts.valid
-    return resident.test, np.arange(len(resident.test.dataset))
+        return device_data.train, parts.valid
+    return device_data.test, np.arange(len(device_data.test.dataset))
 
 
 @torch.no_grad()
-def predict(model: nn.Module, shelf: Shelf, index: np.ndarray, batch_size: int) -> tuple[Any, Any]:
+def predict(model: nn.Module, samples: DeviceDataset, index: np.ndarray, batch_size: int) -> tuple[Any, Any]:
     """What the model says of these samples, in evaluation mode, and what is true of them; on the CPU."""
     rows = []
     with evaluating(model):
         for start in range(0, len(index), batch_size):
-            cut = torch.from_numpy(index[start : start + batch_size]).to(shelf.index_device)
-            inputs, targets = shelf.batch(cut, None)
+            cut = torch.from_numpy(index[start : start + batch_size]).to(samples.index_device)
+            inputs, targets = samples.batch(cut, None)
             rows.append(map_tensors(lambda x: x.cpu(), (at_least_single(model(inputs)), targets)))
     outputs, targets = (join_rows(column) for column in zip(*rows, strict=True))
     return outputs, targets

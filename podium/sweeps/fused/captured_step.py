@@ -9,16 +9,19 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from podium.sweeps.fused.array import Array
+if TYPE_CHECKING:
+    from podium.sweeps.fused.array import Array
+
 
 _WARM_UP = 3
 """Steps before a capture: libraries choose their kernels and allocate in the first ones."""
 
 
-class Bundle:
+class CapturedStep:
     """These arrays, one step at a time."""
 
     def __init__(self, arrays: Sequence[Array], *, captured: bool | None = None) -> None:
@@ -32,7 +35,7 @@ class Bundle:
         """What came before the first step, the capture and what it compiled; on the CPU with that step."""
 
     def run(self, steps: int) -> None:
-        """Take so many steps. On a GPU this returns before they are done."""
+        """Take this many steps. On a GPU the call returns before they are done."""
         began = time.perf_counter()
         if self.captured and self._graph is None:
             self._capture()
@@ -46,7 +49,7 @@ class Bundle:
                 self.start_s = time.perf_counter() - began
 
     def close(self) -> None:
-        """Give the memory of graph and arrays back, as far as nobody else holds these."""
+        """Drop the graph and the arrays, so that their memory is freed unless something else holds them."""
         self._graph, self.arrays = None, []
 
     def _step(self) -> None:
