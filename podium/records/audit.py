@@ -1,4 +1,4 @@
-"""Was every sample used once? Worked out from the records, whoever trained on what and under which strategy.
+"""Was every sample used once? The records say, whichever worker trained on it and under whichever strategy.
 
 A step record names where in the global order its samples begin, or the pieces in which they lie. What did not count is
 taken out: rounds that were undone, and pushes that a server dropped as too stale.
@@ -82,7 +82,7 @@ class _Place(NamedTuple):
     together: list[_Part]
     """Parts of steps that all workers make together."""
     leased: list[int]
-    """Samples of leases that begin here, each once, whoever has trained on them."""
+    """Samples of leases that begin here, each once, whichever worker trained on them."""
     updates: list[_Update]
 
 
@@ -183,7 +183,7 @@ class Auditor:
         told = self._of_lost() if self._lost & self._begins.keys() else _OfLost([], {}, {})
         order = _Order(min(self._begins.values()), told.windows)
         applied: dict[Span, _Order] = defaultdict(lambda: _Order(0, []))
-        unwritten = 0  # samples of a lease that begins where the last place does, and that nobody has on record
+        unwritten = 0  # samples of a lease that begins where the last place does, and that no record names
         at = 0
         for first, together, leased, updates in self._places():
             if unwritten:
@@ -257,7 +257,7 @@ class Auditor:
         windows = []
         for rank, (step, who) in following.items():
             if all(other in who for other, (lowest, highest) in ends.items() if lowest < step < highest):
-                windows.append((last[rank], step))  # otherwise it was somebody else's line
+                windows.append((last[rank], step))  # otherwise the line is of another worker
         return _OfLost(sorted(windows), last, redone)
 
     def _undoing(self) -> Callable[[int, int, int], bool]:
@@ -282,7 +282,7 @@ class _Order:
         self._at, self._windows = begin, windows
 
     def use(self, first: int, samples: int) -> None:
-        """These samples were used; those before them, as far as nobody has used them, were not."""
+        """These samples were used; those before them that no worker has used are missing."""
         if first > self._at:
             self.missing += first - self._at - _overlap((self._at, first), self._windows)
         self.repeated += max(0, min(self._at, first + samples) - first)
@@ -290,7 +290,7 @@ class _Order:
 
 
 def _falling(falls: Sequence[_Fall]) -> Callable[[int, int, int | Span], bool]:
-    """Tells whether a number of somebody is void: whether a later fall went back to it, or to before it."""
+    """Whether a worker's step is void: whether the worker later went back to it, or to before it."""
 
     @cache
     def of(who: int | Span) -> tuple[list[int], list[int]]:

@@ -149,7 +149,7 @@ class _Steps(NamedTuple):
     division: dict[str, int]
     """Samples by rank of the last full step."""
     exchange_s: float
-    """What the last to come has waited, on average: nobody was behind it, so it waited for the exchange alone."""
+    """How long the last worker of a step waited, on average: it waited for no worker, only for the exchange."""
 
     @classmethod
     def of(cls, steps: Iterable[Whole]) -> _Steps | None:

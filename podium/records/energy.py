@@ -1,6 +1,6 @@
-"""Energy of a stretch of work by whatever counter the machine has: the GPU board's, or the processor's (RAPL).
+"""Energy of a piece of work by whatever counter the machine has: the GPU board's, or the processor's (RAPL).
 
-A counter is of the whole board or package, whoever uses it. Where there is none, nothing is estimated.
+A counter covers the whole board or package and all its users. Where there is none, nothing is estimated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Meter(Protocol):
         """Since some time before it was opened; only differences mean anything. None where it cannot be read."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the counter."""
 
 
 def open_meter(device: str) -> Meter | None:
@@ -32,7 +32,7 @@ def open_meter(device: str) -> Meter | None:
     kind, _, index = device.partition(":")
     if "," in device or kind not in ("cpu", "cuda"):
         return None
-    return _open_board(int(index or 0)) if kind == "cuda" else _open_packages()
+    return _open_gpu(int(index or 0)) if kind == "cuda" else _open_packages()
 
 
 @final
@@ -41,15 +41,15 @@ class GpuMeter:
 
     what = "GPU board, by NVML"
 
-    def __init__(self, board: Gpu) -> None:
-        self._board = board
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
 
     def joules(self) -> float | None:
-        millijoules = self._board.energy_mj()
+        millijoules = self._gpu.energy_mj()
         return None if millijoules is None else millijoules / 1e3
 
     def close(self) -> None:
-        self._board.close()
+        self._gpu.close()
 
 
 @final
@@ -90,11 +90,11 @@ class PackageMeter:
             return 0
 
 
-def _open_board(index: int) -> GpuMeter | None:
-    from podium.records.nvml import open_board
+def _open_gpu(index: int) -> GpuMeter | None:
+    from podium.records.nvml import open_gpu  # here: only runs on a GPU ask
 
-    board = open_board(index)
-    return None if board is None else GpuMeter(board)
+    gpu = open_gpu(index)
+    return None if gpu is None else GpuMeter(gpu)
 
 
 def _open_packages(root: Path = POWERCAP) -> PackageMeter | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -14,11 +15,13 @@ from typing import Any
 
 from podium import __version__
 from podium.errors import RecordError
-from podium.records.nvml import open_board
+from podium.records.disk import write_atomically
+from podium.records.nvml import can_ask, open_gpus
 from podium.records.recorder import to_json
 
 _PACKAGES = ("torch", "numpy", "scikit-learn", "podium")
 _MOST_GPUS = 64
+_DRIVER = Path("/proc/driver/nvidia")
 
 
 def write_manifest(run_dir: Path, config: dict[str, Any], **facts: Any) -> None:
@@ -33,13 +36,7 @@ def write_manifest(run_dir: Path, config: dict[str, Any], **facts: Any) -> None:
         "commit": git_commit(Path(__file__).parent),
         **facts,
     }
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        partial = run_dir / "manifest.partial"
-        partial.write_text(json.dumps(json.loads(to_json(content)), indent=1) + "\n")
-        partial.replace(run_dir / "manifest.json")  # whole or not at all
-    except OSError as error:
-        raise RecordError(f"{run_dir} cannot be written: {error.strerror or error}") from error
+    write_atomically(run_dir / "manifest.json", json.dumps(json.loads(to_json(content)), indent=1) + "\n")
 
 
 def read_manifest(run_dir: Path) -> dict[str, Any]:
@@ -76,12 +73,15 @@ def hardware() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """The names of the GPUs that torch would see."""
-    names: list[str] = []
-    while len(names) < _MOST_GPUS and (board := open_board(len(names))) is not None:
-        with board:
-            names.append(board.name or "a GPU")
-    return names
+    """The names of the GPUs that torch would see; without nvidia-ml-py, of all that the driver shows."""
+    if can_ask():
+        return [gpu.name or "a GPU" for gpu in itertools.islice(open_gpus(), _MOST_GPUS)]
+    return [_model_in(path) for path in sorted(_DRIVER.glob("gpus/*/information"))]
+
+
+def _model_in(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model:")), "a GPU")
 
 
 def git_commit(folder: Path) -> str | None:

@@ -17,6 +17,8 @@ class NoiseMeter:
         self._decay = decay
         self._own = self._signal = self._scatter = 0.0
         self._count = 0
+        self.scale: float | None = None
+        """The noise scale as of the last step; None where it is not known."""
 
     def add_own(self, squared_norm: float) -> None:
         """Of a part of this worker's own gradient, as it is weighted, before it is summed over the workers."""
@@ -28,6 +30,10 @@ class NoiseMeter:
 
     def step_done(self, whole: float, weight: float, own_samples: int) -> float | None:
         """The noise scale so far; `whole` is the squared norm of the step's gradient, `weight` this worker's part."""
+        self.scale = self._measure(whole, weight, own_samples)
+        return self.scale
+
+    def _measure(self, whole: float, weight: float, own_samples: int) -> float | None:
         own, self._own = self._own / weight**2, 0.0
         if not 0 < weight < 1:
             return None

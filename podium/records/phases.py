@@ -14,8 +14,8 @@ COST = ("drain", "home", "hand_over", "begin")
 """The parts of a switch's cost, in order: waiting for steps under way, bringing the state home, changing over, setting
 out with the next strategy."""
 
-KNOWN = "the place has come"
-"""Why a phase ended whose place was known beforehand: nobody evaluated its rule, so only its switch tells of it."""
+FIXED = ("step", "epoch", "share")
+"""Rules whose place is known beforehand: no worker evaluates them, so only the switch tells that they fired."""
 
 MOST_READINGS = 400
 """Of a rule that was evaluated more often, not all values are kept: as many as a figure can show."""
@@ -25,7 +25,7 @@ class PhaseRows:
     """Takes a run's records one after another and keeps of them what `switches` and `other_rules` need.
 
     A rule in force may be evaluated after every step. Of its readings those that fired are kept, those before a firing
-    or a switch, and of the others evenly every so many, so that there are never more than a few times `MOST_READINGS`.
+    or a switch, and of the others at even intervals, so that there are never more than a few times `MOST_READINGS`.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ def other_rules(rows: Sequence[Record], began: int) -> list[dict[str, Any]]:
     table = [_fired(rule, in_force, of_rule, clock) for (rule, in_force), of_rule in told.items()]
     by_rule: dict[str, dict[str, Any]] = {}
     for switch in switches(rows, began):
-        if switch["why"] == KNOWN:
+        if switch["rule"].partition(":")[0] in FIXED:
             by_rule.setdefault(switch["rule"], _known(switch))
     return sorted(
         [*table, *by_rule.values()],

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from podium.errors import RecordError
+from podium.records.disk import mend_last_line, replacing
 
 Record = dict[str, Any]
 
@@ -34,7 +35,7 @@ KINDS: dict[str, str] = {
     "sent, received (bytes)",
     "eval": "validation: step, epoch, position, loss, metrics, eval_ns, waited (whether the others waited for it)",
     "arrival": "a server took up a message: source, what, lease, range; with updates, their order is the run's order",
-    "update": "a server applied gradients: version, worker, range, staleness, lease, first (of stretch), pushes, lead",
+    "update": "a server applied gradients: version, worker, range, staleness, lease, first (of segment), pushes, lead",
     "dropped": "a server dropped a push that was too stale: worker, lease, staleness",
     "worker_lost": "a server heard that a worker is gone: worker, leases (that go back)",
     "restored": "a server took the place of a lost one: source (of its state), updates, recorded ([range, updates with "
@@ -49,7 +50,7 @@ KINDS: dict[str, str] = {
     "trigger": "a rule was evaluated: rule, in_force, phase, value, threshold, fires, why, step, epoch, position",
     "switch": "a phase ended and the next began: before, after, rule, why, value, step, epoch, position; leftovers (of "
     "a codec: none, kept, converted, dropped); its cost: drain_ns, home_ns, hand_over_ns, begin_ns",
-    "undone": "a round did not happen, and comes again: steps (of this worker), step and position (to go on from)",
+    "undone": "a round was lost and is repeated: steps (of this worker), step and position (to continue from)",
     "warning": "a worker noticed something that is no error: text",
     "scaled": "workers or servers were asked to join or leave: workers, servers",
     "lost": "a rank was lost: lost (rank), cause, generation",
@@ -57,7 +58,7 @@ KINDS: dict[str, str] = {
     "checkpoint": "a checkpoint was written: step, position, path, took_ns",
     "stop": "the run was asked to stop: step, reason",
     "failed": "a rank raised: error, message, place, step",
-    "end": "a rank is through: step, position, param_hash, metrics, sent, received",
+    "end": "a rank has finished: step, position, param_hash, metrics, sent, received",
 }
 """What each kind of record holds."""
 
@@ -70,7 +71,7 @@ _OFTEN = frozenset({"step", "arrival", "update", "trigger"})
 class Recorder:
     """Appends one rank's records to its file; with no path, keeps them in memory.
 
-    A file that was deleted takes lines as before, for nobody to read: a recorder looks for it, and raises.
+    A deleted file still takes lines, which no reader can find: a recorder checks that its file is there, and raises.
     """
 
     def __init__(self, rank: int, path: Path | None = None) -> None:
@@ -81,7 +82,7 @@ class Recorder:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _drop_torn_line(path)
+                mend_last_line(path)  # a rank that replaces a killed one appends to its file
                 self._file = path.open("a", buffering=1, encoding="utf-8")
             except OSError as error:
                 raise RecordError(f"records of rank {rank} cannot be written to {path}: {error}") from error
@@ -120,22 +121,6 @@ class Recorder:
                 self._file.close()
 
 
-def _drop_torn_line(path: Path) -> None:
-    """One that takes the place of a server killed in mid-line goes on in its file, on a line of its own."""
-    if not path.is_file():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - _BLOCK_BYTES)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            end = start + found + 1
-            if found >= 0:
-                break
-        file.truncate(end)
-
-
 def to_json(value: Any) -> str:
     """One line of strict JSON; a number that is not finite becomes a string, since JSON has none."""
     try:
@@ -169,19 +154,9 @@ def merged_records(paths: Iterable[Path]) -> Iterator[Record]:
 def merge_records(run_dir: Path) -> Path:
     """Write `records.jsonl` from the ranks' files, whole or not at all."""
     target = run_dir / "records.jsonl"
-    partial = target.with_suffix(".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            for row in merged_records((run_dir / "records").glob("*.jsonl")):
-                file.write(to_json(row) + "\n")
-        partial.replace(target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise RecordError(f"records cannot be merged into {target}: {error}") from error
-    except RecordError:
-        partial.unlink(missing_ok=True)
-        raise
+    with replacing(target) as partial, partial.open("w", encoding="utf-8") as file:
+        for row in merged_records((run_dir / "records").glob("*.jsonl")):
+            file.write(to_json(row) + "\n")
     return target
 
 

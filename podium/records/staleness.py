@@ -1,6 +1,6 @@
 """How stale updates were, by worker and by range, and what befell the servers meanwhile: records in, tables out.
 
-A worker's first push of a stretch is left out everywhere: all workers begin a stretch alike. Each range counts its own
+A worker's first push of a segment is left out everywhere: all workers begin a segment alike. Each range counts its own
 versions, so one push has a staleness in every range it reaches; an update that several pushes made has a record for
 each of them. Records from before ranges were written down are all of range 0.
 
@@ -64,7 +64,7 @@ class Staleness:
     lead: int | None = None
     """The furthest that a worker was ahead of the slowest, in steps; None where that is not bounded."""
     bound: int | None = None
-    """How far it was allowed to be. Records do not say, so whoever asks must."""
+    """How far it was allowed to be. Records do not say, so the caller must."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it: tables are lists of lines."""
@@ -116,7 +116,7 @@ def tables(records: Iterable[Record], bound: int | None = None) -> Staleness:
 
 
 def later(updates: Iterable[Record]) -> list[Record]:
-    """Those that count: all but each worker's first push of a stretch."""
+    """Those that count: all but each worker's first push of a segment."""
     return [row for row in updates if not row["first"]]
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from podium.records.recorder import Recorder
 
 if TYPE_CHECKING:
-    from podium.engine.worker import Batch, Worker
+    from podium.engine.batch import Batch
+    from podium.engine.worker import Worker
 
 
 class StepMeter:
@@ -25,15 +26,15 @@ class StepMeter:
             now,
             step=self.worker.steps_done,
             position=batch.end,
-            first=batch.piece.position,
+            first=batch.slice.position,
             samples=batch.samples,
             loss=loss,
             step_ns=now - self._began[0],
-            pass_ns=self.worker.pass_ns,
+            pass_ns=self.worker.gradients.times.last_ns,
             wait_ns=waited - self._began[1],
             sent=sent - self._began[2],
             received=received - self._began[3],
-            **({} if batch.draws is None else {"pieces": [[p.position, p.count] for p in batch.draws.pieces]}),
+            **({} if batch.draws is None else {"pieces": [[p.position, p.count] for p in batch.draws.slices]}),
         )
         return now - self._began[0]
 
@@ -48,7 +49,7 @@ def progress_of(worker: Worker, loss: float, **more: Any) -> dict[str, Any]:
         "event": "progress",
         "step": worker.steps_done,
         "position": worker.position,
-        "epoch": worker.position / worker.samples,
-        "loss": worker.step_loss if worker.step_loss is not None else loss,
+        "epoch": worker.progress.epoch,
+        "loss": worker.votes.mean_loss if worker.votes.mean_loss is not None else loss,
         **more,
     }

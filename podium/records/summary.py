@@ -167,8 +167,8 @@ class Summary:
     def _seconds(self, evals: Sequence[Record], began: int, is_async: bool) -> float:
         """From the first worker's start to the last step.
 
-        Validation is left out where all wait for it. In asynchronous training the others go on meanwhile, so its time
-        counts.
+        Validation is left out where all wait for it. In asynchronous training the other workers continue meanwhile, so
+        its time counts.
         """
         if not self._step_ns:
             return 0.0
@@ -183,7 +183,7 @@ class _Updates:
     def __init__(self) -> None:
         self.seen = False
         self.counts: Counter[int] = Counter()
-        """How often each staleness occurred; a worker's first push of a stretch is left out: all began it alike."""
+        """How often each staleness occurred; a worker's first push of a segment is left out: all began it alike."""
         self._server = 0
         self._made = 0.0
 
@@ -223,7 +223,7 @@ def _codec_choice(choices: Sequence[Record], checks: Sequence[Record]) -> dict[s
 
 
 def staleness(updates: Iterable[Record]) -> dict[str, float]:
-    """Mean, largest and number over updates; a worker's first push of a stretch is left out: all began it alike."""
+    """Mean, largest and number over updates; a worker's first push of a segment is left out: all began it alike."""
     found = _Updates()
     for row in updates:
         found.add(row)

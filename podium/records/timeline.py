@@ -3,7 +3,7 @@
 A step's record says how long the step took, how much of it was computing and how much waiting for others, but not where
 in the step the waiting lay. So the parts stand one after another: computing, the rest (applying, packing, loading), and
 last what went by in exchanging and waiting. Servers record what came when, but not how long it kept them: they have no
-spans. Records of a script of one's own say nothing of computing; what was not waiting then counts as computing.
+spans. Records of a user's own script say nothing of computing; all time that was not waiting then counts as computing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podium.errors import ConfigError, RecordError
+from podium.errors import ConfigError
+from podium.records.disk import write_atomically
 from podium.records.manifest import read_manifest
 from podium.records.recorder import (
     LIST,
@@ -65,14 +66,8 @@ def write_trace(run_dir: str | Path, out: str | Path | None = None, steps: Steps
     target = Path(out) if out is not None else run_dir / "trace.json"
     trace = make_trace(RunRecords(run_dir), read_manifest(run_dir), steps)
     events = ",\n".join(to_json(event) for event in trace.pop("traceEvents"))
-    partial = target.with_name(target.name + ".partial")
-    try:
-        # An event per line: a large file stays readable.
-        partial.write_text(f'{to_json(trace)[:-1]},"traceEvents":[\n{events}\n]}}\n', encoding="utf-8")
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise RecordError(f"a trace cannot be written to {target}: {error.strerror or error}") from error
+    # An event per line: a large file stays readable.
+    write_atomically(target, f'{to_json(trace)[:-1]},"traceEvents":[\n{events}\n]}}\n')
     return target
 
 
@@ -122,7 +117,7 @@ _DRAWN: Fields = {
 
 
 class RunRecords:
-    """A run's records, read anew whenever they are gone through."""
+    """A run's records, read from disk again by every iteration."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

@@ -1,9 +1,9 @@
-"""One stretch of work on a device, measured: seconds, joules, memory, how busy the chip and the host were.
+"""One piece of work on a device, measured: seconds, joules, memory, how busy the chip and the host were.
 
 The figures of a `Reading` are measured or absent, never guessed; `Reading.absent` says why. Energy follows the rules of
 MLPerf's power measurement as far as they can be followed without a meter at the wall:
 
-- Energy and performance come from the same run: one window gives both, and nobody reports the best of each.
+- Energy and performance come from the same run: one window gives both, so no report can take the best of each.
 - A window lasts `ENERGY_WINDOW_S` at least. Where the work is shorter, the loop is extended by the same code; a shorter
   window's energy is given and flagged (`energy_is_short`). The counter moves in steps and the board's sensor looks only
   part of the time (Yang, Adamek, Armour, Part-time Power Measurements, 2023, https://arxiv.org/abs/2312.02741).
@@ -48,7 +48,7 @@ _IDLE_SAMPLE_S: Final = 0.05
 
 
 class Idle(NamedTuple):
-    """What a board draws and holds while nothing runs on it; None where NVML does not say."""
+    """What a GPU draws and holds while nothing runs on it; None where NVML does not say."""
 
     power_w: float | None
     memory_bytes: int | None
@@ -87,27 +87,27 @@ class Reading:
     host_memory_bytes: float | None
     """Resident memory of this process and all below it, at its peak. Pages they share count once for each."""
     cpu_s: float | None
-    """Processor time of this process and all below it. Of a process nobody waited for, it may lack the end."""
+    """Processor time of this process and all below it. It may lack the end of a process that was not waited for."""
     absent: Mapping[str, str]
     """Why a field is None, by its name."""
 
 
-def measure_idle(board: Gpu, seconds: float = 5.0) -> Idle:
-    """Watch a board on which nothing should run. Blocks for `seconds`; a second or more is worth it.
+def measure_idle(gpu: Gpu, seconds: float = 5.0) -> Idle:
+    """Watch a GPU on which nothing should run. Blocks for `seconds`; a second or more is worth it.
 
     The same board draws more while a process holds a CUDA context: measure idle in the state that the work is compared
     with, and say which it was.
     """
     if not seconds > 0:
         raise ConfigError(f"measure_idle: seconds must be above 0, got {seconds}")
-    _synchronise(board)
-    began, before = time.perf_counter(), board.energy_mj()
+    _synchronise(gpu)
+    began, before = time.perf_counter(), gpu.energy_mj()
     powers, memories = [], []
     while (left := began + seconds - time.perf_counter()) > 0:
-        powers.append(board.power_w())
-        memories.append(board.memory_used_bytes())
+        powers.append(gpu.power_w())
+        memories.append(gpu.memory_used_bytes())
         time.sleep(min(_IDLE_SAMPLE_S, left))
-    took, after = time.perf_counter() - began, board.energy_mj()
+    took, after = time.perf_counter() - began, gpu.energy_mj()
     known = [power for power in powers if power is not None]
     power = sum(known) / len(known) if known else None
     if before is not None and after is not None and after > before:
@@ -121,17 +121,17 @@ class Window:
     """Measures what happens between `begin` and `end`, or inside its `with`; then `reading` holds the figures.
 
     Both edges wait for the kernels that this process has launched on the board (other processes must be done by
-    themselves). A thread reads memory and utilisation every 100 ms; it ends with the window. `board` is None where
+    themselves). A thread reads memory and utilisation every 100 ms; it ends with the window. `gpu` is None where
     there is none: seconds and the host's figures are measured all the same. With `idle`, energy and power are also
     given without their idle part, and memory is counted from the idle baseline; else memory is counted from what was in
     use at the beginning. `gpm=False` leaves the chip's own counters alone, for runs beside a profiler. A window may be
     used again, after its end.
     """
 
-    def __init__(self, board: Gpu | None, *, idle: Idle | None = None, gpm: bool = True) -> None:
-        self._board, self._idle = board, idle
-        self._no_board = "" if board is not None else why_absent() or "no board was given"
-        self._gpm = Gpm(board) if board is not None and gpm else None
+    def __init__(self, gpu: Gpu | None, *, idle: Idle | None = None, gpm: bool = True) -> None:
+        self._gpu, self._idle = gpu, idle
+        self._no_gpu = "" if gpu is not None else why_absent() or "no GPU was given"
+        self._gpm = Gpm(gpu) if gpu is not None and gpm else None
         self._sampler: _Sampler | None = None
         self._reading: Reading | None = None
 
@@ -145,23 +145,23 @@ class Window:
     def begin(self) -> None:
         if self._sampler is not None:
             raise ConfigError("Window: begin must follow end, and this window is open")
-        _synchronise(self._board)
+        _synchronise(self._gpu)
         self._reading = None
-        self._sampler = _Sampler(self._board)
+        self._sampler = _Sampler(self._gpu)
         weakref.finalize(self, self._sampler.stop)  # a window that is dropped without an end leaves no thread
         self._sampler.start()
         if self._gpm is not None:
             self._gpm.begin()
-        self._around = _around(self._board)
-        self._began = _moment(self._board)
+        self._around = _around(self._gpu)
+        self._began = _moment(self._gpu)
 
     def end(self) -> Reading:
         if self._sampler is None:
             raise ConfigError("Window: end must follow begin, and this window is not open")
         try:
-            _synchronise(self._board)
+            _synchronise(self._gpu)
         finally:
-            ended, around = _moment(self._board), _around(self._board)
+            ended, around = _moment(self._gpu), _around(self._gpu)
             gpm = {} if self._gpm is None else self._gpm.end()
             sampler, self._sampler = self._sampler, None
             sampler.finish()
@@ -187,14 +187,14 @@ class Window:
         power = sheet.put("power_w", None if energy is None else energy / seconds, sheet.absent.get("energy_j", ""))
         idle_w = None if idle is None else idle.power_w
         idle_j = None if idle_w is None else idle_w * seconds
-        no_idle = sheet.absent.get("energy_j", "no idle power is known: give idle=measure_idle(board)")
+        no_idle = sheet.absent.get("energy_j", "no idle power is known: give idle=measure_idle(gpu)")
         sheet.put("energy_over_idle_j", _less(energy, idle_j), no_idle)
         sheet.put("power_over_idle_w", _less(power, idle_w), no_idle)
         baseline = before.memory_bytes if idle is None else idle.memory_bytes
         no_memory = sampler.trouble or why("memory_used_bytes", "no idle memory is known")
         sheet.put("memory_bytes", _less(sampler.memory_bytes, baseline), no_memory)
         sheet.put("utilisation", sampler.mean_utilisation, sampler.trouble or why("utilisation"))
-        unasked = "GPM was not asked for" if self._board is not None else why("")
+        unasked = "GPM was not asked for" if self._gpu is not None else why("")
         for metric in GPM_METRICS:
             sheet.put(metric, gpm.get(metric), unasked if self._gpm is None else self._gpm.absent.get(metric, ""))
         sheet.put("temperature_before_c", before.temperature_c, why("temperature_c"))
@@ -205,9 +205,9 @@ class Window:
         return Reading(seconds=seconds, energy_is_short=short, absent=sheet.absent, **sheet.figures)
 
     def _why(self, figure: str, otherwise: str = "NVML gave nothing") -> str:
-        if self._board is None:
-            return self._no_board
-        return self._board.absent.get(figure, otherwise)
+        if self._gpu is None:
+            return self._no_gpu
+        return self._gpu.absent.get(figure, otherwise)
 
 
 class _Sheet:
@@ -239,29 +239,29 @@ class _Around(NamedTuple):
     cpu_s: float | None
 
 
-def _moment(board: Gpu | None) -> _Moment:
-    millijoules = None if board is None else board.energy_mj()
+def _moment(gpu: Gpu | None) -> _Moment:
+    millijoules = None if gpu is None else gpu.energy_mj()
     return _Moment(time.perf_counter(), None if millijoules is None else millijoules / 1e3)
 
 
-def _around(board: Gpu | None) -> _Around:
-    if board is None:
+def _around(gpu: Gpu | None) -> _Around:
+    if gpu is None:
         return _Around(None, None, _cpu_of_family())
-    return _Around(board.memory_used_bytes(), board.temperature_c(), _cpu_of_family())
+    return _Around(gpu.memory_used_bytes(), gpu.temperature_c(), _cpu_of_family())
 
 
-def _synchronise(board: Gpu | None) -> None:
+def _synchronise(gpu: Gpu | None) -> None:
     """Wait for the kernels that this process has launched; CUDA is not started for it."""
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize(None if board is None else board.index)
+        torch.cuda.synchronize(None if gpu is None else gpu.index)
 
 
 @final
 class _Sampler:
-    """Reads what is gone if nobody looks: memory at its peak, utilisation. Keeps sums and peaks only."""
+    """Reads what only samples can show: peak memory, utilisation. Keeps sums and peaks only."""
 
-    def __init__(self, board: Gpu | None) -> None:
-        self._board = board
+    def __init__(self, gpu: Gpu | None) -> None:
+        self._gpu = gpu
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="podium-window", daemon=True)
         self._family: list[int] = []
@@ -298,9 +298,9 @@ class _Sampler:
             self._sample()
 
     def _sample(self) -> None:
-        if self._board is not None:
-            self.memory_bytes = _most(self.memory_bytes, self._board.memory_used_bytes())
-            busy = self._board.utilisation()
+        if self._gpu is not None:
+            self.memory_bytes = _most(self.memory_bytes, self._gpu.memory_used_bytes())
+            busy = self._gpu.utilisation()
             if busy is not None:
                 self._used[0] += busy
                 self._used[1] += 1

@@ -13,7 +13,7 @@ BENCHES: dict[str, str] = {
     "switch": "podium.lab.bench.switch:bench_switch",
     "sweep": "podium.lab.bench.sweep:bench_sweep",
     "folds": "podium.lab.bench.folds:bench_folds",
-    "fuzz": "podium.lab.bench.fuzz:bench_fuzz",
+    "fuzz": "podium.testing.frame_fuzz:bench_fuzz",
     "uneven": "podium.lab.bench.uneven:bench_uneven",
     "claims": "podium.lab.bench.claims:bench_claims",
     "soak": "podium.lab.bench.soak:bench_soak",

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from podium.errors import ConfigError, UnknownName
+from podium.errors import ConfigError
+from podium.lab.bench.harness import check_names
 from podium.lab.stats.anova import anova
 from podium.lab.stats.power import GOAL, chance, smallest_effect
 from podium.lab.stats.statistics import ALPHA, contrasts
-from podium.lab.stats.terms import load
 from podium.lab.study.store import Row
+from podium.records.intervals import load
 
 SHAPES = ("normal", "skewed", "heavy-tailed", "unequal")
 
@@ -71,17 +72,14 @@ def bench_claims(
 
     `holds` says whether an interval of 99.9 % allows the nominal rate. `rounds` is another name for `repetitions`.
     """
-    for peer in peers:
-        raise UnknownName("peer of bench claims", peer, ())
+    check_names("peer of bench claims", peers, ())
     repetitions = rounds or repetitions
     if repetitions < 1 or seeds < 2:
         raise ConfigError(
             f"bench claims: repetitions must be at least 1 and seeds at least 2, got {repetitions} and {seeds}"
         )
     chosen = shapes.split(",")
-    for shape in chosen:
-        if shape not in SHAPES:
-            raise UnknownName("shape of noise", shape, SHAPES)
+    check_names("shape of noise", chosen, SHAPES)
     rows = []
     for shape in chosen:
         for place, study in enumerate(_STUDIES):

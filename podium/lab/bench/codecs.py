@@ -10,9 +10,9 @@
 
 `link`, a row per system and codec: wide-mlp (25 million parameters) on 2 workers in two network namespaces, whose links
 are shaped to 100 Mbit/s, a thread each. DistributedDataParallel trains the same model on the same samples in the same
-namespaces, with its own hooks (`peers/ddp_steps.py`). `ms` is the median step after warm-up. Rounds go round the
-contenders, in an order that turns; ratios are taken round by round. Steps of two seconds and more, which the link alone
-decides, are measured in the first round only and stand for the others.
+namespaces, with its own hooks (`peers/ddp_steps.py`). `ms` is the median step after warm-up. In each round all
+contenders are measured, in an order that rotates; ratios are taken round by round. Steps of two seconds and more, which
+the link alone decides, are measured in the first round only and stand for the others.
 
     speedup_over_dense   the same system's dense time / this one's
     best_podium          the fastest codec whose `accuracy` is at most 0.02 below that of dense, where it is known
@@ -26,7 +26,6 @@ decides, are measured in the first round only and stand for the others.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
@@ -35,15 +34,15 @@ from typing import Any
 
 import numpy as np
 
-from podium.errors import ConfigError, TrainingError, UnknownName
+from podium.errors import ConfigError, TrainingError
 from podium.exchange.codecs.auto import AutoCodec
-from podium.exchange.reducing import make_packing
+from podium.exchange.packing import make_packing
+from podium.lab.bench.harness import check_at_least, check_names, compared, interleave, rate_or_reason, spread_ms
 from podium.lab.bench.peers.ddp_steps import HOOKS, DdpSteps
 from podium.lab.bench.peers.kernels import Cost, Kernels
-from podium.lab.bench.peers.podium_ps import Place
+from podium.lab.bench.peers.place import Place, places_on
 from podium.lab.bench.peers.podium_steps import PodiumSteps
 from podium.lab.bench.peers.stepping import LONG_S, Stepping, Steps
-from podium.lab.bench.rounds import interleave, ratio, spread_ms
 from podium.launch.clusters.description import uniform
 from podium.launch.clusters.namespaces import ShapedNetwork
 from podium.launch.rendezvous import rendezvous_folder
@@ -112,7 +111,7 @@ def bench_codecs(
     for row in rows:
         row["dense_accuracy"] = dense
     document: dict[str, Any] = {"bench": "codecs", "peers": list(peers), "workers": _WORKERS, "rows": rows}
-    mbit, reason = _rate_or_reason(link_mbit)
+    mbit, reason = rate_or_reason("link_mbit", link_mbit, _LINK_MBIT, _WORKERS, _LINK_MBIT)
     if not mbit:
         return {**document, "link_mbit": 0, "link_skipped": reason}
     others = [codec for codec in codecs if codec not in on_link]
@@ -134,33 +133,16 @@ def _check(
     seeds: int,
     link_mbit: float | None,
 ) -> None:
-    for peer in peers:
-        if peer not in PEERS:
-            raise UnknownName("peer of bench codecs", peer, PEERS)
+    check_names("peer of bench codecs", peers, PEERS)
     for name in {*codecs, *on_link}:
         make_packing(name)
     if AUTO in codecs:
         raise ConfigError("bench codecs: auto chooses among codecs and is none itself: have it in link_codecs")
-    if min(side, epochs, seeds) < 1:
-        raise ConfigError(f"bench codecs: side, epochs and seeds must be at least 1, got {side}, {epochs}, {seeds}")
-    if link_mbit is not None and link_mbit < 0:
-        raise ConfigError(f"bench codecs: link_mbit must be at least 0, got {link_mbit}")
+    check_at_least("codecs", 1, side=side, epochs=epochs, seeds=seeds)
+    check_at_least("codecs", 0, link_mbit=link_mbit or 0.0)
 
 
-def _rate_or_reason(mbit: float | None) -> tuple[float, str]:
-    """What was asked for must be; what was not is left out with a reason where namespaces cannot be made."""
-    if mbit is not None:
-        return mbit, "link_mbit is 0"
-    if os.geteuid() != 0:
-        return 0.0, "shaped links need root (network namespaces)"
-    try:
-        with ShapedNetwork(uniform(_WORKERS, mbit=_LINK_MBIT)):
-            return _LINK_MBIT, ""
-    except ConfigError as error:
-        return 0.0, str(error)
-
-
-# A codec by itself.
+# A codec alone.
 
 
 def _kernel_rows(codecs: Sequence[str], side: int, rounds: int) -> list[dict[str, Any]]:
@@ -237,12 +219,12 @@ def _link(
         ShapedNetwork(uniform(_WORKERS, mbit=mbit), folder) as network,
         ExitStack() as ends,
     ):
-        places = tuple(Place(*place) for place in zip(network.namespaces, network.addresses, strict=True))
-        podium = PodiumSteps(payload, folder, places, network.interfaces)
+        places = places_on(network)
+        podium = PodiumSteps(payload, folder, places)
         ends.callback(podium.end)
         contenders: dict[tuple[str, str], Stepping] = {("podium", codec): podium for codec in codecs}
         if peers:
-            ddp = DdpSteps(payload, folder, places, network.interfaces)
+            ddp = DdpSteps(payload, folder, places)
             ends.callback(ddp.end)
             contenders |= {("ddp", hook): ddp for hook in HOOKS}
         table = _Table(contenders)
@@ -262,7 +244,7 @@ class _Table:
         self.times: dict[tuple[str, str], list[float]] = {}
         """The median step of each round."""
         self.chosen: list[dict[str, Any]] = []
-        """What `auto` came to in each round."""
+        """What `auto` chose in each round."""
 
     def measure(self, rounds: int) -> None:
         keys = {f"{system} {codec}": (system, codec) for system, codec in self._contenders}
@@ -339,6 +321,6 @@ def _loopback(payload: Mapping[str, Any], rounds: int) -> dict[str, Any]:
 
 def _compared(name: str, numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, Any]:
     """The median of the rounds' ratios under this name, and its interval; none where one measurement stood for all."""
-    found = ratio(numerator, denominator)
     stands_for_all = len(numerator) > 1 and len(set(numerator)) == len(set(denominator)) == 1
-    return {name: found["ratio"], f"{name}_interval": None if stands_for_all else found["ratio_interval"]}
+    found = compared(name, numerator, denominator)
+    return {**found, f"{name}_interval": None} if stands_for_all else found

@@ -1,24 +1,23 @@
 """`podium bench collectives`: all-reduce by each collective, beside gloo and beside what the link allows.
 
 Every worker has a process and a thread. `host`: the workers share one machine, so Podium may use its memory; `link`:
-each lives in a network namespace of its own, whose link is shaped to so many gigabits each way. Podium's workers and
+each lives in a network namespace of its own, whose link is shaped to `link_gbits` each way. Podium's workers and
 gloo's are different processes, set up as their users have them; on the host gloo is also measured with the allocator's
 switch that Podium's ranks set (`podium.engine.allocator`), so that this is not mistaken for better communication. Each
 collective must first show that it gives the sum (`peers/summing.py`).
 
-Rounds go round the contenders, in an order that turns; whoever is not measured sleeps. Small messages are repeated
+In each round all contenders are measured, in an order that rotates; the others sleep. Small messages are repeated
 within a round. Ratios are taken round by round.
 
     vs_gloo              gloo's time / that of the collective (`auto` at the top of the document); above 1 is faster
     share_of_bandwidth   2(p-1)/p n beta / the time of the collective: the part of the time that no algorithm can save
 
-beta is measured in the same rounds: so many bytes around a ring of bare sockets, all links both ways at once
-(`peers/bare_ring.py`). What a token bucket lets through unshaped falls on both alike.
+beta is measured in the same rounds: as many bytes around a ring of bare sockets, all links both ways at once
+(`peers/bare_sockets.py`). What a token bucket lets through unshaped falls on both alike.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,14 +25,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from podium.config import parse_spec
-from podium.errors import ConfigError, UnknownName
+from podium.errors import ConfigError
 from podium.exchange.collectives import find_collective
-from podium.lab.bench.peers.bare_ring import BareRing
+from podium.lab.bench.harness import check_names, compared, interleave, rate_or_reason, spread_ms
+from podium.lab.bench.peers.bare_sockets import BareRing
 from podium.lab.bench.peers.gloo import KEEPING_MEMORY, PLAIN, Gloo
-from podium.lab.bench.peers.podium_ps import Place
+from podium.lab.bench.peers.place import Place, places_on
 from podium.lab.bench.peers.podium_sums import OUTSIDE, PodiumSums
 from podium.lab.bench.peers.summing import ITEM_BYTES, Summing
-from podium.lab.bench.rounds import interleave, ratio, spread_ms
 from podium.launch.clusters.description import uniform
 from podium.launch.clusters.namespaces import ShapedNetwork
 from podium.launch.rendezvous import rendezvous_folder
@@ -87,7 +86,9 @@ def bench_collectives(
         names = tuple(n for name in collectives for n in ((name, OUTSIDE) if name == "shared" else (name,)))
         rows += _host(Setting("host", count, sizes, names, on_host, rounds or 9, _HOST_BYTES))
     document: dict[str, Any] = {"bench": "collectives", "peers": list(peers), "rows": rows}
-    gbits, reason = _rate_or_reason(link_gbits) if link_workers else (0.0, "no workers asked for")
+    gbits, reason = 0.0, "no workers asked for"
+    if link_workers:
+        gbits, reason = rate_or_reason("link_gbits", link_gbits, _LINK_GBITS, 2, _LINK_GBITS * 1000)
     if gbits:
         between = tuple(name for name in collectives if name != "shared")
         for count in link_workers:
@@ -103,9 +104,7 @@ def _check(
     workers: Sequence[int],
     link_gbits: float | None,
 ) -> None:
-    for peer in peers:
-        if peer not in PEERS:
-            raise UnknownName("peer of bench collectives", peer, PEERS)
+    check_names("peer of bench collectives", peers, PEERS)
     for name in collectives:
         find_collective(parse_spec(name)[0])
     if not sizes or min(sizes) < ITEM_BYTES:
@@ -116,19 +115,6 @@ def _check(
         raise ConfigError(f"bench collectives: link_gbits must be at least 0, got {link_gbits}")
 
 
-def _rate_or_reason(gbits: float | None) -> tuple[float, str]:
-    """What was asked for must be; what was not is left out with a reason where namespaces cannot be made."""
-    if gbits is not None:
-        return gbits, "link_gbits is 0"
-    if os.geteuid() != 0:
-        return 0.0, "shaped links need root (network namespaces)"
-    try:
-        with ShapedNetwork(uniform(2, mbit=_LINK_GBITS * 1000)):
-            return _LINK_GBITS, ""
-    except ConfigError as error:
-        return 0.0, str(error)
-
-
 def _host(setting: Setting) -> list[dict[str, Any]]:
     with rendezvous_folder() as folder, _contenders(setting, folder, (Place(),) * setting.workers) as contenders:
         return _rows(setting, contenders)
@@ -136,26 +122,24 @@ def _host(setting: Setting) -> list[dict[str, Any]]:
 
 def _link(setting: Setting, gbits: float) -> list[dict[str, Any]]:
     with rendezvous_folder() as folder, ShapedNetwork(uniform(setting.workers, mbit=gbits * 1000), folder) as network:
-        places = tuple(Place(*place) for place in zip(network.namespaces, network.addresses, strict=True))
+        places = places_on(network)
         bare = BareRing(folder, places)
         try:
-            with _contenders(setting, folder, places, network.interfaces) as contenders:
+            with _contenders(setting, folder, places) as contenders:
                 return _rows(setting, contenders, bare)
         finally:
             bare.end()
 
 
 @contextmanager
-def _contenders(
-    setting: Setting, folder: Path, places: tuple[Place, ...], interfaces: Sequence[str] = ()
-) -> Iterator[dict[str, Summing]]:
+def _contenders(setting: Setting, folder: Path, places: tuple[Place, ...]) -> Iterator[dict[str, Summing]]:
     """Each contender's workers by its name, ready to be measured; all of them end with the block."""
     with ExitStack() as ends:
         podium = PodiumSums(folder, places, setting.collectives)
         ends.callback(podium.end)
         contenders: dict[str, Summing] = dict.fromkeys(setting.collectives, podium)
         for name in setting.peers:
-            contenders[name] = Gloo(folder, places, interfaces, keeping_memory=name == KEEPING_MEMORY)
+            contenders[name] = Gloo(folder, places, keeping_memory=name == KEEPING_MEMORY)
             ends.callback(contenders[name].end)
         yield contenders
 
@@ -186,17 +170,11 @@ def _rows_of(
         if isinstance(team, PodiumSums):
             row["chosen"] = team.chosen(name, nbytes)
             for peer in setting.peers:
-                row |= _compared(f"vs_{peer.replace('-', '_')}", times[peer], times[name])
+                row |= compared(f"vs_{peer.replace('-', '_')}", times[peer], times[name])
         if _BARE in times:
             row["bandwidth_ms"] = spread_ms(times[_BARE])
-            row |= _compared("share_of_bandwidth", times[_BARE], times[name])
+            row |= compared("share_of_bandwidth", times[_BARE], times[name])
         yield row
-
-
-def _compared(name: str, numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, Any]:
-    """The median of the rounds' ratios under this name, and its interval."""
-    found = ratio(numerator, denominator)
-    return {name: found["ratio"], f"{name}_interval": found["ratio_interval"]}
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,10 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from torch.nn.functional import cross_entropy
 
-from podium.lab.bench.rounds import interleave, ratio
+from podium.lab.bench.harness import interleave, ratio
 from podium.records.manifest import hardware, versions
-from podium.sweeps.recipe import with_threads
-from podium.sweeps.sweep import sweep
+from podium.sweeps.api import sweep
+from podium.sweeps.precision import with_threads
 from podium.tasks.digits import digits
 from podium.tasks.recipes import mlp
 
@@ -37,68 +38,79 @@ def bench_folds(
     *, peers: Sequence[str] = (), rounds: int | None = None, epochs: int = 20, device: str = "cpu"
 ) -> dict[str, Any]:
     """12 points × 5 folds on the digits; seconds for each way, and ratios to Podium's own choice."""
-    data = digits(flat=True)
-    inputs, targets = data.train.gather(np.arange(len(data.train)))
-    x, y = inputs.numpy(), targets.numpy()
-    scores: dict[str, float] = {}
-    notes: dict[str, str] = {}
-
-    def with_podium(executor: str) -> Callable[[], float]:
-        def run() -> float:
-            with tempfile.TemporaryDirectory() as folder:
-                began = time.perf_counter()
-                found = sweep(
-                    "digits-mlp", grid=GRID, folds=f"stratified:{FOLDS}", epochs=epochs, executor=executor,
-                    device=device, out=f"{folder}/sweep", keep="best", eval_every=0,
-                )  # fmt: skip
-                took = time.perf_counter() - began
-            assert found.best is not None and found.best.mean is not None, "some trial of digits always finishes"
-            scores[f"podium {executor}"] = found.best.mean
-            notes[f"podium {executor}"] = "; ".join(str(choice.get("why", "")) for choice in found.choices)
-            return took
-
-        return run
-
-    def with_sklearn(jobs: int) -> Callable[[], float]:
-        def run() -> float:
-            splits = StratifiedKFold(FOLDS, shuffle=True, random_state=0)
-            search = GridSearchCV(PlainTorch(epochs=epochs), GRID, cv=splits, n_jobs=jobs, refit=False)
-            began = time.perf_counter()
-            with with_threads(1):  # faster here than more, which is what it is to be held against
-                search.fit(x, y)
-            took = time.perf_counter() - began
-            scores[f"scikit-learn, {jobs} jobs"] = float(search.best_score_)
-            return took
-
-        return run
-
     cores = len(os.sched_getaffinity(0))
-    one_by_one = "sequential:threads=1"
-    contenders = {"podium auto": with_podium("auto"), f"podium {one_by_one}": with_podium(one_by_one)}
-    contenders.update({f"scikit-learn, {jobs} jobs": with_sklearn(jobs) for jobs in sorted({1, cores})})
-    times = interleave(contenders, rounds or 3)
+    ways: list[_Way] = [_Podium(executor, epochs, device) for executor in ("auto", "sequential:threads=1")]
+    ways += [_SklearnSearch(jobs, epochs) for jobs in sorted({1, cores})]
+    times = interleave({way.name: way.run for way in ways}, rounds or 3)
     ours = times["podium auto"]
+    rows = []
+    for way in ways:
+        row = {
+            "way": way.name,
+            "seconds": float(np.median(times[way.name])),
+            "best_score": way.best_score,
+            "note": way.note,
+        }
+        if way is not ways[0]:
+            found = ratio(ours, times[way.name])
+            row |= {"podium_over_this": found, "times_faster": 1 / found["ratio"]}
+        rows.append(row)
     return {
         "bench": "folds",
         "trials": FOLDS * int(np.prod([len(values) for values in GRID.values()])),
         "epochs": epochs,
-        "rows": [
-            {
-                "way": name,
-                "seconds": float(np.median(seconds)),
-                "best_score": scores.get(name),
-                "note": notes.get(name, ""),
-                **(
-                    {}
-                    if name == "podium auto"
-                    else {"podium_over_this": ratio(ours, seconds), "times_faster": 1 / ratio(ours, seconds)["ratio"]}
-                ),
-            }
-            for name, seconds in times.items()
-        ],
+        "rows": rows,
         "versions": versions(),
         "hardware": hardware(),
     }
+
+
+class _Way(ABC):
+    """One way to do the search."""
+
+    name: str
+    best_score: float | None = None
+    note = ""
+
+    @abstractmethod
+    def run(self) -> float:
+        """Seconds of the whole search."""
+
+
+class _Podium(_Way):
+    def __init__(self, executor: str, epochs: int, device: str) -> None:
+        self.name, self._executor, self._epochs, self._device = f"podium {executor}", executor, epochs, device
+
+    def run(self) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.perf_counter()
+            found = sweep(
+                "digits-mlp", grid=GRID, folds=f"stratified:{FOLDS}", epochs=self._epochs, executor=self._executor,
+                device=self._device, out=f"{folder}/sweep", keep="best", eval_every=0,
+            )  # fmt: skip
+            took = time.perf_counter() - began
+        assert found.best is not None and found.best.mean is not None, "some trial of digits always finishes"
+        self.best_score = found.best.mean
+        self.note = "; ".join(str(choice.get("why", "")) for choice in found.choices)
+        return took
+
+
+class _SklearnSearch(_Way):
+    def __init__(self, jobs: int, epochs: int) -> None:
+        self.name, self._jobs, self._epochs = f"scikit-learn, {jobs} jobs", jobs, epochs
+        data = digits(flat=True)
+        inputs, targets = data.train.gather(np.arange(len(data.train)))
+        self._x, self._y = inputs.numpy(), targets.numpy()
+
+    def run(self) -> float:
+        splits = StratifiedKFold(FOLDS, shuffle=True, random_state=0)
+        search = GridSearchCV(PlainTorch(epochs=self._epochs), GRID, cv=splits, n_jobs=self._jobs, refit=False)
+        began = time.perf_counter()
+        with with_threads(1):  # the fastest for a net as small as this
+            search.fit(self._x, self._y)
+        took = time.perf_counter() - began
+        self.best_score = float(search.best_score_)
+        return took
 
 
 class PlainTorch(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types

@@ -2,19 +2,19 @@
 
 Two workers and one server, a process and a thread each, on one machine. A round trip: a worker pushes a gradient of
 the whole model's size, the server moves the parameters by plain SGD, and the worker has the parameters in its own
-buffers. Nobody waits for the other worker. Each contender is written as its users would write it, in the best form
+buffers. No worker waits for the other. Each contender is written as its users would write it, in the best form
 found; where it has several, all run and the fastest counts. After the last round every contender must show that each
 push was applied to each element once (`peers/work.py`), or the bench ends with an error.
 
-Rounds of a second or two go round the contenders, in an order that turns. Whoever is not measured sleeps; Ray's
+In each round every contender is measured for a second or two, in an order that rotates. The others sleep; Ray's
 helpers keep about a twentieth of a core busy even so. The first rounds warm buffers and are thrown away.
 
 `limit` is measured in the same rounds: in one process with one thread, per round trip the SGD update of all parameters
-in place, in cuts of 2**19 elements, and one copy of them, all on warm buffers. It has nobody to talk to. On a busy
+in place, in cuts of 2**19 elements, and one copy of them, all on warm buffers. It exchanges nothing. On a busy
 machine three processes get more of the processors than this one, and the share of the limit means nothing.
 
 `link` compares Podium with bare sockets where the network is what costs: server and workers in network namespaces, the
-link of each shaped to so many gigabits each way. Bare: one TCP connection between the server and each worker, on which
+link of each shaped to `link_gbits` each way. Bare: one TCP connection between the server and each worker, on which
 both ends `sendall` 4 MB buffers and `recv_into` as large ones, at once; the sum of what all three received per second.
 That is what goes over the server's link, in and out. Podium: two payloads, a gradient in and parameters out, times
 round trips per second of both workers. The SGD update, which the bare sockets do not do, is in Podium's time.
@@ -22,7 +22,6 @@ round trips per second of both workers. The SGD update, which the bare sockets d
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,14 +30,15 @@ from typing import Any
 
 import numpy as np
 
-from podium.errors import ConfigError, UnknownName
-from podium.lab.bench.peers.bare_socket import BareSockets
+from podium.errors import ConfigError
+from podium.lab.bench.harness import check_names, compared, interleave, rate_or_reason, spread
+from podium.lab.bench.peers.bare_sockets import BareStar
 from podium.lab.bench.peers.limit import Limit
-from podium.lab.bench.peers.podium_ps import Place, Podium
+from podium.lab.bench.peers.place import places_on
+from podium.lab.bench.peers.podium_ps import Podium
 from podium.lab.bench.peers.rpc_ps import Rpc
 from podium.lab.bench.peers.script import Script, need_module
 from podium.lab.bench.peers.work import WORKERS, Contender, verify
-from podium.lab.bench.rounds import interleave, ratio
 from podium.launch.clusters.description import uniform
 from podium.launch.clusters.namespaces import ShapedNetwork
 from podium.launch.rendezvous import rendezvous_folder
@@ -73,12 +73,8 @@ def bench_ps(
     `link_gbits` is the rate of the shaped links, 0 for none; when not given, 1 where this machine allows it.
     """
     names = payloads.split(",")
-    for peer in peers:
-        if peer not in PEERS:
-            raise UnknownName("peer of bench ps", peer, PEERS)
-    for name in names:
-        if name not in PAYLOADS:
-            raise UnknownName("payload of bench ps", name, PAYLOADS)
+    check_names("peer of bench ps", peers, PEERS)
+    check_names("payload of bench ps", names, PAYLOADS)
     if not seconds > 0 or (link_gbits is not None and link_gbits < 0):
         raise ConfigError(f"bench ps: seconds must be above 0 and link_gbits at least 0, got {seconds}, {link_gbits}")
     for peer in peers:  # before minutes are spent on the others
@@ -89,7 +85,8 @@ def bench_ps(
     for name in names:
         row = _row(name, peers, rounds or 7, seconds)
         if name == _LINK_PAYLOAD and link_gbits != 0:
-            row["link"] = _link_or_reason(link_gbits)
+            gbits, reason = rate_or_reason("link_gbits", link_gbits, _LINK_GBITS, WORKERS + 1, _LINK_GBITS * 1000)
+            row["link"] = bench_link(gbits) if gbits else {"skipped": reason}
         rows.append(row)
     return {"bench": "ps", "peers": list(peers), "workers": WORKERS, "servers": 1, "seconds": seconds, "rows": rows}
 
@@ -111,14 +108,14 @@ def _row(name: str, peers: Sequence[str], rounds: int, seconds: float) -> dict[s
         "payload": name,
         "parameters": sum(sizes),
         "rounds": rounds,
-        "round_trips_per_s": {variant: _spread(each) for variant, each in rates.items()},
-        "gb_per_s": {variant: _spread([rate * gb for rate in each]) for variant, each in rates.items()},
-        "limit": _spread(limit),
-        **_compared("share_of_limit", rates["podium"], limit),
+        "round_trips_per_s": {variant: spread(each) for variant, each in rates.items()},
+        "gb_per_s": {variant: spread([rate * gb for rate in each]) for variant, each in rates.items()},
+        "limit": spread(limit),
+        **compared("share_of_limit", rates["podium"], limit),
     }
     if len(rates) > 1:
         fastest = max((v for v in rates if v != "podium"), key=lambda variant: np.median(rates[variant]))
-        row |= {"fastest_peer": fastest, **_compared("vs_fastest_peer", rates["podium"], rates[fastest])}
+        row |= {"fastest_peer": fastest, **compared("vs_fastest_peer", rates["podium"], rates[fastest])}
     if unavailable:
         row["unavailable"] = unavailable
     return row
@@ -154,20 +151,6 @@ def sizes_of(name: str) -> list[int]:
     return [p.numel() for p in load_task("wide-mlp", PAYLOADS[name]).model().parameters()]
 
 
-def _link_or_reason(gbits: float | None) -> dict[str, Any]:
-    """What was asked for must be; what was not is left out with a reason where namespaces cannot be made."""
-    if gbits is not None:
-        return bench_link(gbits)
-    if os.geteuid() != 0:
-        return {"skipped": "shaped links need root (network namespaces)"}
-    try:
-        with ShapedNetwork(uniform(WORKERS + 1, mbit=_LINK_GBITS * 1000)):
-            pass
-    except ConfigError as error:
-        return {"skipped": str(error)}
-    return bench_link(_LINK_GBITS)
-
-
 def bench_link(
     gbits: float,
     payload: str = _LINK_PAYLOAD,
@@ -181,8 +164,8 @@ def bench_link(
         ShapedNetwork(uniform(nodes, mbit=gbits * 1000), folder) as network,
         ExitStack() as end,
     ):
-        places = tuple(Place(*place) for place in zip(network.namespaces, network.addresses, strict=True))
-        bare = BareSockets(folder, places)
+        places = places_on(network)
+        bare = BareStar(folder, places)
         end.callback(bare.end)
         podium = Podium(PAYLOADS[payload], folder, places)
         end.callback(podium.end)
@@ -200,15 +183,5 @@ def bench_link(
         "rounds": rounds,
         "bare_gb_per_s": float(np.median(rates["bare"])),
         "podium_gb_per_s": float(np.median(rates["podium"])),
-        **_compared("share_of_bare", rates["podium"], rates["bare"]),
+        **compared("share_of_bare", rates["podium"], rates["bare"]),
     }
-
-
-def _compared(name: str, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """The median of the rounds' ratios under this name, and its interval."""
-    found = ratio(ours, theirs)
-    return {name: found["ratio"], f"{name}_interval": found["ratio_interval"]}
-
-
-def _spread(rates: Sequence[float]) -> dict[str, float]:
-    return {"median": float(np.median(rates)), "min": float(np.min(rates)), "max": float(np.max(rates))}

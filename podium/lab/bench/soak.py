@@ -1,4 +1,4 @@
-"""`podium bench soak`: what grows while a run goes on, by step, and by worker.
+"""`podium bench soak`: what grows during a run, by step and by worker.
 
 A tiny model (`regression` without a hidden layer, 51 parameters) trains for hundreds of thousands of steps on two
 workers, as real processes of `podium train`, once per strategy. Every `every_s` seconds the bench reads from
@@ -37,7 +37,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from podium.errors import ConfigError, PodiumError, UnknownName
+from podium.errors import ConfigError, PodiumError
+from podium.lab.bench.harness import check_names
 
 STRATEGIES = (
     "all-reduce",
@@ -107,8 +108,7 @@ def bench_soak(
     sizes of the short runs; a single one means none. `checkpoint_every`: steps. `every_s`: how often the bench looks.
     `limit_s`: the longest that one run may take. There are no rounds: every strategy runs once.
     """
-    for peer in peers:
-        raise UnknownName("peer of bench soak", peer, ())
+    check_names("peer of bench soak", peers, ())
     if rounds not in (None, 1):
         raise ConfigError(f"bench soak runs every strategy once: rounds must be 1, got {rounds}")
     if steps < 100 or workers < 1 or min(by_workers, default=1) < 1 or not min(limit_s, every_s) > 0:

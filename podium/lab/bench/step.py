@@ -3,7 +3,7 @@
 All train the same model from the same start on the same batches. `podium` adds up in shared memory, as it does on one
 host; `podium_over_gloo` and DDP through gloo. Each contender has ranks of its own, set up
 as its users have them: Podium's as its launchers start them, DDP's as a plain script is. Rounds of a few steps go
-round the contenders; whoever is not measured sleeps. A round's time is the slowest rank's. At the end all parameters
+round the contenders; those that are not measured sleep. A round's time is the slowest rank's. At the end all parameters
 must agree, or the comparison would not be of the same work.
 
 Podium's ranks keep freed memory (`podium.engine.allocator`); so that this is not mistaken for better communication, DDP
@@ -12,8 +12,11 @@ is also measured with the same switch.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,17 +24,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from podium.comm.arena import Arena
-from podium.comm.memory import WallClock
-from podium.comm.real import RealCommunicator
-from podium.comm.torch_dist import Group, file_store
+from podium.comm.clocks import WallClock
+from podium.comm.real.arena import Arena
+from podium.comm.real.communicator import RealCommunicator
+from podium.comm.real.process_group import Group, file_store
 from podium.engine.allocator import keep_freed_memory
+from podium.engine.batch import Batch
 from podium.engine.files import load_tensors, save_tensors
-from podium.engine.worker import Batch, Worker
-from podium.errors import ConfigError, DataError, RankFailed, UnknownName
+from podium.engine.gradient_pass import PassOptions
+from podium.engine.replica import Replica
+from podium.engine.worker import Worker
+from podium.errors import DataError
 from podium.exchange.collectives import make_collective
-from podium.lab.bench.rounds import interleave, ratio, spread_ms
-from podium.launch.local import fork_server, nullified_main
+from podium.lab.bench.harness import check_at_least, check_names, interleave, ratio, spread_ms
+from podium.lab.bench.peers.ddp import ddp_step, join_gloo
+from podium.lab.bench.peers.team import Team, answer
 from podium.launch.rendezvous import rendezvous_folder
 from podium.strategies import make_strategy
 from podium.task import Task, load_task
@@ -74,11 +81,8 @@ def bench_step(
     overlap: bool = True,
 ) -> dict[str, Any]:
     """Rows with `task`, `ratio` (Podium's time / the faster DDP's, median over rounds), its interval, and all times."""
-    for peer in peers:
-        if peer not in PEERS:
-            raise UnknownName("peer of bench step", peer, PEERS)
-    if steps < 1 or ranks < 1:
-        raise ConfigError(f"bench step: steps and ranks must be at least 1, got {steps} and {ranks}")
+    check_names("peer of bench step", peers, PEERS)
+    check_at_least("step", 1, steps=steps, ranks=ranks)
     options = {"overlap": overlap, **({} if bucket_bytes is None else {"bucket_bytes": bucket_bytes})}
     names = _CONTENDERS if peers else _CONTENDERS[:2]
     rows = [_row(Setting(task, data_dir, ranks, steps, options), names, rounds or 15) for task in tasks.split(",")]
@@ -87,13 +91,16 @@ def bench_step(
 
 def _row(setting: Setting, names: Sequence[str], rounds: int) -> dict[str, Any]:
     with rendezvous_folder() as folder:
-        teams = {name: _Team(name, setting, folder) for name in names}
-        try:
-            times = interleave({name: team.measure for name, team in teams.items()}, rounds, warmup=2)
-            finals = {name: team.parameters() for name, team in teams.items()}
-        finally:
+        ranks = range(setting.ranks)
+        with ExitStack() as ends:
+            teams: dict[str, Team] = {}
+            for name in names:
+                teams[name] = Team(name, [partial(_rank, rank, name, setting, folder) for rank in ranks])
+                ends.callback(teams[name].end)
+            times = interleave({name: partial(_measure, team, ranks) for name, team in teams.items()}, rounds, warmup=2)
             for team in teams.values():
-                team.end()
+                team.ask("save", members=[0])
+        finals = {name: load_tensors(folder / f"{name}.safetensors") for name in names}
     spread = {name: spread_ms(measured) for name, measured in times.items()}
     row: dict[str, Any] = {"task": setting.task, "ranks": setting.ranks, "step_ms": spread}
     peers = [name for name in names if name.startswith("ddp")]
@@ -107,77 +114,34 @@ def _row(setting: Setting, names: Sequence[str], rounds: int) -> dict[str, Any]:
     return row
 
 
+def _measure(team: Team, ranks: Sequence[int]) -> float:
+    """One round: seconds per step of the slowest rank."""
+    return max(float(took) for took in team.ask("round", members=ranks))
+
+
 def _difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Largest difference between two contenders' parameters, which DDP names with a prefix."""
     return max(float((x - y).abs().max()) for x, y in zip(a.values(), b.values(), strict=True))
 
 
-class _Team:
-    """The ranks of one contender, seen from the process that measures."""
-
-    def __init__(self, name: str, setting: Setting, folder: Path) -> None:
-        self.name, self._folder = name, folder
-        context = fork_server()
-        self._pipes, self._processes = [], []
-        for rank in range(setting.ranks):
-            mine, theirs = context.Pipe()
-            arguments = (rank, name, setting, str(folder), theirs)
-            process = context.Process(target=_rank, args=arguments, daemon=True)
-            with nullified_main():
-                process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
-
-    def measure(self) -> float:
-        """One round: seconds per step of the slowest rank."""
-        return max(float(answer) for answer in self._ask("round"))
-
-    def parameters(self) -> dict[str, Tensor]:
-        self._ask("save")
-        return load_tensors(self._folder / f"{self.name}.safetensors")
-
-    def end(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(timeout=5.0)
-            process.kill()
-
-    def _ask(self, what: str) -> list[Any]:
-        try:
-            for pipe in self._pipes:
-                pipe.send(what)
-            deadline = time.monotonic() + _DEADLINE_S
-            for pipe in self._pipes:
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise RankFailed(f"bench step: {self.name} gave no answer in {_DEADLINE_S:g} s")
-            return [pipe.recv() for pipe in self._pipes]
-        except (EOFError, BrokenPipeError) as error:
-            raise RankFailed(f"bench step: a rank of {self.name} failed; its error is above") from error
-
-
-def _rank(rank: int, name: str, setting: Setting, folder: str, pipe: Connection) -> None:
-    """One rank of a contender: does what it is asked until the pipe closes."""
-    torch.set_num_threads(1)
+def _rank(rank: int, name: str, setting: Setting, folder: Path, pipe: Connection) -> None:
+    """One rank of a contender."""
     task = load_task(setting.task, data_dir=setting.data_dir)
-    batches = _batches(task, rank, setting.ranks)
+    batches = itertools.cycle(_batches(task, rank, setting.ranks))
     make = _podium if name.startswith("podium") else _ddp
     step, barrier, model = make(name, task, rank, setting, folder, batches)
-    try:
-        while True:
-            if pipe.recv() == "save":
-                if rank == 0:
-                    save_tensors(Path(folder) / f"{name}.safetensors", dict(model.named_parameters()))
-                pipe.send(None)
-                continue
-            barrier()
-            began = time.perf_counter()
-            for _ in range(setting.steps):
-                step()
-            pipe.send((time.perf_counter() - began) / setting.steps)
-    except EOFError:
-        return
+
+    def measure() -> float:
+        barrier()
+        began = time.perf_counter()
+        for _ in range(setting.steps):
+            step()
+        return (time.perf_counter() - began) / setting.steps
+
+    def save() -> None:
+        save_tensors(folder / f"{name}.safetensors", dict(model.named_parameters()))
+
+    answer(pipe, {"round": measure, "save": save})
 
 
 Contender = tuple[Callable[[], object], Callable[[], object], torch.nn.Module]
@@ -185,11 +149,11 @@ Contender = tuple[Callable[[], object], Callable[[], object], torch.nn.Module]
 
 
 def _podium(
-    name: str, task: Task, rank: int, setting: Setting, folder: str, batches: list[tuple[Tensor, Tensor]]
+    name: str, task: Task, rank: int, setting: Setting, folder: Path, batches: Iterator[tuple[Tensor, Tensor]]
 ) -> Contender:
     """Podium's worker and strategy, as `podium train` uses them."""
     keep_freed_memory()
-    group = Group(file_store(Path(folder) / name), host="127.0.0.1", deadline_s=_DEADLINE_S)
+    group = Group(file_store(folder / name), host="127.0.0.1", deadline_s=_DEADLINE_S)
     ranks = range(setting.ranks)
     shared = name == "podium"
     comm = RealCommunicator(
@@ -206,57 +170,29 @@ def _podium(
     torch.manual_seed(0)
     model = task.model()
     collective = make_collective("default" if shared else "backend")
-    worker = Worker(
-        model,
-        task.optimizer(model),
-        comm,
-        loss=task.loss,
-        bucket_bytes=strategy.bucket_bytes,
-        collective=collective,
-    )
-    worker.outgoing.prepare()
+    optimizer = task.optimizer(model)
+    replica = Replica(model, optimizer, bucket_bytes=strategy.bucket_bytes, allocate=comm.allocate)
+    worker = Worker(replica, comm, PassOptions(loss=task.loss), collective=collective)
+    worker.sender.prepare()
     state = strategy.init(worker)
-    turns = _in_turn([Batch(x, y, len(y), 1 / setting.ranks) for x, y in batches])
-    return lambda: strategy.step(worker, state, turns()), comm.barrier, model
+    own = (Batch(x, y, len(y), 1 / setting.ranks) for x, y in batches)
+    return lambda: strategy.step(worker, state, next(own)), comm.barrier, model
 
 
 def _ddp(
-    name: str, task: Task, rank: int, setting: Setting, folder: str, batches: list[tuple[Tensor, Tensor]]
+    name: str, task: Task, rank: int, setting: Setting, folder: Path, batches: Iterator[tuple[Tensor, Tensor]]
 ) -> Contender:
-    """DDP in the loop of its documentation."""
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore
-    from torch.nn.parallel import DistributedDataParallel
 
     if "keeping_memory" in name:
         keep_freed_memory()
-    store = FileStore(str(Path(folder) / name), setting.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=setting.ranks)
-    torch.manual_seed(0)
-    model = DistributedDataParallel(task.model(), gradient_as_bucket_view="bucket_views" in name)
-    optimizer, turns = task.optimizer(model), _in_turn(batches)
-
-    def step() -> None:
-        x, y = turns()
-        optimizer.zero_grad()
-        task.loss(model(x), y).backward()
-        optimizer.step()
-
+    join_gloo(rank, setting.ranks, folder / name)
+    step, model = ddp_step(task, batches, gradient_as_bucket_view="bucket_views" in name)
     return step, dist.barrier, model
 
 
-def _in_turn(items: list[Any]) -> Callable[[], Any]:
-    at = [0]
-
-    def take() -> Any:
-        at[0] += 1
-        return items[(at[0] - 1) % len(items)]
-
-    return take
-
-
 def _batches(task: Task, rank: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
-    """A few fixed batches of this rank's share; random ones of the right shape where the data are not at hand."""
+    """A few fixed batches of this rank's share; random ones of the right shape where the data are missing."""
     share = task.batch_size // ranks
     try:
         data = task.data().train

@@ -27,18 +27,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from podium.errors import ConfigError, PodiumError, UnknownName
+from podium.errors import ConfigError, PodiumError
+from podium.lab.bench.harness import check_names
 from podium.records.manifest import hardware, versions
-from podium.records.nvml import Gpu, open_board
+from podium.records.nvml import Gpu, open_gpu
 from podium.records.window import ENERGY_WINDOW_S, Idle, Reading, Window, measure_idle
-from podium.sweeps.executors.auto import Auto, describe, repeated, seconds_per_step
+from podium.sweeps.executors.auto import Auto
 from podium.sweeps.executors.base import Executor, State
+from podium.sweeps.executors.candidate import describe
 from podium.sweeps.executors.graphed import GraphedTrainer
-from podium.sweeps.executors.reference import ReferenceTrainer
+from podium.sweeps.executors.timing import repeated, seconds_per_step
 from podium.sweeps.fused.array import Array
-from podium.sweeps.fused.bundle import Bundle
+from podium.sweeps.fused.captured_step import CapturedStep
 from podium.sweeps.fused.widths import widest
-from podium.sweeps.recipe import Recipe, precision_of, with_threads
+from podium.sweeps.precision import precision_of, with_threads
+from podium.sweeps.recipe import Recipe
+from podium.sweeps.reference import ReferenceTrainer
 from podium.sweeps.trial import GO, Evaluation, Outcome, Trial, Verdict
 
 IN_PROCESS = ("eager", "graph", "compiled", "streams", "fused", "fused-compiled")
@@ -101,9 +105,7 @@ def bench_sweep(
     """
     recipe_of = Recipes(data_dir, device)
     wanted = [*filter(None, arms.split(",")), *peers] or [*IN_PROCESS, *APART]
-    for name in wanted:
-        if name not in (*IN_PROCESS, *APART):
-            raise UnknownName("arm of bench sweep", name, (*IN_PROCESS, *APART))
+    check_names("arm of bench sweep", wanted, (*IN_PROCESS, *APART))
     if energy_s and energy_s < ENERGY_WINDOW_S:
         raise ConfigError(f"bench sweep: energy_s must be 0 or at least {ENERGY_WINDOW_S:.0f} seconds, got {energy_s}")
     named = [*filter(None, tasks.split(","))] or recipe_of.default_tasks()
@@ -152,21 +154,21 @@ class Bench:
     ) -> None:
         self.recipe_of, self.arms, self.rounds, self.seconds, self.energy_s = recipe_of, arms, rounds, seconds, energy_s
         self.shuffle = shuffle
-        self.board: Gpu | None = None
+        self.gpu: Gpu | None = None
         self.idle: Idle | None = None
         on_gpu = recipe_of("digits-mlp", "fp32").torch_device.type == "cuda"
         self.most_processes = most_processes or (16 if on_gpu else len(os.sched_getaffinity(0)))
         if on_gpu:
-            self.board = open_board(0)
-            self.idle = None if self.board is None else _idle(self.board, 5.0 if energy_s else 0.5)
+            self.gpu = open_gpu(0)
+            self.idle = None if self.gpu is None else _idle(self.gpu, 5.0 if energy_s else 0.5)
         self.apart: dict[tuple[str, str, str, int], Row] = {}
 
     def device_facts(self) -> dict[str, Any]:
-        if self.board is None:
+        if self.gpu is None:
             return {"type": "cpu"}
         return {
-            "type": "cuda", "name": self.board.name, "driver": self.board.driver,
-            "power_limit_w": self.board.power_limit_w,
+            "type": "cuda", "name": self.gpu.name, "driver": self.gpu.driver,
+            "power_limit_w": self.gpu.power_limit_w,
             "idle_w": None if self.idle is None else self.idle.power_w,
         }  # fmt: skip
 
@@ -219,7 +221,7 @@ class Bench:
 
     def _read(self, row: Row, parts: Any, work: Callable[[], int]) -> None:
         """Run for a while in a window; `work` returns how many model-steps it did."""
-        with Window(self.board, idle=self.idle) as window:
+        with Window(self.gpu, idle=self.idle) as window:
             done = work()
         assert window.reading is not None
         self._note(row, parts, window.reading, done)
@@ -245,10 +247,10 @@ class Bench:
         try:
             executor = _executor(arm, count)
             watch = _Watch(
-                trials_of(count), count, self.rounds, max(self.seconds, 2.0), self.energy_s, self.board, self.idle
+                trials_of(count), count, self.rounds, max(self.seconds, 2.0), self.energy_s, self.gpu, self.idle
             )
             began = time.perf_counter()
-            executor.run(recipe, watch, watch.hear)
+            executor.run(recipe, watch, watch.on_event)
             if watch.ready_at is None or not watch.rounds_us:
                 raise PodiumError(
                     f"it took no measurable step in {time.perf_counter() - began:.0f} s: {watch.troubles}"
@@ -295,29 +297,26 @@ class _Runner:
         self.recipe = recipe
         made = [recipe.make(trial) for trial in trials]
         self.parts = made[0]
-        resident = recipe.resident_of(self.parts.task)
+        device_data = recipe.device_data_of(self.parts.task)
         self.width = 1
         if arm == "eager":
-            self._step = repeated(ReferenceTrainer(recipe, trials[0], resident, made[0]).step)
+            self._step = repeated(ReferenceTrainer(recipe, trials[0], device_data, made[0]).step)
             return
         if recipe.torch_device.type != "cuda" and arm not in ("streams", "fused"):
             raise ConfigError(f"{arm}: needs a GPU")
         if arm in ("graph", "compiled"):
-            self._step = repeated(GraphedTrainer(recipe, trials[0], resident, made[0], compiled=arm == "compiled").step)
+            self._step = repeated(
+                GraphedTrainer(recipe, trials[0], device_data, made[0], compiled=arm == "compiled").step
+            )
             return
         if arm == "streams":
             self.width = min(32, len(trials))
-            arrays = [Array(recipe, parts, resident, 1) for parts in made[: self.width]]
-            for array, parts in zip(arrays, made, strict=False):
-                array.load(0, parts)
-                array.refill([0])
+            arrays = [Array(recipe, parts, device_data, 1).fill([parts]) for parts in made[: self.width]]
         else:
-            self.width = widest(recipe, made[0], resident, len(trials))
-            arrays = [Array(recipe, made[0], resident, self.width, compiled=arm == "fused-compiled")]
-            for row in range(self.width):
-                arrays[0].load(row, made[row])
-            arrays[0].refill([0] * self.width)
-        self._step = Bundle(arrays).run  # samples come round again: the window is as long as an order
+            self.width = widest(recipe, made[0], device_data, len(trials))
+            array = Array(recipe, made[0], device_data, self.width, compiled=arm == "fused-compiled")
+            arrays = [array.fill(made[: self.width])]
+        self._step = CapturedStep(arrays).run  # samples come round again: the window is as long as an order
 
     def run(self, steps: int) -> None:
         self._step(steps)
@@ -347,12 +346,12 @@ class _Watch:
         rounds: int,
         seconds: float,
         energy_s: float,
-        board: Gpu | None,
+        gpu: Gpu | None,
         idle: Idle | None,
     ) -> None:
         self.waiting, self.count, self.rounds = list(trials), count, rounds
         self.seconds, self.energy_s = seconds, energy_s
-        self.board, self.idle = board, idle
+        self.gpu, self.idle = gpu, idle
         self.ready_at: float | None = None
         self.rounds_us: list[float] = []
         self.reading: Reading | None = None
@@ -386,7 +385,7 @@ class _Watch:
     def stop_requested(self) -> bool:
         return self._stop
 
-    def hear(self, event: dict[str, Any]) -> None:
+    def on_event(self, event: dict[str, Any]) -> None:
         if event["event"] != "progress":
             return
         steps, now = event["steps"], time.perf_counter()
@@ -402,18 +401,18 @@ class _Watch:
                 self._mark = (now, sum(steps))
             return
         if self._window is None:
-            self._window, self._window_from, self._mark = Window(self.board, idle=self.idle), sum(steps), (now, 0)
+            self._window, self._window_from, self._mark = Window(self.gpu, idle=self.idle), sum(steps), (now, 0)
             self._window.begin()
         elif now - self._mark[0] >= max(self.energy_s, 1.0):
             self.reading, self.read_steps = self._window.end(), sum(steps) - self._window_from
             self._stop = True
 
 
-def _idle(board: Gpu, seconds: float) -> Idle:
+def _idle(gpu: Gpu, seconds: float) -> Idle:
     """Memory as it was before this process had a context; power with one, since every arm has one."""
-    before = measure_idle(board, 0.2)
+    before = measure_idle(gpu, 0.2)
     torch.zeros(1, device="cuda")
-    return measure_idle(board, seconds)._replace(memory_bytes=before.memory_bytes)
+    return measure_idle(gpu, seconds)._replace(memory_bytes=before.memory_bytes)
 
 
 def trials_of(count: int) -> list[Trial]:

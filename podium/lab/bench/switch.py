@@ -22,7 +22,6 @@ server: beside it (`colocated`), or on a node of its own (`dedicated`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +30,10 @@ from typing import Any, ClassVar, NamedTuple, final
 import numpy as np
 from torch import Tensor
 
-from podium.engine.worker import Batch, Worker
-from podium.errors import ConfigError, UnknownName
-from podium.launch.clusters.description import uniform
-from podium.launch.clusters.namespaces import ShapedNetwork
+from podium.engine.batch import Batch
+from podium.engine.worker import Worker
+from podium.errors import ConfigError
+from podium.lab.bench.harness import check_names, why_no_links
 from podium.launch.rendezvous import rendezvous_folder
 from podium.launch.run import train
 from podium.records.phases import COST
@@ -42,6 +41,7 @@ from podium.records.recorder import Record, read_records
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import ParameterServer
+from podium.strategies.traits import Cadence
 from podium.task import load_task
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ class Transfer(Strategy[None]):
     """All-reduce that begins with a broadcast of the parameters, to see what one takes."""
 
     name: ClassVar[str] = "transfer"
-    survives_loss: ClassVar[bool] = True
+    cadence: ClassVar[Cadence] = Cadence(survives_loss=True)
 
     def init(self, worker: Worker) -> None:
         comm = worker.comm
@@ -120,7 +120,9 @@ def bench_switch(
         raise ConfigError(f"bench switch: link_mbit must be above 0, got {link_mbit}")
     if not 0 <= momentum < 1:
         raise ConfigError(f"bench switch: momentum must be at least 0 and below 1, got {momentum}")
-    chosen, skipped = _possible(places)
+    chosen, skipped = places or PLACES, {}
+    if places is None and (reason := why_no_links(2, _LINK_MBIT)):
+        chosen, skipped = ("local",), {"shaped_skipped": reason}
     rows = [
         row
         for model in models
@@ -151,24 +153,9 @@ def _check(
     if peers:
         raise ConfigError(f"bench switch: it measures Podium alone, got peers {', '.join(peers)}")
     for what, names, known in (("model", models, MODELS), ("place", places, PLACES), ("servers", servers, SERVERS)):
-        for name in names:
-            if name not in known:
-                raise UnknownName(f"{what} of bench switch", name, known)
+        check_names(f"{what} of bench switch", names, known)
     if min(workers, default=0) < 2 or steps < 1:
         raise ConfigError(f"bench switch: workers must be at least 2 and steps 1, got {workers} and {steps}")
-
-
-def _possible(places: Sequence[str] | None) -> tuple[Sequence[str], dict[str, str]]:
-    """What was asked for must be; what was not is left out with a reason where namespaces cannot be made."""
-    if places is not None:
-        return places, {}
-    if os.geteuid() != 0:
-        return ("local",), {"shaped_skipped": "shaped links need root (network namespaces)"}
-    try:
-        with ShapedNetwork(uniform(2, mbit=_LINK_MBIT)):
-            return PLACES, {}
-    except ConfigError as error:
-        return ("local",), {"shaped_skipped": str(error)}
 
 
 def _rows(setting: Setting) -> list[dict[str, Any]]:
@@ -191,7 +178,7 @@ def _rows(setting: Setting) -> list[dict[str, Any]]:
 
 
 def _run(setting: Setting, options: dict[str, Any]) -> tuple[dict[Change, list[list[Record]]], Mapping[str, int]]:
-    """Each change's switches, every one as its workers have told of it, and what the audit of the run says."""
+    """The records of each switch, one per worker, by change of strategy; and the audit of the run."""
     server = f"servers={setting.workers};placement={setting.servers};snapshot_every={setting.snapshot_every}"
     relaxed = [f"parameter-server:mode=async;{server}"]
     if setting.servers == "colocated":  # local SGD has no servers: once will do

@@ -1,1 +1,1 @@
-"""How results are told: tables, sentences, figures, pages, files for other programs."""
+"""Reports: tables, sentences, figures, pages, and files for other programs."""

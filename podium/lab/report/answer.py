@@ -13,7 +13,7 @@ from podium.lab.stats.statistics import Contrast, Mean, Summary, contrasts, summ
 from podium.lab.stats.winners import tell as tell_winners
 from podium.lab.stats.winners import winners
 from podium.lab.study.responses import is_ratio
-from podium.lab.study.rows import (
+from podium.lab.study.results import (
     by_setting,
     crossed,
     deciding_rows,
@@ -23,12 +23,13 @@ from podium.lab.study.rows import (
     metric_name,
 )
 from podium.lab.study.store import Row
+from podium.lab.study.study import Study
 from podium.records.metrics import lower_is_better
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What the rows of a study come to; tables, sentences and figures all start from here."""
+    """What the rows of a study show; tables, sentences and figures all start from here."""
 
     metric: str
     target: float | None
@@ -68,31 +69,33 @@ def find(rows: Sequence[Row], target: float | None = None, maximize: bool | None
 def answer(
     rows: Sequence[Row],
     target: float | None = None,
-    study: Mapping[str, Any] | None = None,
+    study: Study | None = None,
     maximize: bool | None = None,
 ) -> str:
     """The answer first, then on a line of its own what may not be concluded. `study` is what study.json holds."""
     return tell(find(rows, target, maximize), rows, study)
 
 
-def tell(findings: Findings, rows: Sequence[Row], study: Mapping[str, Any] | None = None) -> str:
-    """`answer` for who has the findings already."""
+def tell(findings: Findings, rows: Sequence[Row], study: Study | None = None) -> str:
+    """`answer` from findings that are already computed."""
     done = finished(rows)
     verdict = _by_setting(findings, done) if len(by_setting(done)) > 1 else _verdict(findings) if done else []
     parts = [*verdict, *_failures(rows), *_losses(rows)] if done else [_nothing(rows)]
     return " ".join(parts) + "\n" + limits(rows, study)
 
 
-def limits(rows: Sequence[Row], study: Mapping[str, Any] | None = None) -> str:
+def limits(rows: Sequence[Row], study: Study | None = None) -> str:
     """What the comparison may not be taken for."""
     done = finished(rows)
     seeds = len({row["seed"] for row in done})
     sizes = [row["parameters"] for row in done if isinstance(row.get("parameters"), int)]
-    where = _where(study or {})
+    where = _where(study)
     model = f"a model of {sizes[0]:,} parameters" if sizes else "this model"
     told = f"with {model} and {seeds} seed{'s' * (seeds != 1)}: this says nothing about other"
     computed = sum(row.get("launcher") == "virtual" for row in done)
-    if done and computed == len(done):
+    if done and computed == len(done) and not any(row.get("seconds") for row in done):
+        text = f"The network is simulated, {told} networks or larger models. Gradients and accuracies are real."
+    elif done and computed == len(done):
         text = (
             f"Seconds are simulated, not measured: they are what the described machines and links would take, {told} "
         )
@@ -129,12 +132,12 @@ def _rules(done: Sequence[Row]) -> list[str]:
     return said
 
 
-def _where(study: Mapping[str, Any]) -> str:
+def _where(study: Study | None) -> str:
     """What runs were measured on: GPUs where any was asked for, and the cores."""
-    hardware = study.get("hardware") or {}
+    hardware = study.machine.hardware if study else {}
     cores, gpus = hardware.get("cores"), hardware.get("gpus") or []
-    shared = study.get("settings") or {}
-    asked = [{**shared, **(cell.get("settings") or {})}.get("device") for cell in study.get("cells") or [{}]]
+    settings = [{**study.settings, **cell.settings} for cell in study.cells] if study else []
+    asked = [one.get("device") for one in settings or [{}]]
     devices = {name.strip().partition(":")[0] for device in asked for name in str(device or "cpu").split(",")}
     found = []
     if "cuda" in devices or ("auto" in devices and gpus):
@@ -156,15 +159,16 @@ def _by_setting(findings: Findings, done: Sequence[Row]) -> list[str]:
 
     goal = f"{plain(findings.target)} {findings.metric}"
     measure = findings.speed_measure
-    speed = told(measure, "Shortest training time" if measure == "seconds" else f"Fastest to {goal}")
+    timed = any(line.seconds for line in findings.table)
+    speed = [told(measure, "Shortest training time" if measure == "seconds" else f"Fastest to {goal}")] if timed else []
     quality = [c for c in findings.contrasts if c.measure == f"final {findings.metric}"]
     if quality and not any(c.distinct for c in quality):
         return [
-            speed,
+            *speed,
             *_alone(findings, done),
             f"Final {findings.metric}: no difference that we can detect within any setting.",
         ]
-    return [speed, *_alone(findings, done), told(f"final {findings.metric}", f"Best final {findings.metric}")]
+    return [*speed, *_alone(findings, done), told(f"final {findings.metric}", f"Best final {findings.metric}")]
 
 
 def _alone(findings: Findings, done: Sequence[Row]) -> list[str]:
@@ -203,7 +207,7 @@ def _speed(findings: Findings) -> str:
 
 
 def _ranked(findings: Findings, measure: str, claim: str, times: Mapping[str, Mean | None]) -> str:
-    """Name the fastest, and say from whom it can be told apart."""
+    """Name the fastest, and say which others it differs from."""
     known = {cell: mean for cell, mean in times.items() if mean is not None}
     best = min(known, key=lambda cell: known[cell].mean)
     first = f"{claim}: {best}, {_seconds(known[best])}"
@@ -285,7 +289,7 @@ def _failures(rows: Sequence[Row]) -> list[str]:
 
 
 def _losses(rows: Sequence[Row]) -> list[str]:
-    """Runs that went on without a rank, or with a server in its place, do count: their times and updates tell of it."""
+    """Runs that lost a rank, or had a server restored, do count: their times and updates include it."""
     done = finished(rows)
     hit = [row for row in done if row.get("lost") or row.get("restored")]
     if not hit:

@@ -13,11 +13,11 @@ from podium.balance.advice import drop_advice
 from podium.balance.base import Member, finish_s
 from podium.balance.equal_finish import EqualFinish
 from podium.balance.speed import Speed
-from podium.lab.study.rows import cells, finished
+from podium.lab.study.results import cells, finished
 from podium.lab.study.store import Row
 
 MATTERS = 0.05
-"""What a change must promise to save of a step before anybody is told to make it."""
+"""What a change must promise to save of a step before the report advises it."""
 
 SURE = 2.0
 """How many standard errors that must be beyond."""
@@ -54,7 +54,7 @@ class Balanced(NamedTuple):
 
 
 def balanced_by_cell(rows: Iterable[Row]) -> dict[str, Balanced]:
-    """The strategies of which there is anything to tell: a table of equal workers helps nobody."""
+    """The strategies whose workers differ: a table of equal workers says nothing."""
     done = [row for row in finished(rows) if is_told(row.get("balance") or {})]
     return {cell: _balanced([row for row in done if row["cell"] == cell]) for cell in cells(done)}
 
@@ -89,7 +89,7 @@ def _part(rank: int, runs: Sequence[Mapping[str, Any]]) -> Part:
 
 
 MOST_PARTS = 8
-"""A division among more workers than this is told by its least and its most."""
+"""A division among more workers than this is shown by its least and its most."""
 
 
 def division(counts: Sequence[int]) -> str:
@@ -131,7 +131,7 @@ def _better_division(members: Sequence[Member], counts: Sequence[int], facts: Ma
 
 
 def _fewer_workers(members: Sequence[Member], count: int, facts: Mapping[str, Any]) -> str | None:
-    """Who costs more than they bring, if others do their part. Among equals nobody is to be named."""
+    """Workers that cost more time than they save; none among equal workers."""
     if not facts["uneven"]:
         return None
     found = drop_advice(members, count, exchange_of(len(members), facts["exchange_s"], bool(facts["servers"])))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from podium.records.phases import COST
+
+if TYPE_CHECKING:
+    from podium.lab.stats.statistics import Contrast
 
 MOVED = (
     "MB sent are those of all ranks together, collectives counted as a ring would send them: where ranks of one host "
@@ -18,7 +21,7 @@ ABSENT = "–"
 
 
 def plain(value: float | None, digits: int = 3) -> str:
-    """A number to so many significant digits, without an exponent: 12,345 · 1.23 · 0.00123."""
+    """A number to `digits` significant digits, without an exponent: 12,345 · 1.23 · 0.00123."""
     if value is None:
         return ABSENT
     if isinstance(value, int) or value == 0:
@@ -39,6 +42,20 @@ def spread(mean: float | None, low: float | None, high: float | None) -> str:
         return f"{plain(mean)} ± 0"
     places = _decimals(half, 2)
     return f"{mean:,.{places}f} ± {half:,.{places}f}"
+
+
+def gap(found: Contrast | None) -> str:
+    """A paired difference or ratio, its interval and p; of what is the same in every seed, the number alone."""
+    if found is None:
+        return ABSENT
+    if found.ratio:
+        told = plain(found.value)
+        told += "" if found.low is None or found.exact else f" ({plain(found.low)} to {plain(found.high)})"
+    else:
+        told = spread(found.value, found.low, found.high)
+        none = not told.partition(" ")[0].strip("-0.")  # rounds to zero, which has no sign
+        told = told.lstrip("-") if none else f"{'+' * (found.value > 0)}{told}".replace("-", "−")
+    return told if found.p_holm is None or found.exact else f"{told}, p {probability(found.p_holm)}"
 
 
 def between(values: Sequence[float]) -> str:
@@ -75,7 +92,7 @@ def restoration(facts: Mapping[str, Any]) -> str:
 
 
 def mishaps(row: Mapping[str, Any]) -> list[str]:
-    """What happened in a run that its numbers do not tell; rows of older runs may know of less."""
+    """Losses, restorations and dropped pushes of a run; rows of older runs may not record all of them."""
     lost = row.get("lost") or ()
     said = [f"lost rank {', '.join(map(str, lost))}"] if lost else []
     said += [f"restored {restoration(facts)}" for facts in row.get("restored") or ()]
@@ -95,8 +112,8 @@ def _strategy(phase: str) -> str:
 def reason(facts: Mapping[str, Any], rules: Sequence[Mapping[str, Any]] = ()) -> str:
     """Why a phase ended: the rule's own words, its name and, where it has them, its value and threshold."""
     text = f"{facts['why']} ({facts['rule']}"
-    if facts["value"] is None:
-        return text + ")"
+    if facts["value"] is None:  # `epoch 2 reached` says all that `epoch:at=2.0` does
+        return str(facts["why"]) if facts["rule"].partition(":")[0] in facts["why"] else text + ")"
     known = [rule["threshold"] for rule in rules if rule["in_force"] and rule["rule"] == facts["rule"]]
     bound = f", threshold {plain(known[0])}" if known and isinstance(known[0], int | float) else ""
     return f"{text}: {plain(facts['value'])}{bound})"

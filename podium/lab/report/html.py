@@ -13,7 +13,7 @@ from markupsafe import Markup
 from podium.errors import ConfigError
 from podium.lab.report.links import slug
 from podium.lab.report.templating import environment
-from podium.lab.study.store import write_whole
+from podium.records.disk import write_atomically
 
 _XML = re.compile(r"<\?xml.*?\?>|<!DOCTYPE.*?>", re.DOTALL)
 
@@ -26,7 +26,7 @@ def write_html(page: str | Path) -> Path:
     except OSError as error:
         raise ConfigError(f"report: {place} cannot be read: {error.strerror}") from error
     path = place.with_suffix(".html")
-    write_whole(path, to_html(text, place.parent))
+    write_atomically(path, to_html(text, place.parent))
     return path
 
 

@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-INTERVALS = "../../podium/lab/stats/statistics.py"
-"""Where intervals are computed, as a page in `docs/studies/` links to it."""
-
 
 class Records:
     """The lines of one file of records, for links to them.
@@ -34,8 +31,12 @@ class Records:
 
     def links(self, rows: Iterable[Mapping[str, Any]]) -> str:
         """The numbers of their lines as links, each once, in the file's order; three in a row and more are one link."""
+        return self.spans(self.line(row) for row in rows)
+
+    def spans(self, lines: Iterable[int]) -> str:
+        """The same for numbers of lines."""
         told = []
-        for first, last in _stretches(sorted({self.line(row) for row in rows})):
+        for first, last in _spans(sorted(set(lines))):
             if last - first > 1:
                 told.append(f"[{first}–{last}]({self.name}#L{first}-L{last})")
             else:
@@ -47,7 +48,7 @@ class Records:
         return f"[{text}]({self.name})"
 
 
-def _stretches(lines: Iterable[int]) -> list[tuple[int, int]]:
+def _spans(lines: Iterable[int]) -> list[tuple[int, int]]:
     """Runs of numbers without a gap: the first and the last of each."""
     found: list[tuple[int, int]] = []
     for line in lines:
@@ -78,3 +79,9 @@ def slug(heading: str) -> str:
     """What a heading is called in links to it."""
     kept = "".join(c for c in heading.strip().lower() if c.isalnum() or c in " -_")
     return kept.replace(" ", "-")
+
+
+def code(value: object) -> str:
+    """A name as it is written in programs; a pipe would end a table's cell, a backtick or a new line the code."""
+    text = " ".join(str(value).split()).replace("|", chr(92) + "|")
+    return f"`` {text} ``" if "`" in text else f"`{text}`"

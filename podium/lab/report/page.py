@@ -2,7 +2,7 @@
 
 Every measured number on it stands in a row or a sentence that links to the lines of `results.jsonl` it was made from,
 or to such a row. What the design sets links to `study.json`, and so do sentences that are quoted from elsewhere. Tables
-of others' numbers are set as plain text under the name of their source, so that nobody takes them for ours.
+of others' numbers are set as plain text under the name of their source, so that they are not taken for ours.
 
 The page is made from `study.json`, `results.jsonl` and the names of the files in `figures/`; the same input gives the
 same bytes.
@@ -17,30 +17,31 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from podium.lab.report.answer import Findings, find, tell
+from podium.lab.report.answer import Findings
 from podium.lab.report.drawing.files import stem_of
-from podium.lab.report.format import ABSENT, MOVED, plain, probability, spread
-from podium.lab.report.links import Records, mark, to
+from podium.lab.report.figures import tradeoffs
+from podium.lab.report.format import ABSENT, MOVED, between, plain, probability, spread
+from podium.lab.report.links import code, mark, to
+from podium.lab.report.markdown import markdown_table, section_text
+from podium.lab.report.own_page import TEMPLATE, OwnPage
 from podium.lab.report.sections import (
     MOST_BARS,
     MOST_CURVES,
-    analyses_of,
     ending_of,
     kind_of,
-    missing_of,
     precision_of,
-    responses_of,
     title_of,
-    winners_of,
 )
+from podium.lab.report.shared import shared_sections
+from podium.lab.report.study_results import StudyResults
 from podium.lab.stats.anova import Term
 from podium.lab.stats.checks import Analysis
-from podium.lab.stats.speedup import SpeedUps, speedups
 from podium.lab.stats.statistics import Mean, Summary
-from podium.lab.stats.winners import Winner
 from podium.lab.study.reproduce import command, python_call
-from podium.lab.study.rows import arranged, crossed, finished
-from podium.lab.study.store import Row, Store, modern, write_whole
+from podium.lab.study.results import crossed, finished, rules_by_cell
+from podium.lab.study.store import Row
+from podium.lab.study.study import Study
+from podium.records.disk import write_atomically
 
 PAGE = "README.md"
 MOST_FIGURES = 6
@@ -48,58 +49,66 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 _STUDY = "[study.json](study.json)"
 
 
-def write_page(folder: str | Path) -> Path:
+def write_page(study: str | Path | StudyResults) -> Path:
     """Write `README.md` into a study's folder from what lies there.
 
     Figures are shown where `write_figures` has drawn them before.
     """
-    store = Store(folder)
-    path = store.folder / PAGE
-    drawn = sorted(file.stem for file in (store.folder / "figures").glob("*.svg"))
-    write_whole(path, page(modern(store.read_study()), store.runs(), drawn))
+    results = StudyResults.read(study)
+    path, template, figures = results.folder / PAGE, results.folder / TEMPLATE, results.folder / "figures"
+    found = parts(results, sorted(file.stem for file in figures.glob("*.svg")))
+    if template.is_file():
+        own = OwnPage(results.study, results.file_rows, {**found, "rules": _rules(results)})
+        text = own.render(template.read_text(encoding="utf-8"))
+        for name, drawing in own.drawings.items():
+            write_atomically(figures / f"{name}.svg", drawing.decode())
+    else:
+        text = "\n\n".join(filter(None, found.values())) + "\n"
+    write_atomically(path, text)
     return path
 
 
-def page(study: Mapping[str, Any], rows: Sequence[Row], drawn: Iterable[str] = ()) -> str:
-    """The page's text; `drawn` are the names of figures that are there, without their endings."""
-    records = Records("results.jsonl", rows)
-    rows = arranged(rows, [str(cell["cell"]) for cell in study["cells"]])
-    findings = find(rows, study.get("target"), study.get("maximize"))
-    anchors = {line.cell: f"cell-{place}" for place, line in enumerate(findings.table)}
+def parts(results: StudyResults, drawn: Iterable[str] = ()) -> dict[str, str]:
+    """The page in parts, in its order; a part that has nothing to say is empty.
+
+    `drawn` are the names of figures that are there, without their endings.
+    """
+    study, rows, records = results.study, results.rows, results.records
     all_records = records.whole("all records")
     # Names in sentences are no markup.
-    said, caution = escape(tell(findings, rows, study), quote=False).rsplit("\n", 1)
-    parts = [
-        [f"# {title_of(study)}", "", *_linked(study["question"], _STUDY), ""],
-        ["## Answer", "", *_linked(said, to("table", "cells")), ""],
-        [
-            "What may not be concluded: " + " ".join(_linked(caution, f"{all_records}, {_STUDY}" if rows else _STUDY)),
-            "",
+    said, caution = (escape(text, quote=False) for text in results.said)
+    shared: dict[str, list[str]] = {"responses": [], "winners": [], "speedups": [], "against": []}
+    for section in shared_sections(results):
+        shared[section.name] += [section_text(section, results.places(), records), ""]
+    found = {
+        "title": [f"# {title_of(study)}"],
+        "question": _linked(study.question, _STUDY),
+        "answer": ["## Answer", "", *_linked(said, to("table", "cells"))],
+        "caution": [
+            "What may not be concluded: " + " ".join(_linked(caution, f"{all_records}, {_STUDY}" if rows else _STUDY))
         ],
-        [line for note in study["notes"] for line in (" ".join(_linked(note, _STUDY)), "")],
-        _design(study, rows, findings, all_records),
-        _cells(study, rows, findings, anchors, records),
-        _responses(responses_of(study, rows, findings), missing_of(study, rows, findings), anchors),
-        _winners(winners_of(rows, findings), anchors),
-        _speedups(speedups(rows, study["baseline"]), anchors),
-        _analyses(analyses_of(study, rows, findings), records.links(crossed(rows)), all_records),
-        _references(study["reference"]),
-        _figures(_chosen(study, findings, set(drawn)), all_records),
-        _again(study),
-    ]
-    return "\n".join(line for part in parts for line in part).rstrip("\n") + "\n"
+        "notes": [line for note in study.notes for line in (" ".join(_linked(note, _STUDY)), "")],
+        "design": _design(study, rows, results.findings, all_records),
+        "cells": _cells(results),
+        **shared,
+        "analyses": _analyses(results.analyses, records.links(crossed(rows)), all_records),
+        "references": _references(study.reference),
+        "figures": _figures(_chosen(study, rows, results.findings, set(drawn)), all_records),
+        "reproduce": _reproduce(study),
+    }
+    return {name: "\n".join(lines).rstrip("\n") for name, lines in found.items()}
 
 
-def _design(study: Mapping[str, Any], rows: Sequence[Row], findings: Findings, all_records: str) -> list[str]:
-    seeds = {row["seed"] for row in finished(rows)} or set(study["seeds"])
-    said = [f"- {name}: {', '.join(_code(level) for level in levels)}" for name, levels in study["factors"].items()]
-    count = f"{len(study['cells'])} cells, {len(seeds)} seed{'s' * (len(seeds) != 1)}"
+def _design(study: Study, rows: Sequence[Row], findings: Findings, all_records: str) -> list[str]:
+    seeds = {row["seed"] for row in finished(rows)} or set(study.seeds)
+    said = [f"- {name}: {', '.join(code(level) for level in levels)}" for name, levels in study.levels.items()]
+    count = f"{len(study.cells)} cells, {len(seeds)} seed{'s' * (len(seeds) != 1)}"
     facts = [f"Design, as {_STUDY} has it: {kind_of(study)}; {count}, in an order drawn at random within each seed."]
     for text in (precision_of(study), f"Runs end {ending_of(study)}" if ending_of(study) else ""):
         facts += _linked(f"{text}.", _STUDY) if text else []
-    if findings.target is not None:
+    if _is_timed(study, findings):
         goal = f"{plain(findings.target)} {findings.metric}"
-        given = study.get("target") is not None
+        given = study.target is not None
         why = f"set in advance ({_STUDY})" if given else f"chosen after the fact, from {all_records}"
         facts.append(f"The target is {goal}, {why}.")
     if findings.maximize is not None:
@@ -107,43 +116,45 @@ def _design(study: Mapping[str, Any], rows: Sequence[Row], findings: Findings, a
     return ["## Design", "", *facts, "", *said, ""]
 
 
-def _cells(
-    study: Mapping[str, Any],
-    rows: Sequence[Row],
-    findings: Findings,
-    anchors: Mapping[str, str],
-    records: Records,
-) -> list[str]:
+def _cells(results: StudyResults) -> list[str]:
     """One row per cell, with the records it was made from; a cell that only failed has its failures."""
-    if not rows:
+    study, findings, records, places = results.study, results.findings, results.records, results.places()
+    if not results.rows:
         return []
-    timed = findings.target is not None
+    timed = _is_timed(study, findings)
     names = ["cell", "runs", findings.metric, "seconds", *(["seconds to target"] if timed else []), "MB sent"]
-    lines = (
+    lines = [
         [
-            mark(anchors[line.cell]) + _code(line.cell),
+            mark(f"cell-{places[line.cell]}") + code(line.cell),
             f"{line.runs}" + (f", {line.failed} failed" if line.failed else ""),
             _mean(line.metric),
             _mean(line.seconds),
             *([_to_target(line)] if timed else []),
             _mean(line.moved_mb),
             _share(line.wait_share),
-            records.links(_counting(rows, line.cell)),
+            records.links(results.counting(line.cell)),
         ]
         for line in findings.table
-    )
+    ]
     lead = f"Means over seeds ± half of the 95 % t-interval, from {records.whole('all records')}. {MOVED}"
-    table = _table([*names, "waiting", "records"], f"lrrr{'r' * timed}rrl", lines)
+    table = _table(*_measured([*names, "waiting", "records"], f"lrrr{'r' * timed}rrl", lines))
     found = ["## Cells", "", lead, "", *table]
-    left = [str(cell["cell"]) for cell in study["cells"] if cell["cell"] not in anchors]
+    left = [name for name in study.names if name not in places]
     if left:
-        found += [f"Not run: {', '.join(map(_code, left))}.", ""]
+        found += [f"Not run: {', '.join(map(code, left))}.", ""]
     return found
 
 
-def _counting(rows: Sequence[Row], cell: str) -> list[Row]:
-    own = [row for row in rows if row["cell"] == cell]
-    return finished(own) or own
+def _is_timed(study: Study, findings: Findings) -> bool:
+    """Whether the page shows time to target: not where the study sets no target and no run met the default."""
+    met = study.target is not None or any(line.reached for line in findings.table)
+    return findings.target is not None and met
+
+
+def _measured(names: Sequence[str], sides: str, lines: Sequence[Sequence[str]]) -> tuple[Any, str, Any]:
+    """A table without the columns in which no cell has anything."""
+    kept = [i for i in range(len(names)) if any(line[i] != ABSENT for line in lines)]
+    return [names[i] for i in kept], "".join(sides[i] for i in kept), [[line[i] for i in kept] for line in lines]
 
 
 def _to_target(line: Summary) -> str:
@@ -151,63 +162,23 @@ def _to_target(line: Summary) -> str:
     return _mean(line.to_target) + short
 
 
-def _responses(found: Sequence[Mapping[str, Any]], missing: Sequence[str], anchors: Mapping[str, str]) -> list[str]:
-    said = ["## Other responses", ""] if found or missing else []
-    if found:
-        names = list(found[0]["means"])
-        lines = ([to(_code(one["cell"]), anchors[one["cell"]]), *map(_mean, one["means"].values())] for one in found)
-        said += ["What else the study looks at: means over seeds.", ""]
-        said += _table(["cell", *names], "l" + "r" * len(names), lines)
-    return said + [line for name in missing for line in (f"{_code(name)}: no run has it.", "")]
-
-
-def _winners(found: Sequence[Winner], anchors: Mapping[str, str]) -> list[str]:
-    if not found:
-        return []
-    measure = found[0].measure
-    lead = (
-        f"By {measure}. Ahead: the second's mean over the first's. Not told apart: by paired tests, Holm's correction."
-    )
-    lines = (
+def _rules(results: StudyResults) -> str:
+    """Of cells with phases: when their rules fired, and when others would have. Only pages of their own show it."""
+    lines = [
         [
-            _code(won.setting),
-            to(_code(won.level), anchors[won.cell]),
-            _mean(won.value),
-            _code(won.runner_up),
-            ABSENT if won.ratio is None else f"× {plain(won.ratio)}",
-            ", ".join(map(_code, won.level_with)) or ABSENT,
+            code(cell),
+            code(rule.rule),
+            "in force" if rule.in_force else "watched",
+            f"{len(rule.epochs)} of {rule.runs}" if rule.measured else "not measured",
+            between(rule.epochs),
+            str(rule.late) if rule.epochs else ABSENT,
+            results.records.links(results.counting(cell)),
         ]
-        for won in found
-    )
-    names = ["setting", "first", measure, "second", "ahead", "not told apart from"]
-    return ["## Who comes first where", "", lead, "", *_table(names, "llrlrl", lines)]
-
-
-def _speedups(found: SpeedUps | None, anchors: Mapping[str, str]) -> list[str]:
-    if found is None:
-        return []
-    lead = (
-        f"Seconds of {to(_code(found.baseline), anchors[found.baseline])} over the cell's, seed by seed: geometric "
-        "mean and its t-interval. Efficiency: speed-up over how many times the baseline's machines it has (workers, "
-        "and servers apart from them)."
-    )
-    lines = (
-        [
-            to(_code(line.cell), anchors[line.cell]),
-            str(line.nodes),
-            plain(line.value),
-            ABSENT if line.low is None else f"{plain(line.low)} to {plain(line.high)}",
-            plain(line.efficiency),
-        ]
-        for line in found.lines
-    )
-    return [
-        "## Speed-up",
-        "",
-        lead,
-        "",
-        *_table(["cell", "machines", "speed-up", "interval", "efficiency"], "lrrrr", lines),
+        for cell, rules in rules_by_cell(results.ended).items()
+        for rule in rules
     ]
+    names = ["cell", "rule", "is", "fired in runs", "at epoch", "after the switch", "records"]
+    return "\n".join(_table(names, "lllrrrl", lines)) if lines else ""
 
 
 def _analyses(found: Sequence[Analysis], links: str, all_records: str) -> list[str]:
@@ -228,7 +199,7 @@ def _analyses(found: Sequence[Analysis], links: str, all_records: str) -> list[s
             "lrrrrll",
             (
                 [
-                    _code(term.name) + (f" (with {', '.join(map(_code, term.aliases))})" if term.aliases else ""),
+                    code(term.name) + (f" (with {', '.join(map(code, term.aliases))})" if term.aliases else ""),
                     str(term.df),
                     plain(term.f),
                     probability(term.p_holm),
@@ -267,13 +238,14 @@ def _references(tables: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def _chosen(study: Mapping[str, Any], findings: Findings, drawn: set[str]) -> list[str]:
-    """At most six figures that are there: interactions first, then convergence and cost where these can be read."""
-    responses = dict.fromkeys([findings.metric, "seconds", *study["responses"]])
-    wanted = [
+def _chosen(study: Study, rows: Sequence[Row], findings: Findings, drawn: set[str]) -> list[str]:
+    """At most six figures that are there: trade-offs, interactions, then what can be read of convergence and cost."""
+    responses = dict.fromkeys([findings.metric, "seconds", *study.responses])
+    wanted = [figure.name for figure in tradeoffs(study, rows, findings.metric)]
+    wanted += [
         f"{response} against {one}, by {other}"
         for response in responses
-        for one, other in permutations(study["factors"], 2)
+        for one, other in permutations(study.factors, 2)
     ]
     if len(findings.table) <= MOST_CURVES:
         wanted += [f"{findings.metric} against {axis}" for axis in ("seconds of training", "epoch")]
@@ -289,15 +261,15 @@ def _figures(names: Sequence[str], all_records: str) -> list[str]:
     return ["## Figures", "", f"Made from {all_records}.", "", *(line for one in shown for line in (one, ""))]
 
 
-def _again(study: Mapping[str, Any]) -> list[str]:
+def _reproduce(study: Study) -> list[str]:
     line = command(study)
     how = ["```", line, "```"] if line else ["```python", *python_call(study).splitlines(), "```"]
-    versions = ", ".join(f"{name} {_code(value)}" for name, value in (study.get("versions") or {}).items())
-    known = {**(study.get("hardware") or {})}
+    versions = ", ".join(f"{name} {code(value)}" for name, value in study.machine.versions.items())
+    known = {**study.machine.hardware}
     if known.get("gpus"):
         known["gpus"] = ", ".join(known["gpus"])
-    machine = ", ".join(f"{name.replace('_', ' ')} {_code(value)}" for name, value in known.items())
-    commit = f"; commit {_code(study['commit'])}" if study.get("commit") else ""
+    machine = ", ".join(f"{name.replace('_', ' ')} {code(value)}" for name, value in known.items())
+    commit = f"; commit {code(study.machine.commit)}" if study.machine.commit else ""
     return [
         "## How to reproduce",
         "",
@@ -306,8 +278,7 @@ def _again(study: Mapping[str, Any]) -> list[str]:
         "`podium report . --figures --markdown` makes this page and `report.html`, which has every figure and run.",
         "",
         f"Versions ({_STUDY}): {versions}{commit}.",
-        "",
-        f"Machine: {machine}.",
+        *(["", f"Machine: {machine}."] if machine else []),
     ]
 
 
@@ -324,12 +295,7 @@ def _with_link(sentence: str, link: str) -> str:
 
 
 def _table(names: Sequence[str], sides: str, lines: Iterable[Sequence[str]]) -> list[str]:
-    rules = ["---:" if side == "r" else "---" for side in sides]
-    return [_line(names), _line(rules), *map(_line, lines), ""]
-
-
-def _line(parts: Iterable[str]) -> str:
-    return f"| {' | '.join(parts)} |"
+    return [markdown_table(names, sides, list(lines)), ""]
 
 
 def _share(value: Mean | None) -> str:
@@ -341,9 +307,3 @@ def _share(value: Mean | None) -> str:
 
 def _mean(value: Mean | None) -> str:
     return ABSENT if value is None else spread(value.mean, value.low, value.high)
-
-
-def _code(value: object) -> str:
-    """A name as it is written in programs; a pipe would end a table's cell, a backtick or a new line the code."""
-    text = " ".join(str(value).split()).replace("|", chr(92) + "|")
-    return f"`` {text} ``" if "`" in text else f"`{text}`"

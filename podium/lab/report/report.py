@@ -16,7 +16,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from podium.lab.report import format as written
-from podium.lab.report.answer import Findings, find, tell
+from podium.lab.report.answer import Findings
 from podium.lab.report.balance import Balanced, balanced_by_cell, division
 from podium.lab.report.drawing import plotly_script, style, to_plotly, to_svg
 from podium.lab.report.figures import (
@@ -28,64 +28,61 @@ from podium.lab.report.figures import (
     phase_stacks,
     staleness_bars,
     staleness_histograms,
+    tradeoffs,
 )
 from podium.lab.report.sections import (
     MOST_BARS,
     MOST_CURVES,
-    analyses_of,
     curves_by_setting,
     ending_of,
     interactions_of,
     kind_of,
-    missing_of,
     pictured,
     precision_of,
     records_of,
-    responses_of,
     timelines_of,
     title_of,
     views_of,
-    winners_of,
 )
+from podium.lab.report.shared import shared_sections
 from podium.lab.report.staleness import staleness_by_cell
+from podium.lab.report.study_results import StudyResults
 from podium.lab.report.templating import environment
 from podium.lab.stats.power import MOST_SEEDS, power
-from podium.lab.stats.speedup import speedups
 from podium.lab.stats.statistics import Mean
 from podium.lab.study.reproduce import command, python_call
-from podium.lab.study.rows import (
+from podium.lab.study.results import (
     TARGET_SHARE,
     RuleLine,
-    arranged,
     cells,
     deciding_rows,
     finished,
     first_level,
     rules_by_cell,
 )
-from podium.lab.study.store import Row, Store, modern, place_of, write_whole
+from podium.lab.study.store import Row, place_of
+from podium.lab.study.study import Study
+from podium.records.disk import write_atomically
 from podium.records.staleness import Staleness
 
 _BLANK = dict.fromkeys(("error", "loss", "seconds", "steps"))
 """What a row may lack: a failed run measured little, and older rows know fewer fields."""
 
 
-def write_report(study_dir: str | Path, *, include_plotly: bool = True) -> Path:
+def write_report(study: str | Path | StudyResults, *, include_plotly: bool = True) -> Path:
     """Write `report.html` into a study's folder from what lies there; `include_plotly=False` saves 4.8 MB."""
-    store = Store(study_dir)
-    study, rows = modern(store.read_study()), store.runs()
-    write_whole(store.report, render(study, rows, include_plotly=include_plotly))
-    return store.report
+    results = StudyResults.read(study)
+    path = results.folder / "report.html"
+    write_atomically(path, render(results, include_plotly=include_plotly))
+    return path
 
 
-def render(study: Mapping[str, Any], rows: Sequence[Row], *, include_plotly: bool = True) -> str:
+def render(results: StudyResults, *, include_plotly: bool = True) -> str:
     """The report's HTML."""
-    lines = {id(row): number for number, row in enumerate(rows, 1)}
-    ended, rows = rows, arranged(rows, [cell["cell"] for cell in study["cells"]])
-    findings = find(rows, study.get("target"), study.get("maximize"))
+    study, rows, findings = results.study, results.rows, results.findings
     script = plotly_script() if include_plotly and rows else None
     order = _order(study, rows)
-    said, caution = tell(findings, rows, study).split("\n", 1)
+    said, caution = results.said
 
     def drawn(figures: Sequence[Figure], places: Mapping[str, int] = order) -> list[dict[str, Any]]:
         return [_figure(figure, places, screen=script is not None) for figure in figures]
@@ -108,13 +105,11 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, include_plotly: boo
             findings=findings,
             place=order,
             short={str(row["cell"]): first_level(row) for row in rows},
-            records=records_of(rows, lines),
-            responses=responses_of(study, rows, findings),
-            missing=missing_of(study, rows, findings),
-            winners=winners_of(rows, findings),
-            speedups=speedups(rows, study["baseline"]),
+            records=records_of(rows, results.records),
+            sections=shared_sections(results),
+            tradeoffs=drawn(tradeoffs(study, rows, findings.metric)),
             design_kind=kind_of(study),
-            seeds=len({row["seed"] for row in finished(rows)}) or len(study["seeds"]),
+            seeds=len({row["seed"] for row in finished(rows)}) or len(study.seeds),
             ran=len(deciding_rows(rows)),
             lower=findings.lower,
             precision=precision_of(study),
@@ -140,11 +135,11 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, include_plotly: boo
                 _balanced(cell, found, drawn([courses[cell]] if cell in courses else []))
                 for cell, found in balanced_by_cell(rows).items()
             ],
-            analyses=analyses_of(study, rows, findings),
+            analyses=results.analyses,
             power=power(findings),
             most_seeds=MOST_SEEDS,
             timelines=timelines_of(rows, drawn),
-            runs=[{"line": lines[id(row)], **_run(row, findings)} for row in ended],
+            runs=[{"line": results.records.line(row), **_run(row, findings)} for row in results.ended],
             python_call=python_call(study),
             command=command(study),
             script=Markup(script.replace("</script", "<\\/script")) if script else None,
@@ -152,8 +147,8 @@ def render(study: Mapping[str, Any], rows: Sequence[Row], *, include_plotly: boo
     )
 
 
-def _order(study: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, int]:
-    names = dict.fromkeys([*(cell["cell"] for cell in study["cells"]), *cells(rows)])
+def _order(study: Study, rows: Sequence[Row]) -> dict[str, int]:
+    names = dict.fromkeys([*study.names, *cells(rows)])
     return {cell: place for place, cell in enumerate(names)}
 
 

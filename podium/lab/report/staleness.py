@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from podium.lab.study.rows import cells, finished
+from podium.lab.study.results import cells, finished
 from podium.lab.study.store import Row
 from podium.records.staleness import Spread, Staleness, pooled
 

@@ -19,6 +19,7 @@ from podium.launch.clusters.description import Cluster, Link, Node
 from podium.records.recorder import Record
 from podium.strategies import make_strategy
 from podium.strategies.base import Strategy
+from podium.strategies.phases import phases_of
 
 MOST_EDGES = 300
 """Pairs that a pattern lists; of more, only their number."""
@@ -49,7 +50,7 @@ def topology(records: Iterable[Record], manifest: Mapping[str, Any]) -> dict[str
         "nodes": nodes,
         "links": links,
         "described": manifest.get("cluster") is not None,
-        "colocated": bool(strategy is not None and strategy.colocated and strategy.server_count),
+        "colocated": bool(strategy is not None and strategy.server_spec.colocated),
         "ranks": [
             {"rank": rank, "role": role, "node": placed.get(rank), "device": begun[rank].get("device")}
             | _bytes(rows, rank)
@@ -80,7 +81,7 @@ def _places(
     placed: tuple[int, ...] = ()
     if strategy is not None and workers:
         hosts = hosts_of(strategy, workers)
-        placed = _cluster(described).place(workers, strategy.server_count, strategy.colocated, hosts)
+        placed = _cluster(described).place(workers, strategy.server_spec.count, strategy.server_spec.colocated, hosts)
     return nodes, list(described.get("links") or ()), {rank: placed[rank] for rank in roles if rank < len(placed)}
 
 
@@ -126,9 +127,9 @@ def _patterns(
     if strategy is None:
         return []
     found = []
-    for phase in strategy.phases:
+    for phase in phases_of(strategy):
         name, edges = _inferred(phase.strategy, workers, servers, collective.partition(":")[0])
-        counts = _messages(rows, set(workers)) if phase.strategy.server_count else Counter()
+        counts = _messages(rows, set(workers)) if phase.strategy.server_spec else Counter()
         told: list[list[int | None]] = [[a, b, counts.get((a, b))] for a, b in edges]
         found.append(
             {
@@ -157,11 +158,11 @@ def _inferred(
     strategy: Strategy[Any], workers: Sequence[int], servers: Sequence[int], collective: str
 ) -> tuple[str, list[tuple[int, int]]]:
     """What a strategy does by its nature: a word for it, and the pairs that talk."""
-    if not strategy.exchanges or len(workers) + len(servers) < 2:
+    if not strategy.payload.is_sent or len(workers) + len(servers) < 2:
         return "nobody talks", []
-    if strategy.server_count and not strategy.lends_only:
+    if strategy.server_spec and strategy.server_spec.role != "lender":
         return "workers and servers", [(worker, server) for worker in workers for server in servers]
-    if strategy.talks:
+    if strategy.payload.point_to_point:
         return "workers in pairs that change", []
     if len(workers) < 2:
         return "nobody talks", []

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from podium.lab.report.format import plain, probability, spread
 from podium.lab.stats.statistics import Contrast, Mean, compare_pairs, mean_interval
-from podium.lab.study.rows import at_validation, cells, final_value, finished, number
+from podium.lab.study.results import at_validation, cells, final_value, finished, number
 from podium.lab.study.store import Row
 from podium.records.metrics import lower_is_better
 
@@ -184,7 +184,7 @@ def _on_nodes(count: int, rows: Sequence[Row], metric: str, lower: bool) -> View
 
 
 def _judged(view: View, metric: str, lower: bool, pairs: Sequence[Contrast]) -> View:
-    """Name the best, keep its contrasts, and say what they come to."""
+    """Name the best, keep its contrasts, and summarise them."""
     known = {line.cell: line.metric for line in view.standings if line.metric is not None}
     best = (min if lower else max)(known, key=lambda cell: known[cell].mean)
     own = tuple(c for c in pairs if best in (c.first, c.second))

@@ -34,7 +34,6 @@ from podium.lab.stats.terms import (
     choose,
     effect_name,
     is_exact,
-    load,
     no_empty_cell,
     ols,
     ones,
@@ -44,6 +43,7 @@ from podium.lab.stats.terms import (
     runs,
 )
 from podium.lab.study.store import Row
+from podium.records.intervals import load
 
 BLOCK = "seed"
 
@@ -451,9 +451,7 @@ def _against(told: LevelMean, gap: float, vector: Matrix, full: Any, exact: bool
     if exact:
         ends = [gap, gap, gap]
     elif full.df_resid > 0:
-        error = math.sqrt(float(vector @ full.normalized_cov_params @ vector) * full.ssr / full.df_resid)
-        half = error * float(load("scipy.stats").t.ppf(0.975, full.df_resid))
-        ends = [gap, gap - half, gap + half]
+        ends = [gap, *map(float, full.t_test(vector).conf_int(ALPHA)[0])]
     value, low, high = (None if x is None else math.exp(x) if ratio else x for x in ends)
     return replace(told, against_first=value, low=low, high=high)
 

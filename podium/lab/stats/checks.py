@@ -20,9 +20,10 @@ from podium.lab.report.format import plain, probability
 from podium.lab.stats.anova import Anova, Fit, anova
 from podium.lab.stats.anova import tell as tell_anova
 from podium.lab.stats.statistics import ALPHA, holm
-from podium.lab.stats.terms import load
+from podium.lab.stats.terms import ols
 from podium.lab.study.responses import is_ratio
 from podium.lab.study.store import Row
+from podium.records.intervals import load
 
 LEAST_RUNS = 8
 """With fewer residuals than this, the shape of their distribution cannot be seen."""
@@ -194,11 +195,8 @@ def _no_drift(found: Anova, order: Sequence[tuple[str, int]] | None) -> Check:
     own = places - found.design @ np.linalg.lstsq(found.design, places, rcond=None)[0]
     if np.abs(own).max() < 1e-6 * len(own):
         return replace(blank, said="Cells came in the same order with every seed, so a drift would pass for an effect.")
-    residuals = np.array([fit.residual for fit in found.fits])
-    slope = float(own @ residuals / (own @ own))
-    rest, df = residuals - slope * own, found.residual_df - 1
-    error = math.sqrt(float(rest @ rest) / df / float(own @ own))
-    p = 2 * float(load("scipy.stats").t.sf(abs(slope) / error, df)) if error else 0.0
+    fitted = ols(np.array([fit.value for fit in found.fits]), np.column_stack([found.design, places]))
+    slope, p = float(fitted.params[-1]), float(fitted.pvalues[-1])
     if p >= ALPHA:
         return replace(blank, p=p, said="No sign of a drift along the order of the runs.")
     way = "up" if slope > 0 else "down"

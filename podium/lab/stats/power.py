@@ -14,17 +14,17 @@ With few seeds the spread itself is uncertain: with five, the true one may be th
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from podium.errors import ConfigError, MissingExtra
+from podium.errors import ConfigError
 from podium.lab.report.answer import Findings
 from podium.lab.report.format import percent, plain
 from podium.lab.stats.statistics import ALPHA, Contrast
+from podium.records.intervals import load
 
 GOAL = 0.8
 """Power is called enough from here on."""
@@ -119,7 +119,7 @@ def of_contrast(contrast: Contrast, tests: int, worth: float) -> Power | None:
     value, low, high, asked = contrast.value, contrast.low, contrast.high, worth
     if contrast.ratio:
         value, low, high, asked = (math.log(x) for x in (value, low, high, asked))
-    t = _load("scipy.stats").t
+    t = load("scipy.stats").t
     error = (high - low) / 2 / float(t.ppf(0.975, n - 1))  # the interval's own standard error of the mean
     deviation = error * math.sqrt(n)
     effect = smallest_effect(n, alpha)
@@ -165,7 +165,7 @@ def chance(effect: float, n: int, alpha: float) -> float:
     if n < 2:
         return 0.0
     # One-sided at half the level: the other tail would count finding the opposite, and is where scipy returns nan.
-    solver = _load("statsmodels.stats.power").TTestPower()
+    solver = load("statsmodels.stats.power").TTestPower()
     return float(solver.power(effect, n, alpha / 2, alternative="larger"))
 
 
@@ -196,10 +196,3 @@ def seeds_for(effect: float, alpha: float, goal: float = GOAL) -> int | None:
 
 def _amount(found: Power, value: float) -> str:
     return f"{plain(100 * (value - 1), 2)} %" if found.ratio else plain(value, 2)
-
-
-def _load(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise MissingExtra(module.partition(".")[0], "study", "the power of a comparison") from None

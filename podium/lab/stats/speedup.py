@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from podium.lab.stats.statistics import compare_pairs
-from podium.lab.study.rows import cells, finished, number
+from podium.lab.study.results import cells, finished, number
 from podium.lab.study.store import Row
 
 

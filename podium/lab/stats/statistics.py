@@ -10,15 +10,13 @@ seeds cannot show. With three seeds only large effects can be told from luck, an
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from podium.errors import MissingExtra
-from podium.lab.study.rows import (
+from podium.lab.study.results import (
     by_setting,
     cells,
     crossed,
@@ -28,25 +26,17 @@ from podium.lab.study.rows import (
     number,
     time_to_target,
 )
-from podium.lab.study.store import Row
+from podium.records.intervals import ROUNDING, deviation, load, paired_p, varies
+from podium.records.intervals import Mean as Mean
+from podium.records.intervals import mean_interval as mean_interval
 
-ROUNDING = 1e-12
-"""Values that differ by less, in parts of them, are the same."""
+if TYPE_CHECKING:
+    from podium.lab.study.store import Row
 
 TO_TARGET = "seconds to target"
 
 ALPHA = 0.05
 """A difference is told as one when its Holm-corrected p is below this."""
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean over seeds and its 95 % t-interval; with one value there is none."""
-
-    n: int
-    mean: float
-    low: float | None = None
-    high: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,22 +107,8 @@ class Contrast:
 
 def require_statistics() -> None:
     """Say at once, not after an hour of runs, that statistics are not installed."""
-    _load("scipy.stats")
-    _load("statsmodels.stats.multitest")
-
-
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Mean | None:
-    """The mean and its t-interval; None of no values."""
-    if not values:
-        return None
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return Mean(1, mean)
-    if not _varies(values, mean):
-        return Mean(len(values), mean, mean, mean)
-    stats = _load("scipy.stats")
-    low, high = stats.t.interval(confidence, len(values) - 1, loc=mean, scale=stats.sem(values))
-    return Mean(len(values), mean, float(low), float(high))
+    for module in ("scipy.stats", "statsmodels.stats.multitest"):
+        load(module, "comparing strategies")
 
 
 def summarise(rows: Sequence[Row], metric: str, target: float | None, maximize: bool | None = None) -> list[Summary]:
@@ -245,21 +221,15 @@ def _contrast(blank: Contrast, pairs: Sequence[tuple[float, float]]) -> Contrast
     if max(map(abs, gaps)) <= ROUNDING * size:
         none = 1.0 if blank.ratio else 0.0
         return replace(contrast, value=none, low=none, high=none, p=1.0, effect=0.0)
-    if not _varies(gaps, mean):
+    if not varies(gaps, mean):
         # The same gap in every seed: no t exists. Of a clock that is computed it is beyond doubt. Accuracies come in
         # steps of one test sample and times to a target in steps of one validation: they agree by chance, so only the
         # sign counts.
         if blank.ratio and blank.measure != TO_TARGET:
             return replace(contrast, p=0.0, effect=math.copysign(math.inf, mean))
         return replace(contrast, p=min(1.0, 2.0 ** (1 - n)), low=None, high=None)
-    p = float(_load("scipy.stats").ttest_rel(*zip(*pairs, strict=True)).pvalue)
-    deviation = math.sqrt(math.fsum((gap - mean) ** 2 for gap in gaps) / (n - 1))
-    return replace(contrast, p=p, effect=(1 - 3 / (4 * (n - 1) - 1)) * mean / deviation)
-
-
-def _varies(values: Sequence[float], mean: float) -> bool:
-    """Whether values differ by more than rounding; the same number in all seeds has no t-distribution."""
-    return max(abs(value - mean) for value in values) > ROUNDING * max(abs(value) for value in values)
+    effect = (1 - 3 / (4 * (n - 1) - 1)) * mean / deviation(gaps, mean)
+    return replace(contrast, p=paired_p(gaps), effect=effect)
 
 
 def _by_seed(rows: Sequence[Row], value: Any) -> dict[str, dict[int, float]]:
@@ -290,10 +260,3 @@ def _count(rows: Sequence[Row], cell: str) -> int:
 def _p(contrast: Contrast) -> float:
     assert contrast.p is not None
     return contrast.p
-
-
-def _load(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise MissingExtra(module.partition(".")[0], "study", "comparing strategies") from None

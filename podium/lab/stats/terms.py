@@ -7,7 +7,6 @@ columns, and the intercept is the mean with all levels weighed alike.
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from podium.errors import MissingExtra
 from podium.lab.report.format import plain
 from podium.lab.study.responses import response_of
-from podium.lab.study.rows import finished
+from podium.lab.study.results import finished
 from podium.lab.study.store import Row
+from podium.records.intervals import load
 
 Matrix = NDArray[np.float64]
 Effect = tuple[str, ...]
@@ -349,10 +348,3 @@ def runs(count: int) -> str:
 
 def ols(values: Matrix, design: Matrix) -> Any:
     return load("statsmodels.regression.linear_model").OLS(values, design).fit()
-
-
-def load(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise MissingExtra(module.partition(".")[0], "study", "the analysis of factors") from None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from podium.lab.stats.statistics import Contrast, Mean, Summary
-from podium.lab.study.rows import by_setting, crossed, first_level
+from podium.lab.study.results import by_setting, crossed, first_level
 from podium.lab.study.store import Row
 from podium.records.metrics import lower_is_better
 

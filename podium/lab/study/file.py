@@ -26,49 +26,33 @@ A Python file has a function `study(size)` that returns a `podium.Study`, or a S
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from podium.config import build
+from podium.config import build, convert
 from podium.errors import ConfigError, UnknownName
-from podium.lab.study.design import ORDER_SEED, Replications, Stop
-from podium.lab.study.study import Study, Where
+from podium.imports import load_file
+from podium.lab.study.parts import Against, Replications, Stop, Where
+from podium.lab.study.study import Study
 from podium.sweeps.search.space import Range
 
 SUFFIXES = (".toml", ".py")
 
-_LISTS = ("where", "reference")
+_LISTS = ("where", "against", "reference")
 _TABLES = ("study", "settings", "factors", *_LISTS, "design", "stop", "sizes")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Head:
-    """`[study]`, as it is written."""
-
-    name: str
-    question: str = ""
-    replications: Any = 3
-    order_seed: int = ORDER_SEED
-    target: float | None = None
-    maximize: bool | None = None
-    retries: int = 1
-    responses: tuple[str, ...] = ()
-    baseline: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """`[design]`, as it is written."""
-
-    kind: str = "full"
-    generators: tuple[str, ...] = ()
-    points: int | None = None
+_HEAD = (
+    "name", "question", "replications", "order_seed", "target", "maximize", "retries", "responses", "baseline", "notes",
+    "runs",
+)  # fmt: skip
+"""Fields of a Study that `[study]` sets."""
+_SHAPE = ("kind", "generators", "points")
+"""Those that `[design]` sets."""
 
 
 def is_study_file(text: str) -> bool:
@@ -86,12 +70,8 @@ def read_study(path: str | Path, size: str | None = None) -> Study:
 
 
 def _from_python(path: Path, size: str | None) -> Study:
-    spec = importlib.util.spec_from_file_location(f"podium_study_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses in the file look for their module
     try:
-        spec.loader.exec_module(module)
+        module = load_file(path)
     except Exception as error:
         raise ConfigError(f"{path}: cannot be imported: {type(error).__name__}: {error}") from error
     make, found = getattr(module, "study", None), getattr(module, "STUDY", None)
@@ -126,21 +106,39 @@ def _study(table: Mapping[str, Any], path: Path) -> Study:
     given = {"name": path.stem, **table.get("study", {})}
     if isinstance(given.get("notes"), str):
         given["notes"] = [given["notes"]]  # its commas are no borders
-    head, shape = vars(build(_Head, given, who="study")), build(_Shape, table.get("design", {}), who="design")
-    asked = head["replications"]
-    if isinstance(asked, Mapping):
-        head = {**head, "replications": build(Replications, asked, who="replications")}
-    elif isinstance(asked, bool) or not isinstance(asked, int):
-        raise ConfigError(f"study: replications must be a whole number or a table, got {asked!r}")
     return Study(
-        **head,
-        **vars(shape),
+        **_fields(given, _HEAD, "study"),
+        **_fields(table.get("design", {}), _SHAPE, "design"),
         settings=table.get("settings", {}),
         factors={name: _factor(name, levels) for name, levels in table.get("factors", {}).items()},
         where=tuple(_where(rule) for rule in table.get("where", ())),
+        against=tuple(build(Against, one, who="against") for one in table.get("against", ())),
         reference=tuple(table.get("reference", ())),
         stop=build(Stop, table.get("stop", {}), who="stop"),
     )
+
+
+def _fields(table: Mapping[str, Any], names: tuple[str, ...], who: str) -> dict[str, Any]:
+    """Fields of a Study from a table of the file, each as the Study's own annotation has it."""
+    hints, found = typing.get_type_hints(Study), {}
+    for name, value in table.items():
+        field = name.replace("-", "_")
+        if field not in names:
+            raise UnknownName(f"option of {who}", name, names)
+        found[field] = _OWN[field](value) if field in _OWN else convert(value, hints[field], f"{who}: {name}")
+    return found
+
+
+def _replications(asked: Any) -> int | Replications:
+    if isinstance(asked, Mapping):
+        return build(Replications, asked, who="replications")
+    if isinstance(asked, bool) or not isinstance(asked, int):
+        raise ConfigError(f"study: replications must be a whole number or a table, got {asked!r}")
+    return asked
+
+
+_OWN: Mapping[str, Callable[[Any], Any]] = {"replications": _replications, "kind": str, "runs": str}
+"""Fields that the Study itself says more about than their annotation."""
 
 
 def _factor(name: str, given: Any) -> Any:
@@ -150,8 +148,8 @@ def _factor(name: str, given: Any) -> Any:
 
 
 def _where(rule: Mapping[str, Any]) -> Where:
-    if not (rule.get("settings") or rule.get("leave_out") or rule.get("name")):
-        raise ConfigError(f"where: must have settings, a name or leave_out = true, got {dict(rule)}")
+    if not any(rule.get(name) for name in ("settings", "leave_out", "seeds", "name")):
+        raise ConfigError(f"where: must have settings, seeds, a name or leave_out = true, got {dict(rule)}")
     return build(Where, rule, who="where")
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 from podium.config import RunResult
-from podium.lab.study.rows import final_value, metric_name, number, time_to_target
+from podium.lab.study.results import final_value, metric_name, number, time_to_target
 
 TO_TARGET = "seconds to target"
 
@@ -47,7 +47,7 @@ def response_of(
 
 
 def known_responses() -> list[str]:
-    """Names that any run may have; `seconds to target` and a task's metrics come to these."""
+    """Names that any run may have, besides `seconds to target` and its task's metrics."""
     hints = get_type_hints(RunResult)
     own = [field.name for field in fields(RunResult) if hints[field.name] in (int, float)]
     inside = [f"{name}.{part}" for name, parts in _INSIDE.items() for part in parts]

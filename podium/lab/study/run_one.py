@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from podium.config import RunConfig, RunResult, build
 from podium.errors import Interrupted, RecordError
-from podium.lab.study.design import Stop
-from podium.lab.study.rows import metric_name
-from podium.lab.study.store import Row, place_of, write_whole
+from podium.lab.study.parts import Stop
+from podium.lab.study.results import metric_name
+from podium.lab.study.run_sweep import run_sweep
+from podium.lab.study.store import Key, Row, place_of
+from podium.records.disk import write_atomically
 from podium.records.energy import open_meter
 from podium.records.metrics import lower_is_better
 from podium.records.recorder import read_records, to_json
@@ -23,6 +25,7 @@ from podium.records.staleness import tables
 from podium.strategies import make_strategy
 
 if TYPE_CHECKING:
+    from podium.lab.study.study import Study
     from podium.task import Task
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -31,8 +34,8 @@ Launch = Callable[..., RunResult]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """All that decides one run and its row."""
+class RunRequest:
+    """Everything that determines one run and its row."""
 
     cell: str
     levels: Mapping[str, Any]
@@ -47,21 +50,21 @@ class Asked:
     """Whether its row is to hold what its timeline and topology are drawn from."""
 
     @property
-    def told(self) -> Row:
-        """What every row says of its run, however that ended."""
+    def identity(self) -> Row:
+        """The fields that every row has, however its run ended."""
         return {"cell": self.cell, "levels": dict(self.levels), "seed": self.seed, "nodes": self.nodes}
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "config": self.config.to_dict(), "stop": vars(self.stop)}
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Asked:
+    def of(cls, values: Mapping[str, Any]) -> RunRequest:
         config = build(RunConfig, values["config"], who="run")
         return cls(**{**values, "config": config, "stop": build(Stop, values["stop"], who="stop")})
 
 
-def run_one(asked: Asked, *, launch: Launch, task: Task | None, on_event: OnEvent, stop: Event) -> Row:
-    """Launch the run and say what came of it; a run that fails is a row that says so."""
+def run_one(asked: RunRequest, *, launch: Launch, task: Task | None, on_event: OnEvent, stop: Event) -> Row:
+    """Launch the run and return its row; the row of a run that fails says why."""
     began, ending = time.monotonic(), _Ending(asked, stop)
     energy = _Energy(asked.config)
     heard = _both(ending.hear, energy.hear, on_event)
@@ -70,22 +73,39 @@ def run_one(asked: Asked, *, launch: Launch, task: Task | None, on_event: OnEven
     except Interrupted:
         raise
     except Exception as error:  # of a user's own task, too: one bad cell must not end the study
-        return unfinished(asked, f"{type(error).__name__}: {error}")
+        return failed_row_of(asked, f"{type(error).__name__}: {error}")
     finally:
         energy.close()
-    row = {**result.to_dict(), **asked.told, "wall_s": round(time.monotonic() - began, 3)}
+    row = {**result.to_dict(), **asked.identity, "wall_s": round(time.monotonic() - began, 3)}
     if ending.reason and not stop.is_set():
         row.update(status="finished", ended_by=ending.reason)
     row["history"] = energy.added_to(result.history)
     return {**row, **_from_records(result, asked)}
 
 
+def run_other(study: Study, key: Key, folder: Path, stop: Event) -> Row:
+    """A run that is no training: a sweep, or whatever the study's own function measures."""
+    cell, began = study.at(key[0]), time.monotonic()
+    told: Row = {"cell": cell.cell, "levels": dict(cell.levels), "seed": key[1], "run_dir": str(folder)}
+    settings = {**study.settings, **cell.settings}
+    try:
+        if callable(study.runs):
+            row = {"status": "finished", **study.runs(settings, key[1])}
+        else:
+            row = run_sweep(settings, key[1], folder, stop)
+    except Interrupted:
+        raise
+    except Exception as error:  # of a user's own function, too: one bad cell must not end the study
+        row = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+    return {**told, **row, "wall_s": round(time.monotonic() - began, 3)}
+
+
 class _Ending(Event):
     """Set by the caller, or when the study's rule for ending a run is met at a validation."""
 
-    def __init__(self, asked: Asked, outer: Event) -> None:
+    def __init__(self, asked: RunRequest, outer: Event) -> None:
         super().__init__()
-        self._asked, self._outer, self.reason = asked, outer, ""
+        self._request, self._outer, self.reason = asked, outer, ""
 
     def is_set(self) -> bool:
         return super().is_set() or self._outer.is_set()
@@ -93,10 +113,10 @@ class _Ending(Event):
     def hear(self, event: dict[str, Any]) -> None:
         if event.get("event") != "eval" or self.reason:
             return
-        limit, target = self._asked.stop.seconds, self._asked.target if self._asked.stop.target else None
+        limit, target = self._request.stop.seconds, self._request.target if self._request.stop.target else None
         if limit is not None and event["seconds"] >= limit:
             self.reason = "seconds"
-        elif target is not None and _met(event, target, self._asked.maximize):
+        elif target is not None and _met(event, target, self._request.maximize):
             self.reason = "target"
         if self.reason:
             self.set()
@@ -154,7 +174,7 @@ def _failure(config: RunConfig, why: str) -> Row:
     }
 
 
-def _from_records(result: RunResult, asked: Asked) -> dict[str, Any]:
+def _from_records(result: RunResult, asked: RunRequest) -> dict[str, Any]:
     """What a row takes from the run's own records; None where they do not say."""
     try:
         records = list(read_records(Path(result.run_dir)))
@@ -170,7 +190,7 @@ def _from_records(result: RunResult, asked: Asked) -> dict[str, Any]:
     if result.updates:
         found["staleness_by"] = _staleness(records, asked.config)
     if asked.pictured and records:
-        with suppress(RecordError, OSError, KeyError):  # a picture that cannot be had costs no row
+        with suppress(RecordError, OSError, KeyError):  # a row without pictures is better than none
             found |= _pictures(records, Path(result.run_dir))
     return found
 
@@ -197,22 +217,22 @@ def _staleness(records: list[Row], config: RunConfig) -> dict[str, Any]:
 
 
 def _bound(config: RunConfig) -> int | None:
-    """How far a strategy lets a worker get ahead of the slowest; None of one that does not say so in our words."""
+    """How far a strategy lets a worker get ahead of the slowest; None where the strategy does not say."""
     strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
     fields = {"ssp": "staleness", "dssp": "staleness_high"}
     bound = getattr(strategy, fields.get(getattr(strategy, "mode", ""), ""), None)
     return bound if isinstance(bound, int) else None
 
 
-def unfinished(asked: Asked, why: str) -> Row:
-    """The row of a run that could not leave one itself."""
-    return {**asked.told, **_failure(asked.config, why)}
+def failed_row_of(asked: RunRequest, why: str) -> Row:
+    """The row of a run whose process left none."""
+    return {**asked.identity, **_failure(asked.config, why)}
 
 
 def main(parent: int, folders: Iterable[str]) -> None:
-    """What a process for runs does: in each folder that it is told, `asked.json` to `row.json`.
+    """The loop of a process for runs: it reads names of folders, and in each turns `request.json` into `row.json`.
 
-    Ends with the process `parent`, which may have gone while this one started: its first folder waits in the pipe.
+    The process ends with `parent`, which may have ended while this process started: its first folder waits in the pipe.
     """
     from podium.launch.signals import die_with_parent, leave_to_launcher
 
@@ -221,6 +241,6 @@ def main(parent: int, folders: Iterable[str]) -> None:
 
     leave_to_launcher()
     for folder in (Path(line.strip()) for line in folders):
-        asked = Asked.of(json.loads((folder / "asked.json").read_text(encoding="utf-8")))
+        asked = RunRequest.of(json.loads((folder / "request.json").read_text(encoding="utf-8")))
         row = run_one(asked, launch=launch, task=None, on_event=lambda event: None, stop=Event())
-        write_whole(folder / "row.json", to_json(row))
+        write_atomically(folder / "row.json", to_json(row))

@@ -1,23 +1,25 @@
-"""Several runs of a study at once, each job in a process and on a core of its own. For virtual time only.
+"""Runs of a study in parallel, each job in a process and on a core of its own. For virtual time only.
 
-A process does one run after another, since starting one (importing torch) may take longer than a small run. When it
-dies, the run that it was at is a failure and the next run gets a new process.
+A process does one run after another, since starting a process (importing torch) may take longer than a small run. When
+a process dies, its run is a failure and the next run gets a new process.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from threading import Event
 
+import podium
 from podium.lab.report.format import plain
-from podium.lab.study.processes import environment, least_used, left_behind
-from podium.lab.study.run_one import Asked, unfinished
+from podium.lab.study.run_one import RunRequest, failed_row_of
 from podium.lab.study.store import Key, Row
 from podium.launch.signals import blocked
 from podium.records.recorder import to_json
@@ -29,10 +31,10 @@ _POLL_S = 0.05
 _KILL_S = 10.0
 
 
-def run_several(
-    keys: Sequence[Key], asked: Callable[[Key], Asked], jobs: int, stop: Event
+def run_parallel(
+    keys: Sequence[Key], asked: Callable[[Key], RunRequest], jobs: int, stop: Event
 ) -> Iterator[tuple[Key, Row]]:
-    """Each run's row as it ends. Setting `stop` ends those under way, without rows: they are run again later."""
+    """Each run's row when the run ends. Setting `stop` ends runs under way without rows: a later call repeats them."""
     from podium.launch.ending import termination_unwinds
     from podium.launch.rendezvous import rendezvous_folder
 
@@ -57,7 +59,7 @@ def run_several(
 
 
 class _RunProcess:
-    """A process that does the runs that it is given, and the core that it keeps to."""
+    """A process that does the runs that it is given, pinned to one core."""
 
     def __init__(self, scratch: Path, core: int) -> None:
         self.core, self._scratch = core, scratch
@@ -75,12 +77,12 @@ class _RunProcess:
             )
         os.sched_setaffinity(self._process.pid, {core})
 
-    def give(self, key: Key, asked: Asked) -> None:
+    def give(self, key: Key, asked: RunRequest) -> None:
         """Begin a run."""
         assert self._process.stdin is not None
-        self.key, self._asked, self._began = key, asked, time.monotonic()
+        self.key, self._request, self._began = key, asked, time.monotonic()
         self._folder = Path(tempfile.mkdtemp(dir=self._scratch))
-        (self._folder / "asked.json").write_text(to_json(asked.to_dict()), encoding="utf-8")
+        (self._folder / "request.json").write_text(to_json(asked.to_dict()), encoding="utf-8")
         try:
             self._process.stdin.write(f"{self._folder}\n".encode())
             self._process.stdin.flush()
@@ -88,19 +90,19 @@ class _RunProcess:
             """It has died; `row` says how."""
 
     def row(self) -> Row | None:
-        """What the run left; None while it goes on."""
-        if (found := left_behind(self._folder)) is not None:
+        """The run's row; None while the run is under way."""
+        if (found := read_row(self._folder)) is not None:
             return found
         if time.monotonic() - self._began > DEADLINE_S:
             self._process.kill()
-            return unfinished(self._asked, f"took longer than {plain(DEADLINE_S)} s")
+            return failed_row_of(self._request, f"took longer than {plain(DEADLINE_S)} s")
         if self.lives():
             return None
         # Between the two looks it may have left a row and ended.
-        return left_behind(self._folder) or unfinished(self._asked, self._how_it_ended())
+        return read_row(self._folder) or failed_row_of(self._request, self._how_it_ended())
 
     def free(self) -> Key:
-        """Ready for another run; whose it was until now."""
+        """Make the process ready for another run; returns the key of the last one."""
         assert self.key is not None
         key, self.key = self.key, None
         return key
@@ -109,7 +111,7 @@ class _RunProcess:
         return self._process.poll() is None
 
     def end(self) -> None:
-        """End the process, whatever it is at."""
+        """Kill the process."""
         assert self._process.stdin is not None
         self._process.kill()
         self._process.wait(timeout=_KILL_S)
@@ -118,3 +120,24 @@ class _RunProcess:
     def _how_it_ended(self) -> str:
         said = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return f"its process ended with {self._process.returncode}: {said[-1] if said else 'it said nothing'}"
+
+
+def least_used(cores: Collection[int], taken: Sequence[int]) -> int:
+    """The core that fewest runs are on; the lowest of several."""
+    runs = Counter(taken)
+    return min(sorted(cores), key=lambda core: runs[core])
+
+
+def read_row(folder: Path) -> Row | None:
+    """The row that a run left in its folder; None where there is none."""
+    path = folder / "row.json"  # written whole or not at all
+    if not path.is_file():
+        return None
+    row: Row = json.loads(path.read_text(encoding="utf-8"))
+    return row
+
+
+def environment() -> dict[str, str]:
+    """One thread per process, and this Podium, installed or not."""
+    path = os.pathsep.join(filter(None, [str(Path(podium.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""A study as a person writes it: factors and their levels, how often, in what order, until when.
+"""A study: one specification, from the file that a person writes to the `study.json` beside its results.
 
     study = podium.Study(
         name="links",
@@ -8,51 +8,61 @@
     podium.run_study(study, out="runs/links")
 
 A factor's level is a value of the setting of that name (`workers`, `task.lr`), or a name for several settings at once
-(`{"slow": {"cluster": "slow.toml"}, "fast": {"cluster": "fast.toml"}}`). `Study.design` works out the cells.
+(`{"slow": {"cluster": "slow.toml"}, "fast": {"cluster": "fast.toml"}}`).
+
+`resolved` adds what follows from the specification (`Plan`): cells with their settings. That is what `study.json` holds
+and `from_dict` reads back. Each block of runs holds every cell once, with one seed, in an order drawn from a fixed
+seed. A machine that slows down over the minutes then slows all cells, not the one that happened to come last.
 """
 
 from __future__ import annotations
 
-import math
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from podium.errors import ConfigError, UnknownName
-from podium.lab.stats.factorial import Factor, Level, Levels, fractional, full, latin_hypercube
-from podium.lab.study.design import NO_STOP, ORDER_SEED, Cell, Design, Replications, Stop, check_runs, label
+from podium.config import RunConfig
+from podium.errors import ConfigError, RecordError, UnknownName
+from podium.lab.stats.factorial import Level, Levels
+from podium.lab.study.cells import planned
+from podium.lab.study.configs import checked, config_of, nodes_of
+from podium.lab.study.parts import (
+    NO_STOP,
+    ORDER_SEED,
+    Against,
+    Cell,
+    FromRecords,
+    Machine,
+    Plan,
+    Replications,
+    Settings,
+    Stop,
+    Where,
+    label,
+)
+from podium.lab.study.store import Key, Store
+from podium.lab.study.study_json import fields_of, to_table
 from podium.sweeps.search.space import Range
 
 Kind = Literal["full", "fractional", "latin-hypercube"]
+RUNS = ("trainings", "sweeps", "own")
 KINDS: tuple[Kind, ...] = ("full", "fractional", "latin-hypercube")
 
-Settings = Mapping[str, Any]
 FactorGiven = Sequence[Level] | Mapping[str, Settings] | Range
 """Levels; or names for settings; or a range of numbers."""
 
+Measure = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
+Runs = Literal["trainings", "sweeps", "own"] | Measure
+"""`own` stands for a function in `study.json`."""
+
 WORKERS = 2
-"""What cells have that nobody gave a number: of one worker there is nothing to compare."""
+"""Workers of a cell that sets no number: of one worker there is nothing to compare."""
 
 OWN = ("strategy_options", "run_dir", "out", "seed", "resume", "replay")
-"""What differs from run to run, or belongs to none: not for a study to set."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Where:
-    """Settings of the cells with these levels, over all others; or those cells are left out."""
-
-    levels: Mapping[str, Level | Sequence[Level]]
-    settings: Settings = field(default_factory=dict)
-    leave_out: bool = False
-    name: str = ""
-    """What the one cell with these levels is called, where they do not say it well."""
-
-    def holds(self, at: Levels) -> bool:
-        return all(
-            at[name] in (some if isinstance(some, list | tuple) else (some,)) for name, some in self.levels.items()
-        )
+"""Settings that differ from run to run, or belong to none: a study cannot set them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +78,13 @@ class Study:
     where: Sequence[Where] = ()
     derive: Callable[[Levels], Settings] | None = None
     """Settings that follow from a cell's levels, for what a table cannot say; over all others."""
+    keep: Callable[[Levels], bool] | None = None
+    """Which combinations of levels are cells, for what `where` cannot say; all of them without it."""
+    runs: Runs = "trainings"
+    """What a run is: a training, a whole sweep (settings are then arguments of `podium.sweep`), or a function that
+    gets a run's settings and its seed and returns fields of its row: `{"metrics": {"us": 3.5}, "seconds": 1.2}`."""
+    measure: FromRecords | None = None
+    """Numbers of one's own, which the rows of finished runs get besides."""
     kind: Kind = "full"
     generators: Sequence[str] = ()
     """Of a fractional design: `c = a*b`."""
@@ -85,16 +102,24 @@ class Study:
     responses: Sequence[str] = ()
     """What the analysis of variance looks at, besides the metric and seconds."""
     baseline: Mapping[str, Level] = field(default_factory=dict)
-    """Levels of the one cell that speed-ups are taken over; none are told without it."""
+    """Levels of the one cell that speed-ups are taken over; without it there are none."""
+    against: Sequence[Against] = ()
+    """Tables of cells beside a reference, paired by seed."""
     notes: Sequence[str] = ()
     """Paragraphs for the reader of the report: why it is so, what to look at. They hold no results."""
     reference: Sequence[Mapping[str, Any]] = ()
     """Tables that a report shows beside its own: `title`, `source`, `columns`, `rows` and perhaps `note`."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """What was asked for over the file, so that a report can say how to run it again: `settings`, `seeds`, `target`."""
-    file: Path | None = None
-    """Where it was read from: cluster files are looked for beside it first."""
+    """What the caller asked for over the file, so that a report can say how to reproduce it."""
+    file: str | Path = ""
+    """The file that the study was read from: cluster files are looked for beside it first."""
     size: str = ""
+    own_task: bool = False
+    """Whether the caller handed over a Task object, which its name alone does not bring back."""
+    plan: Plan = field(default_factory=Plan)
+    """What `resolved` works out."""
+    machine: Machine = field(default_factory=Machine)
+    """Where the study was begun; `study.json` says so."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -104,6 +129,8 @@ class Study:
                 raise ConfigError(f"study {self.name}: {name} are for a {kind} design, got kind {self.kind}")
         if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
             raise ConfigError(f"study {self.name}: retries must be a whole number from 0 on, got {self.retries!r}")
+        if not callable(self.runs) and self.runs not in RUNS:
+            raise UnknownName("kind of runs", self.runs, RUNS[:2])
         if self.maximize is not None and not isinstance(self.maximize, bool):
             raise ConfigError(f"study {self.name}: maximize must be true or false, got {self.maximize!r}")
         if isinstance(self.responses, str) or not all(isinstance(name, str) for name in self.responses):
@@ -115,7 +142,7 @@ class Study:
                 raise ConfigError(
                     f"study {self.name}: {name} differs from run to run and cannot be set for all of them"
                 )
-        for name in (*self.baseline, *(name for rule in self.where for name in rule.levels)):
+        for name in (*self.baseline, *self._named()):
             if name not in self.factors:
                 raise UnknownName("factor", name, self.factors)
         if self.stop.target and self.target is None:
@@ -123,6 +150,11 @@ class Study:
         for table in self.reference:
             if missing := {"title", "source", "columns", "rows"} - set(table):
                 raise ConfigError(f"study {self.name}: a reference must have {', '.join(sorted(missing))}, got {table}")
+
+    def _named(self) -> list[str]:
+        """Factors that rules and tables name."""
+        found = [name for rule in self.where for name in rule.levels]
+        return found + [name for table in self.against for name in (*table.levels, *table.only)]
 
     def changed(
         self,
@@ -132,7 +164,7 @@ class Study:
         target: float | None = None,
         maximize: bool | None = None,
     ) -> Study:
-        """The same study with these settings over its own, so many seeds, this target, this way up.
+        """The same study with these settings over its own, this number of seeds, this target and direction.
 
         A factor cannot be set.
         """
@@ -156,147 +188,119 @@ class Study:
             changes={name: value for name, value in given.items() if value not in (None, {})},
         )
 
-    def design(self) -> Design:
-        """The study with its cells worked out; every run's configuration is checked."""
-        factors = {name: _levels(name, given) for name, given in self.factors.items()}
-        combinations, facts = self._combinations(factors)
-        where = [replace(rule, levels=self._known(rule.levels, factors, "where")) for rule in self.where]
-        chosen = [at for at in combinations if not any(rule.leave_out and rule.holds(at) for rule in where)]
-        if not chosen:
-            raise ConfigError(f"study {self.name}: where leaves out every cell")
-        names = _names(chosen)
-        for rule in where:
-            found = [place for place, at in enumerate(chosen) if rule.name and rule.holds(at)]
-            if len(found) > 1:
-                raise ConfigError(f"study {self.name}: where names {len(found)} cells {rule.name!r}, which must be one")
-            for place in found:
-                names[place] = rule.name
-        cells = tuple(Cell(name, at, self._settings(at, where)) for name, at in zip(names, chosen, strict=True))
-        given = self.replications
-        listed = {
-            name: tuple(dict.fromkeys(at[name] for at in chosen)) if isinstance(levels, Range) else tuple(levels)
-            for name, levels in factors.items()
-        }
-        design = Design(
-            name=self.name,
-            question=self.question,
-            cells=cells,
-            factors=listed,
-            replications=given if isinstance(given, Replications) else Replications(least=given, most=given),
-            order_seed=self.order_seed,
-            settings={"workers": WORKERS, **self.settings},
-            target=self.target,
-            maximize=self.maximize,
-            stop=self.stop,
-            retries=self.retries,
-            responses=tuple(self.responses),
-            kind=self.kind,
-            changes=dict(self.changes),
-            baseline=self._baseline(factors, chosen),
-            notes=tuple(self.notes),
-            reference=tuple(map(dict, self.reference)),
-            file="" if self.file is None else os.path.relpath(self.file),
-            size=self.size,
-            **facts,
-        )
-        return check_runs(design)
-
-    def _known(self, levels: Mapping[str, Any], factors: Mapping[str, Factor], what: str) -> dict[str, Any]:
-        """Levels in the spelling that cells have them in; one that no cell can have is a slip, and is refused."""
-        found: dict[str, Any] = {}
-        for name, wanted in levels.items():
-            factor = factors[name]
-            some = [label(str(level)) if name == "strategy" else level for level in _some(wanted)]
-            for level in some:
-                # A size may have fewer levels than the rules of its file know.
-                if not isinstance(factor, Range) and level not in factor and not self.size:
-                    raise UnknownName(f"level of {name} in {what} of study {self.name}:", str(level), map(str, factor))
-            found[name] = some
-        return found
-
-    def _baseline(self, factors: Mapping[str, Factor], chosen: Sequence[Levels]) -> dict[str, Level]:
-        """The baseline's levels, once it is sure that one cell has them."""
-        known = self._known(self.baseline, factors, "baseline")
-        cells = [at for at in chosen if all(at[name] in some for name, some in known.items())]
-        if self.baseline and len(cells) != 1:
-            raise ConfigError(
-                f"study {self.name}: baseline must be the levels of one cell, got those of {len(cells)}: "
-                f"{dict(self.baseline)}"
+    def resolved(self) -> Study:
+        """The study with its cells; the configuration of every run is checked."""
+        return checked(
+            replace(
+                planned(self),
+                settings=self._shared(),
+                replications=self.repeated,
+                responses=tuple(self.responses),
+                notes=tuple(self.notes),
+                reference=tuple(map(dict, self.reference)),
+                file=os.path.relpath(self.file) if self.file else "",
             )
-        return {name: some[0] for name, some in known.items()}
+        )
 
-    def _combinations(self, factors: Mapping[str, Factor]) -> tuple[Sequence[Levels], dict[str, Any]]:
-        if self.kind == "latin-hypercube":
-            if self.points is None:
-                raise ConfigError(f"study {self.name}: a Latin hypercube needs points, the number of its cells")
-            return latin_hypercube(factors, self.points, self.order_seed), {}
-        # `full` refuses a range, with the reason.
-        listed: Any = factors
-        if self.kind == "full":
-            return full(listed), {}
-        fraction = fractional(listed, self.generators)
-        return fraction.combinations, {"aliases": fraction.aliases, "resolution": fraction.resolution}
+    def _shared(self) -> Settings:
+        given = self.runs != "trainings" or "workers" in self.settings
+        return self.settings if given else {"workers": WORKERS, **self.settings}
 
-    def _settings(self, at: Levels, where: Sequence[Where]) -> dict[str, Any]:
-        """What a cell sets: its levels, then where they hold, then what follows from them."""
-        settings: dict[str, Any] = {}
-        for name, level in at.items():
-            factor: Any = self.factors[name]
-            settings.update(factor[str(level)] if isinstance(factor, Mapping) else {name: level})
-        for rule in where:
-            if rule.holds(at):
-                settings.update(rule.settings)
-        if self.derive is not None:
-            settings.update(self.derive(dict(at)))
-        for name in ("cluster", "task"):
-            given = settings.get(name, self.settings.get(name))
-            if isinstance(given, str) and name not in self.changes.get("settings", {}):
-                settings |= {} if (placed := self._place(given)) == given else {name: placed}
-        return settings
+    # Of a study with its cells.
 
-    def _place(self, name: str) -> str:
-        """A cluster file, or a task's, beside the study's own, named from here: results hold nobody's folders."""
-        path, colon, function = name.partition(".py:")
-        path += ".py" * bool(colon)
-        if self.file is None or os.path.isabs(path) or not (self.file.parent / path).is_file():
-            return name
-        return os.path.relpath(self.file.parent / path) + (f":{function}" if colon else "")
+    @property
+    def repeated(self) -> Replications:
+        given = self.replications
+        return given if isinstance(given, Replications) else Replications(least=given, most=given)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """All seeds that may come."""
+        return self.repeated.seeds
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        return self.plan.cells
+
+    @property
+    def levels(self) -> dict[str, tuple[Level, ...]]:
+        """The levels of each factor."""
+        return {name: () if isinstance(given, Range) else tuple(given) for name, given in self.factors.items()}
+
+    @property
+    def names(self) -> list[str]:
+        return [cell.cell for cell in self.cells]
+
+    def at(self, name: str) -> Cell:
+        return next(cell for cell in self.cells if cell.cell == name)
+
+    def blocks(self) -> list[list[Key]]:
+        """All runs that may come, block by block; each seed is one."""
+        draw = random.Random(self.order_seed)
+        blocks = []
+        for number, seed in enumerate(self.seeds):
+            names = [name for name in self.names if number < self.plan.fewer.get(name, len(self.seeds))]
+            draw.shuffle(names)
+            blocks.append([(name, seed) for name in names])
+        return blocks
+
+    def order(self) -> list[Key]:
+        """All runs that may come, in order."""
+        return [key for block in self.blocks() for key in block]
+
+    def config(self, name: str, seed: int) -> RunConfig:
+        """The configuration of one run."""
+        return config_of(self, name, seed)
+
+    def nodes(self, config: RunConfig) -> int:
+        """Machines that a run takes: its workers, and servers that have no worker beside them."""
+        return nodes_of(config)
+
+    # On disk.
+
+    def to_dict(self) -> dict[str, Any]:
+        """The study as `study.json` holds it, in one table."""
+        return to_table(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Study:
+        """The study that `to_dict` wrote, or an older version: those had strategies, and no other factor."""
+        return cls(**fields_of(cls, values))
+
+    @classmethod
+    def read(cls, store: Store, maximize: bool | None = None) -> Study:
+        """The study of a folder; a file that holds none is refused by its name.
+
+        `maximize` says which way the metric is better, whatever the study says.
+        """
+        values = store.read_study()
+        try:
+            study = cls.from_dict(values)
+            return study if maximize is None else replace(study, maximize=maximize)
+        except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise RecordError(f"{store.study}: holds no study: {type(error).__name__}: {error}") from error
+
+
+def strategies_study(
+    task: str, strategies: Sequence[str], seeds: int | Sequence[int], settings: Mapping[str, Any], **more: Any
+) -> Study:
+    """A comparison of strategies alone, resolved: every run's configuration is checked before the first starts."""
+    if isinstance(strategies, str):
+        raise ConfigError(f"compare: strategies must be a list of texts, got the text {strategies!r}")
+    for name in ("strategy", *OWN):
+        if name in settings:
+            raise ConfigError(f"compare: {name} differs from run to run and cannot be set for all of them")
+    labels = tuple(label(text) for text in strategies)
+    chosen = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    for what, values in (("strategies", labels), ("seeds", chosen)):
+        if not values:
+            raise ConfigError(f"compare: {what} must name at least one, got none")
+        if len(set(values)) != len(values):
+            raise ConfigError(f"compare: {what} must differ from each other, got {', '.join(map(str, values))}")
+    repeated = Replications(least=len(chosen), most=len(chosen), listed=() if isinstance(seeds, int) else chosen)
+    settings = {"task": task, **settings}
+    return Study(name=task, factors={"strategy": labels}, replications=repeated, settings=settings, **more).resolved()
 
 
 def _key(name: str) -> str:
     return name.replace("-", "_")
-
-
-def _some(wanted: Level | Sequence[Level]) -> Sequence[Level]:
-    return wanted if isinstance(wanted, list | tuple) else (wanted,)
-
-
-def _levels(name: str, given: FactorGiven) -> Factor:
-    if isinstance(given, Range):
-        return given
-    if isinstance(given, str) or not isinstance(given, Sequence | Mapping):
-        raise ConfigError(f"factor {name!r} must be a list of levels, or a table of named ones, got {given!r}")
-    if isinstance(given, Mapping):
-        for level, settings in given.items():
-            if not isinstance(settings, Mapping):
-                raise ConfigError(f"factor {name!r}: level {level!r} must be a table of settings, got {settings!r}")
-        return tuple(given)
-    levels: Sequence[Any] = given
-    for level in levels:
-        if not isinstance(level, str | int | float | bool):
-            raise ConfigError(f"factor {name!r}: a level must be a text or a number, got {level!r}")
-        if isinstance(level, float) and not math.isfinite(level):
-            raise ConfigError(f"factor {name!r}: a level must be finite, got {level}")
-    return tuple(label(str(level)) for level in given) if name == "strategy" else tuple(given)
-
-
-def _names(combinations: Sequence[Levels]) -> list[str]:
-    """What each cell is called: texts as they are, numbers with their factor, unless that would be ambiguous."""
-
-    def name_of(at: Levels, plain: bool) -> str:
-        if len(at) == 1 and isinstance(next(iter(at.values())), str):
-            return str(next(iter(at.values())))
-        return ", ".join(str(v) if plain and isinstance(v, str) else f"{k}={v}" for k, v in at.items())
-
-    names = [name_of(at, plain=True) for at in combinations]
-    return names if len(set(names)) == len(names) else [name_of(at, plain=False) for at in combinations]

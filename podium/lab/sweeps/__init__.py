@@ -1,4 +1,4 @@
-"""Sweeps told: the table, the figures and the report of a sweep, and `podium.sweep`, which makes them all."""
+"""The table, the figures and the report of a sweep, and `podium.sweep`, which trains and then makes them all."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from podium.lab.sweeps.report import write_report
 from podium.lab.sweeps.table import write_csv
+from podium.sweeps.api import sweep as train_sweep
 from podium.sweeps.result import Sweep, read_sweep
-from podium.sweeps.sweep import sweep as train_sweep
 
 __all__ = ["sweep", "write_all"]
 
 
 @functools.wraps(train_sweep)
 def sweep(*task: Any, **asked: Any) -> Sweep:
-    """Train all trials (`podium.sweeps.sweep.sweep`), then write the table and the report beside the results."""
+    """Train all trials (`podium.sweeps.api.sweep`), then write the table and the report beside the results."""
     return write_all(train_sweep(*task, **asked))
 
 
 def write_all(found: Sweep | str | Path) -> Sweep:
     """Write `points.csv`, `figures/` and `report.html` of a sweep, or of the one in a folder; it, with their places."""
-    swept = found if isinstance(found, Sweep) else read_sweep(found)
-    table = write_csv(swept)
-    return dataclasses.replace(swept, table=str(table), report=str(write_report(swept)))
+    result = found if isinstance(found, Sweep) else read_sweep(found)
+    table = write_csv(result)
+    return dataclasses.replace(result, table=str(table), report=str(write_report(result)))

@@ -17,7 +17,9 @@ from typing import Any
 
 from podium.lab.report.figures import Convergence, Curve, Line
 from podium.records.recorder import read_records
-from podium.sweeps.result import Point, Sweep, tell_value
+from podium.sweeps.formats import format_value
+from podium.sweeps.ranking import Point
+from podium.sweeps.result import Sweep
 from podium.sweeps.trial import Outcome
 
 MOST_CURVES = 8
@@ -193,7 +195,7 @@ def _one_option(metric: str, name: str, points: Sequence[Point]) -> OneOption:
     for point in points:
         assert point.mean is not None
         value = _value(point, name)
-        x = float(value) if numeric else tell_value(value)
+        x = float(value) if numeric else format_value(value)
         marks.append(Mark(x, point.mean, point.low, point.high, tuple(score.value for score in point.scores)))
     log = numeric and _is_log([float(mark.x) for mark in marks])
     return OneOption(metric, name, tuple(marks), numeric, log)
@@ -205,7 +207,7 @@ def _map(sweep: Sweep, names: Sequence[str], points: Sequence[Point]) -> Map:
     known = {(_key(_value(point, x)), _key(_value(point, y))): point.mean for point in points}
     means = [[known.get((_key(c), _key(r))) for c in columns] for r in rows]
     cells = tuple(tuple(math.nan if mean is None else mean for mean in row) for row in means)
-    named = tuple(tuple(map(tell_value, values)) for values in (columns, rows))
+    named = tuple(tuple(map(format_value, values)) for values in (columns, rows))
     return Map(sweep.metric, sweep.maximize, x, y, named[0], named[1], cells)
 
 
@@ -233,11 +235,11 @@ def _axis(name: str, values: Sequence[Any], most: int = 8) -> tuple[Axis, list[f
         width = scale(high) - scale(low)
         shown = _ordered(numbers) if len(set(numbers)) <= most else [low, high]
         place = [0.5 if not width else (scale(value) - scale(low)) / width for value in (*shown, *numbers)]
-        ticks = tuple((at, tell_value(value)) for at, value in zip(place, shown, strict=False))
+        ticks = tuple((at, format_value(value)) for at, value in zip(place, shown, strict=False))
         return Axis(name, ticks), place[len(shown) :]
     shown = _ordered(values)
     at = {_key(value): (place + 0.5) / len(shown) for place, value in enumerate(shown)}
-    return Axis(name, tuple((at[_key(v)], tell_value(v)) for v in shown)), [at[_key(v)] for v in values]
+    return Axis(name, tuple((at[_key(v)], format_value(v)) for v in shown)), [at[_key(v)] for v in values]
 
 
 def _curve(point: Point, outcomes: Sequence[Outcome], metric: str) -> Curve | None:

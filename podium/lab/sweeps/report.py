@@ -14,14 +14,16 @@ from markupsafe import Markup
 
 from podium.lab.report import format as written
 from podium.lab.report.templating import environment
-from podium.lab.study.store import write_whole
 from podium.lab.sweeps.drawing import STATUS_COLOURS, standalone, to_svg
 from podium.lab.sweeps.figures import Figure, curve_figure, score_figure, timeline_figure
 from podium.lab.sweeps.reproduce import command, python_call
-from podium.lab.sweeps.table import headings, tell_statuses, values
+from podium.lab.sweeps.table import format_statuses, headings, values
+from podium.records.disk import write_atomically
 from podium.records.manifest import read_manifest
 from podium.records.window import LABEL
-from podium.sweeps.result import Sweep, count_pairs, number, tell_mean, tell_options, tell_p, tell_value
+from podium.sweeps.formats import format_mean, format_number, format_options, format_p, format_value
+from podium.sweeps.ranking import count_pairs
+from podium.sweeps.result import Sweep
 
 FIGURE_NAMES = ("scores", "curves", "slots")
 MOST_POINTS = 200
@@ -53,8 +55,8 @@ def write_report(sweep: Sweep) -> Path:
     figures = draw(sweep)
     for name, (_, svg) in figures.items():
         if svg is not None:
-            write_whole(folder / "figures" / f"{name}.svg", standalone(svg))
-    write_whole(folder / "report.html", render(sweep, read_manifest(folder), figures))
+            write_atomically(folder / "figures" / f"{name}.svg", standalone(svg))
+    write_atomically(folder / "report.html", render(sweep, read_manifest(folder), figures))
     return folder / "report.html"
 
 
@@ -93,7 +95,7 @@ def render(sweep: Sweep, manifest: Mapping[str, Any], figures: Mapping[str, tupl
             label=LABEL,
             refused=[probe for probe in sweep.probes if not probe["fuses"]],
             looped=[probe for probe in sweep.probes if probe["fuses"] and probe["looped"]],
-            options=tell_options(config["options"]) if config["options"] else "as the task has them",
+            options=format_options(config["options"]) if config["options"] else "as the task has them",
             command=command(config),
             python_call=python_call(config),
         )
@@ -119,8 +121,8 @@ def _rival(sweep: Sweep, place: int) -> dict[str, Any]:
     point = next(point for point in sweep.points if point.number == rival.point)
     verdict = "one pair: not tested" if rival.p is None else "worse" if rival.is_distinct else "no difference detected"
     verdict = "better in these pairs, with fewer trials" if rival.is_better else verdict
-    facts = {"name": point.name, "mean": tell_mean(point), "pairs": rival.pairs, "gap": number(rival.gap)}
-    return {**facts, "p": tell_p(rival.p).removeprefix("= "), "verdict": verdict}
+    facts = {"name": point.name, "mean": format_mean(point), "pairs": rival.pairs, "gap": format_number(rival.gap)}
+    return {**facts, "p": format_p(rival.p).removeprefix("= "), "verdict": verdict}
 
 
 def _trial(outcome: Any, metric: str) -> dict[str, Any]:
@@ -129,9 +131,9 @@ def _trial(outcome: Any, metric: str) -> dict[str, Any]:
     value = None if evaluation is None else evaluation.loss if metric == "loss" else evaluation.metrics.get(metric)
     return {
         "outcome": outcome,
-        "options": tell_options(outcome.trial.options),
-        "value": written.ABSENT if value is None else number(value),
-        "seconds": number(outcome.seconds, 3),
+        "options": format_options(outcome.trial.options),
+        "value": written.ABSENT if value is None else format_number(value),
+        "seconds": format_number(outcome.seconds, 3),
         "colour": STATUS_COLOURS[outcome.status],
     }
 
@@ -179,6 +181,6 @@ def _with_unit(value: float, unit: str) -> str:
 def _environment() -> Environment:
     found = environment()
     found.filters["plain"] = written.plain
-    found.filters["told"] = tell_value
-    found.filters["statuses"] = tell_statuses
+    found.filters["told"] = format_value
+    found.filters["statuses"] = format_statuses
     return found

@@ -8,9 +8,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podium.lab.study.store import write_whole
 from podium.lab.sweeps.figures import varied
-from podium.sweeps.result import Point, Sweep, number, tell_mean, tell_value
+from podium.records.disk import write_atomically
+from podium.sweeps.formats import format_mean, format_number, format_value
+from podium.sweeps.ranking import Point
+from podium.sweeps.result import Sweep
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,11 +51,11 @@ def headings(sweep: Sweep) -> list[str]:
 
 def values(sweep: Sweep, place: int, point: Point) -> list[str]:
     """One point's cells as text."""
-    options = [tell_value(point.options[name]) if name in point.options else "" for name in _options(sweep)]
-    return [str(place), *options, tell_mean(point), number(point.sd, 2), tell_statuses(point)]
+    options = [format_value(point.options[name]) if name in point.options else "" for name in _options(sweep)]
+    return [str(place), *options, format_mean(point), format_number(point.sd, 2), format_statuses(point)]
 
 
-def tell_statuses(point: Point) -> str:
+def format_statuses(point: Point) -> str:
     """`5`, or `3, 2 stopped`: those that make the mean, then the others."""
     others = [f"{count} {status}" for status, count in point.statuses.items() if status != "finished"]
     without = point.statuses.get("finished", 0) - point.n
@@ -75,7 +77,7 @@ def write_csv(sweep: Sweep) -> Path:
         row += [point.mean, point.sd, point.low, point.high, point.n, *(point.statuses.get(s, 0) for s in statuses)]
         rival = against.get(point.number)
         writer.writerow([*row, None if rival is None else rival.p])
-    write_whole(path, out.getvalue())
+    write_atomically(path, out.getvalue())
     return path
 
 

@@ -1,4 +1,4 @@
-"""Writers: a run's numbers for TensorBoard and MLflow, while it goes on or afterwards.
+"""Writers: a run's numbers for TensorBoard and MLflow, during the run or afterwards.
 
     podium.train("digits-mlp", on_event=podium.writers.TensorBoard("tb"))
 

@@ -8,7 +8,7 @@ finished run and writes all of it at once. Both give the same names:
     validation/…   at each validation: loss and the task's metrics
     final/…        once, when the run is over
 
-Training goes on whatever happens to a writer: one that fails warns once and hears nothing more.
+Training continues whatever happens to a writer: a writer that fails warns once and gets no more events.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Scalar = bool | int | float | str
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a writer is told of a run before its first number."""
+    """What a writer knows of a run before its first number."""
 
     label: str
     """The strategy, the cell of a study, or the trial of a sweep."""
@@ -50,7 +50,7 @@ class Run:
     """The resolved configuration, flat (`task_options.lr`), and in a study `level.<factor>`. Nothing that is unset."""
     tags: Mapping[str, str] = field(default_factory=dict)
     started_s: float = 0.0
-    """Seconds since 1970; 0 where nobody wrote it down."""
+    """Seconds since 1970; 0 where it is not recorded."""
 
     @property
     def about(self) -> dict[str, Scalar]:
@@ -182,7 +182,7 @@ def _afterwards(run_dir: Path, config: Mapping[str, Any]) -> list[Point]:
 
 
 _HEARD = ("train/loss", "train/samples_per_s")
-"""Told by events as the run went on."""
+"""Sent as events during the run."""
 
 
 @final

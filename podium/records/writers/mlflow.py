@@ -62,7 +62,7 @@ class MLflow(Writer):
         known = self._client.search_runs([experiment], f"tags.`{KEY}` = '{_quoted(run.key)}'")
         if any(old.info.status in _ENDED for old in known):
             return None
-        for old in known:  # somebody was killed over it
+        for old in known:  # its writer was killed
             self._client.delete_run(old.info.run_id)
         tags = {KEY: _quoted(run.key), **{name: value[:LONGEST_TAG] for name, value in run.tags.items() if value}}
         name = f"{run.label}, seed {run.seed}"

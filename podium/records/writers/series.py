@@ -32,7 +32,7 @@ class Point(NamedTuple):
 
 
 def global_step(position: int, samples: int, batch_size: int) -> int:
-    """How many global steps make up this position, with so many samples in an epoch; the last of each may be short."""
+    """How many global steps make up this position, given the samples of an epoch, whose last step may be short."""
     epochs, offset = divmod(position, samples)
     return epochs * -(-samples // batch_size) + -(-offset // batch_size)
 

@@ -1,4 +1,4 @@
-"""A codec alone with a tensor, on one core: what packing and unpacking cost, with nobody to talk to."""
+"""A codec alone with a tensor, on one core: what packing and unpacking cost without any exchange."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from podium.engine.allocator import keep_freed_memory
-from podium.exchange.codecs.base import Matrix, Memory, Span, Turn
-from podium.exchange.reducing import Packing, make_packing
+from podium.exchange.codecs.base import Matrix, Memory, Span, StepContext
+from podium.exchange.packing import Packing, make_packing
 from podium.lab.bench.peers.team import Team, answer
 
 _EPOCHS_DONE = 100.0  # by then every codec's warm-up is over
@@ -51,7 +51,7 @@ def _alone(side: int, pipe: Connection) -> None:
     def cost(spec: str) -> Cost:
         out.zero_()
         packing = make_packing(spec)
-        codec, turn = packing.codec, Turn(epoch=_EPOCHS_DONE)
+        codec, turn = packing.codec, StepContext(epoch=_EPOCHS_DONE)
         bare, wire = _third(Packing(codec, feedback=False), tensor, span, turn)
         whole, _ = _third(packing, tensor, span, turn)
         decode = _timed(lambda: codec.decode_add(wire, out, span, turn))
@@ -60,7 +60,7 @@ def _alone(side: int, pipe: Connection) -> None:
     answer(pipe, {"cost": cost})
 
 
-def _third(packing: Packing, tensor: torch.Tensor, span: Span, turn: Turn) -> tuple[float, torch.Tensor]:
+def _third(packing: Packing, tensor: torch.Tensor, span: Span, turn: StepContext) -> tuple[float, torch.Tensor]:
     """Seconds of the third time, when all that is remembered is there; and the wire."""
     memory = Memory([tensor])
     seconds, wires = 0.0, list[torch.Tensor]()

@@ -1,4 +1,4 @@
-"""What the machine allows: a round trip's arithmetic and one copy, in one process, with nobody to talk to."""
+"""What the machine allows: a round trip's arithmetic and one copy, in one process, without any exchange."""
 
 from __future__ import annotations
 
@@ -8,32 +8,25 @@ from typing import final
 
 import torch
 
-from podium.lab.bench.peers.team import Team, answer
-from podium.lab.bench.peers.work import LR, Contender, Pulled, Tally, pattern, run_for, units
+from podium.lab.bench.peers.team import TeamContender, answer
+from podium.lab.bench.peers.work import LR, Pulled, Tally, pattern, run_for, units
 
 CUT_ELEMENTS = 1 << 19
 """The update goes through the parameters in cuts of this size, which stay in the cache."""
 
 
 @final
-class Limit(Contender):
+class Limit(TeamContender):
     """Per round trip: the SGD update of all parameters in place, and one copy of them, all in warm buffers."""
 
     variants = ("limit",)
 
     def __init__(self, size: int) -> None:
-        self._team = Team("the limit", [partial(_alone, size)])
-
-    def measure(self, variant: str, seconds: float) -> float:
-        ((count, elapsed),) = self._team.ask("round", seconds, members=[0])
-        return float(count / elapsed)
+        super().__init__("the limit", [partial(_alone, size)], 1)
 
     def tally(self, variant: str) -> Tally:
-        ((pushed, server, copied),) = self._team.ask("tally", members=[0])
+        ((pushed, server, copied),) = self.team.ask("tally", members=[0])
         return Tally(pushed, server, (Pulled(pushed, *copied),))
-
-    def end(self) -> None:
-        self._team.end()
 
 
 def _alone(size: int, pipe: Connection) -> None:
@@ -51,7 +44,7 @@ def _alone(size: int, pipe: Connection) -> None:
     answer(
         pipe,
         {
-            "round": lambda seconds: run_for(seconds, round_trip),
+            "round": lambda variant, seconds: run_for(seconds, round_trip),
             "tally": lambda: (float(pushed), units(params), units(copy)),
         },
     )

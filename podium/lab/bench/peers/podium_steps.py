@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,16 +10,14 @@ from typing import Any, final
 
 import torch
 
-from podium.comm.real import RealCommunicator
+from podium.comm.real.communicator import RealCommunicator
 from podium.config import RunConfig
-from podium.engine.allocator import keep_freed_memory
+from podium.engine.batch import Batch
 from podium.engine.build import Job, build_worker
-from podium.engine.worker import Batch, Worker
-from podium.lab.bench.peers.podium_ps import Place
-from podium.lab.bench.peers.podium_sums import connect
-from podium.lab.bench.peers.stepping import Ranks, Stepping, Steps, in_turn, run_steps, share_of_data
+from podium.engine.worker import Worker
+from podium.lab.bench.peers.place import Place, connect
+from podium.lab.bench.peers.stepping import Ranks, Stepping, Steps, run_steps, share_of_data
 from podium.lab.bench.peers.team import Team, answer
-from podium.launch.clusters.namespaces import enter_namespace
 from podium.strategies.all_reduce import AllReduce
 from podium.task import load_task
 
@@ -34,19 +32,16 @@ class PodiumSteps(Stepping):
     Each round has processes of its own, since a replica with its codec's memory takes half a gigabyte or more.
     """
 
-    def __init__(
-        self, payload: Mapping[str, Any], folder: Path, places: tuple[Place, ...], interfaces: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, payload: Mapping[str, Any], folder: Path, places: tuple[Place, ...]) -> None:
         """`payload`: options of the task `wide-mlp`."""
-        self._payload, self._folder = dict(payload), folder
-        self._where = list(zip(places, in_turn(interfaces, len(places)), strict=True))
+        self._payload, self._folder, self._places = dict(payload), folder, places
         self._started = 0
 
     def measure(self, how: str, seconds: float, most: int, warmup: int = 0) -> Steps:
-        folder, size = self._folder / str(self._started), len(self._where)
+        folder, size = self._folder / str(self._started), len(self._places)
         folder.mkdir()
         self._started += 1
-        ranks = [partial(_rank, rank, size, self._payload, folder, *where) for rank, where in enumerate(self._where)]
+        ranks = [partial(_rank, rank, size, self._payload, folder, place) for rank, place in enumerate(self._places)]
         workers = Ranks(Team("podium", ranks), size)
         try:
             steps = workers.measure(how, seconds, most, warmup)
@@ -59,14 +54,10 @@ class PodiumSteps(Stepping):
         """Every round has ended its own."""
 
 
-def _rank(
-    rank: int, size: int, payload: dict[str, Any], folder: Path, place: Place, interface: str, pipe: Connection
-) -> None:
-    keep_freed_memory()
-    if place.namespace is not None:
-        enter_namespace(place.namespace)
+def _rank(rank: int, size: int, payload: dict[str, Any], folder: Path, place: Place, pipe: Connection) -> None:
+    place.enter()
     comm = connect(rank, size, folder, place)
-    replica = _Replica(comm, payload, interface)
+    replica = _Replica(comm, payload, place.interface)
     answer(pipe, {"ready": replica.ready, "steps": replica.steps, "chosen": replica.chosen})
     comm.close()
 
@@ -84,9 +75,11 @@ class _Replica:
         config = RunConfig(task=_TASK, task_options=self._payload, workers=comm.size, codec=codec, threads=1)
         task = load_task(_TASK, self._payload)
         worker = build_worker(Job(config, task, strategy), comm, 1, torch.device("cpu"))
-        worker.samples, worker.batch_size = len(task.data().train), task.batch_size
-        worker.position = end = _EPOCHS_DONE * worker.samples
-        worker.outgoing.prepare()
+        samples = len(task.data().train)
+        worker.progress.train_on(samples, task.batch_size)
+        end = _EPOCHS_DONE * samples
+        worker.progress.move_to(end)
+        worker.sender.prepare()
         state = strategy.init(worker)  # type: ignore[func-returns-value]  # None is its state
         inputs, targets = share_of_data(task, comm.index, comm.size)
         batch = Batch(inputs, targets, len(targets), 1 / comm.size, end=end)
@@ -97,13 +90,13 @@ class _Replica:
         return run_steps(count, self._step, self._comm.barrier, self._interface, lambda: self._comm.traffic.sent)
 
     def chosen(self) -> dict[str, Any]:
-        """What `auto` has come to: the codecs that are in use now, and its reasons; nothing for any other."""
+        """What `auto` chose: the codecs in use now, and its reasons; empty for any other codec."""
         assert self._worker is not None
-        news = {fact["kind"]: fact for fact in self._worker.outgoing.news}
+        news = {fact["kind"]: fact for fact in self._worker.sender.news}
         if "codec" not in news:
             return {}
         decided, checked = news["codec"], news.get("codec_check", {})
-        packs = any(not packing.codec.exact for packing in self._worker.outgoing.packings)
+        packs = any(not packing.codec.exact for packing in self._worker.sender.packings)
         return {
             "codec": "+".join(decided["chosen"]) if packs else "dense",
             "why": decided.get("why", ""),

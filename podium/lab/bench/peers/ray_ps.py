@@ -1,12 +1,6 @@
 """Ray: the server and the workers are actors, and what they exchange travels through the object store.
 
-Run by an interpreter that has Ray, as a script; imports nothing of Podium. Reads one JSON object per line and answers
-each with one; `do` says what is asked:
-
-    setup (sizes of the tensors, workers, lr, period, folder)  ->  variants, unavailable (variant to reason)
-    round (variant, seconds)                                   ->  round_trips, seconds
-    tally (variant)                                            ->  pushed, server, pulled; all in units, see `work.py`
-    end                                                        ->  nothing
+Run by an interpreter that has Ray, as a script; imports nothing of Podium. `script_protocol.py` says what it is asked.
 
 Variants, both updated by torch, which does so in one pass and without a temporary array:
 
@@ -16,12 +10,12 @@ Variants, both updated by torch, which does so in one pass and without a tempora
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 import warnings
 from typing import Any
+
+from script_protocol import answer_lines  # type: ignore[import-not-found]  # found beside this script
 
 DEADLINE_S = 100.0
 
@@ -141,27 +135,8 @@ class Contender:
 
 
 def main() -> None:
-    """Answer until told to end. Only answers go to the real output: libraries print what they like elsewhere."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
     os.environ.update(RAY_ENABLE_ZERO_COPY_TORCH_TENSORS="1", RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1")
-    contender: Contender | None = None
-    try:
-        for line in sys.stdin:
-            request = json.loads(line)
-            do = request.pop("do")
-            if do == "end":
-                break
-            if do == "setup":
-                contender = Contender(**request)
-                answer = {"variants": contender.variants, "unavailable": contender.unavailable}
-            else:
-                answer = getattr(contender, do)(**request)
-            out.write(json.dumps(answer) + "\n")
-    finally:  # also when whoever asks is gone
-        if contender is not None:
-            contender.end()
-    out.write("{}\n")
+    answer_lines(Contender)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 On TensorPipe with its own choice of transports, which on one machine means shared memory. Variants:
 
-    rpc_copy          the server clones the parameters under its lock, so that nobody sees half an update
+    rpc_copy          the server clones the parameters under its lock, so that no reader sees half an update
     rpc_copy_reused   the same into a buffer kept for each worker, which spares the pages of a fresh one
     rpc_live          the parameters themselves are returned: one copy less, and a reader may see half an update
 """
@@ -20,34 +20,26 @@ from typing import final
 import torch
 from torch import Tensor
 
-from podium.lab.bench.peers.team import Team, answer
-from podium.lab.bench.peers.work import DEADLINE_S, LR, WORKERS, Contender, Pulled, Tally, pattern, run_for, units
+from podium.lab.bench.peers.team import TeamContender, answer
+from podium.lab.bench.peers.work import DEADLINE_S, LR, WORKERS, Pulled, Tally, pattern, run_for, units
 
 VARIANTS = ("rpc_copy", "rpc_copy_reused", "rpc_live")
 _SERVER = "server"
 
 
 @final
-class Rpc(Contender):
+class Rpc(TeamContender):
     """Two workers and a server, which hold one set of parameters per variant."""
 
     variants = VARIANTS
 
     def __init__(self, size: int, folder: Path) -> None:
-        ranks = range(WORKERS + 1)
-        self._team = Team("torch RPC", [partial(_rank, rank, size, folder) for rank in ranks])
-
-    def measure(self, variant: str, seconds: float) -> float:
-        took = self._team.ask("round", variant, seconds, members=range(WORKERS))
-        return float(sum(count / elapsed for count, elapsed in took))
+        super().__init__("torch RPC", [partial(_rank, rank, size, folder) for rank in range(WORKERS + 1)], WORKERS)
 
     def tally(self, variant: str) -> Tally:
-        pulled = self._team.ask("tally", variant, members=range(WORKERS))
-        (server,) = self._team.ask("tally", variant, members=[WORKERS])
+        pulled = self.team.ask("tally", variant, members=self.workers)
+        (server,) = self.team.ask("tally", variant, members=[WORKERS])
         return Tally(sum(own for own, *_ in pulled), server, tuple(pulled))
-
-    def end(self) -> None:
-        self._team.end()
 
 
 class _Server:

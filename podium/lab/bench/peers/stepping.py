@@ -1,14 +1,14 @@
 """The work that every contender of `podium bench codecs` does over a link: training steps of one model.
 
-A contender is made ready (`ready`), then asked for so many steps. A step's time is the slowest rank's. What left the
-rank's interface is read from the kernel's own count, headers and acknowledgements included.
+A contender is made ready (`ready`), then asked for a number of steps. A step's time is the slowest rank's. What left
+the rank's interface is read from the kernel's own count, headers and acknowledgements included.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ LONG_S = 2.0
 
 
 class Steps(NamedTuple):
-    """What some steps cost, each in turn, and what was sent per step."""
+    """The seconds of each step, and what was sent per step."""
 
     seconds: tuple[float, ...]
     wire_bytes: float
@@ -36,7 +36,7 @@ class Stepping(ABC):
     """One system, which trains by whatever name it is given."""
 
     chosen: Mapping[str, Any] = {}
-    """For a contender that decides by itself: what it came to in its last round."""
+    """For `auto`: what it chose in its last round."""
 
     @abstractmethod
     def measure(self, how: str, seconds: float, most: int, warmup: int = 0) -> Steps:
@@ -50,14 +50,13 @@ class Stepping(ABC):
         """Leave no process behind."""
 
 
-class Ranks:
+class Ranks(Stepping):
     """The processes of a system, asked for steps."""
 
     def __init__(self, team: Team, size: int) -> None:
         self._team, self._members = team, range(size)
 
     def measure(self, how: str, seconds: float, most: int, warmup: int = 0) -> Steps:
-        """See `Stepping`."""
         self._team.ask("ready", how, members=self._members)
         took = self._steps(how, 1).seconds[-1]
         if took < LONG_S:
@@ -84,7 +83,7 @@ def run_steps(
     interface: str,
     counted: Callable[[], int] = lambda: 0,
 ) -> Steps:
-    """In a rank: so many steps, timed one by one."""
+    """In a rank: `count` steps, timed one by one."""
     barrier()
     wire, own, seconds = sent_bytes(interface), counted(), []
     for _ in range(count):
@@ -113,8 +112,3 @@ def share_of_data(task: Task, rank: int, size: int) -> tuple[Tensor, Tensor]:
     count = task.batch_size // size
     inputs, targets = task.data().train.gather(np.arange(rank * count, (rank + 1) * count))
     return inputs, targets
-
-
-def in_turn(interfaces: Sequence[str], size: int) -> Sequence[str]:
-    """One interface per rank, none where they share a host."""
-    return interfaces or ("",) * size

@@ -1,8 +1,8 @@
 """The work that every contender of `podium bench collectives` does, and the proof that it was done.
 
-All workers have a tensor of the same size; afterwards each holds the sum of all. A round is so many of these, one after
-the other, between a barrier and the last one's end; its time is the slowest worker's. For the proof worker r starts
-from (r + 1) times a pattern that tells neighbours apart, in numbers whose sums float32 holds exactly.
+All workers have a tensor of the same size; afterwards each holds the sum of all. A round is a number of these, one
+after the other, between a barrier and the end of the last; its time is the slowest worker's. For the proof worker r
+starts from (r + 1) times a pattern that tells neighbours apart, in numbers whose sums float32 holds exactly.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Sums:
         return int((tensor != start * (self._size * (self._size + 1) // 2)).sum())
 
     def _tensor(self, how: str, nbytes: int) -> Tensor:
-        """The first so many bytes of a buffer that is used again, since fresh memory is slow."""
+        """The first `nbytes` bytes of a buffer that is reused, since fresh memory is slow."""
         allocate, numel = self._allocate[how], max(1, nbytes // ITEM_BYTES)
         kept = self._buffers.get(id(allocate), torch.empty(0))
         if kept.numel() < numel:

@@ -1,7 +1,7 @@
 """A contender's processes, forked from the server that has torch loaded, and asked by pipe.
 
-Between questions they are stopped by a signal: torch RPC's shared-memory transport polls without end, and whoever is
-not measured must not cost the others their processor.
+Between questions they are stopped by a signal: torch RPC's shared-memory transport polls without end, and a contender
+that is not measured must not take processor time from the others.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from podium.errors import RankFailed
-from podium.lab.bench.peers.work import DEADLINE_S
-from podium.launch.local import fork_server, nullified_main
+from podium.lab.bench.peers.work import DEADLINE_S, Contender
+from podium.launch.forking import fork_server, nullified_main
 
 Member = Callable[[Connection], None]
 """What a process does; it travels to it, so it is a module's own function, or a `partial` of one."""
@@ -101,6 +101,20 @@ class Team:
             if process.exitcode is None:  # afterwards its number may be another's
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
+
+
+class TeamContender(Contender):
+    """The first `workers` members of the team make round trips."""
+
+    def __init__(self, who: str, members: Sequence[Member], workers: int) -> None:
+        self.team, self.workers = Team(who, members), range(workers)
+
+    def measure(self, variant: str, seconds: float) -> float:
+        took = self.team.ask("round", variant, seconds, members=self.workers)
+        return float(sum(count / elapsed for count, elapsed in took))
+
+    def end(self) -> None:
+        self.team.end()
 
 
 def answer(pipe: Connection, answers: Mapping[str, Callable[..., Any]]) -> None:

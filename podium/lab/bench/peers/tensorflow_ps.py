@@ -1,7 +1,7 @@
 """TensorFlow: ParameterServerStrategy with a coordinator, two workers and a parameter server, a process each.
 
-Run by an interpreter that has TensorFlow, as a script; imports nothing of Podium. It is asked and answers as
-`ray_ps.py` does, where the lines are described.
+Run by an interpreter that has TensorFlow, as a script; imports nothing of Podium. `script_protocol.py`
+says what it is asked.
 
 The coordinator schedules a function; a worker runs it. It reads every variable over to the worker (the pull), takes
 its gradients from a dataset of its own that keeps them in memory, and applies them where the variables live (the push).
@@ -26,6 +26,8 @@ import subprocess
 import sys
 import time
 from typing import Any, ClassVar
+
+from script_protocol import answer_lines  # type: ignore[import-not-found]  # found beside this script
 
 DEADLINE_S = 100.0
 _PR_SET_PDEATHSIG = 1
@@ -160,29 +162,10 @@ def serve(cluster: dict[str, list[str]], kind: str, index: int) -> None:
 
 
 def main() -> None:
-    """Answer until told to end. Only answers go to the real output: libraries print what they like elsewhere."""
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     if len(sys.argv) > 1:
         return serve(json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    contender: Contender | None = None
-    try:
-        for line in sys.stdin:
-            request = json.loads(line)
-            do = request.pop("do")
-            if do == "end":
-                break
-            if do == "setup":
-                contender = Contender(**request)
-                answer = {"variants": contender.variants, "unavailable": contender.unavailable}
-            else:
-                answer = getattr(contender, do)(**request)
-            out.write(json.dumps(answer) + "\n")
-    finally:  # also when whoever asks is gone
-        if contender is not None:
-            contender.end()
-    out.write("{}\n")
+    answer_lines(Contender)
 
 
 if __name__ == "__main__":

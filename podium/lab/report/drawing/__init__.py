@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from podium.lab.report.drawing import bars, course, curves, histogram, interaction, stack, timeline, topology
+from podium.lab.report.drawing import bars, course, curves, histogram, interaction, stack, timeline, topology, tradeoff
 from podium.lab.report.drawing.base import COLOURS, DASHES, INK, WIDTHS, embed, paper_settings, style
 from podium.lab.report.figures import (
     Bars,
@@ -28,6 +28,7 @@ from podium.lab.report.figures import (
     Stack,
     Timeline,
     Topology,
+    Tradeoff,
 )
 
 __all__ = [
@@ -53,6 +54,7 @@ _KINDS: dict[type[Any], ModuleType] = {
     Stack: stack,
     Timeline: timeline,
     Topology: topology,
+    Tradeoff: tradeoff,
 }
 
 

@@ -10,7 +10,7 @@ from podium.lab.report.drawing.base import INK, faded, layout_of, style
 from podium.lab.report.figures import Bars
 
 LABEL = 28
-"""Columns of a strategy's name beside its bar; a longer one goes on over three lines at most."""
+"""Columns of a strategy's name beside its bar; a longer one takes up to three lines."""
 
 
 def screen(figure: Bars, order: Mapping[str, int]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def faded(colour: str, alpha: float) -> str:
 
 
 def paper_settings(ink: str) -> dict[str, Any]:
-    """What matplotlib is told for every figure: text as text, no random identifiers, all lines of one colour."""
+    """Settings of matplotlib for every figure: text as text, no random identifiers, all lines of one colour."""
     settings: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "podium", "font.size": 9}
     settings |= {"text.parse_math": False}  # a name with dollars is a name
     settings |= {"axes.spines.top": False, "axes.spines.right": False, "font.family": "DejaVu Sans"}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from podium.errors import MissingExtra, RecordError
 from podium.lab.report.drawing import to_pdf, to_svg_file
@@ -20,10 +19,12 @@ from podium.lab.report.figures import (
     staleness_histograms,
     timelines,
     topologies,
+    tradeoffs,
 )
+from podium.lab.report.study_results import StudyResults
 from podium.lab.study.responses import response_of
-from podium.lab.study.rows import arranged, cells, crossed, default_target, metric_name
-from podium.lab.study.store import Row, Store
+from podium.lab.study.results import cells, crossed
+from podium.lab.study.store import Row
 
 MOST_LETTERS = 80
 """A file's name is cut after as many."""
@@ -34,18 +35,15 @@ def stem_of(name: str) -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in name).split()).lower()[:MOST_LETTERS]
 
 
-def write_figures(folder: str | Path) -> list[Path]:
-    """Write every figure of the study in this folder as SVG and PDF into `figures/`; the files, in order."""
-    store = Store(folder)
-    study, rows = store.read_study(), store.runs()
-    names = [str(cell["cell"]) for cell in study.get("cells") or ()] or list(study.get("strategies") or ())
-    rows = arranged(rows, names)
-    order = {cell: place for place, cell in enumerate(dict.fromkeys([*names, *cells(rows)]))}
-    target = store.folder / "figures"
+def write_figures(study: str | Path | StudyResults) -> list[Path]:
+    """Write every figure of a study as SVG and PDF into `figures/` of its folder; the files, in order."""
+    results = StudyResults.read(study)
+    order = {cell: place for place, cell in enumerate(dict.fromkeys([*results.study.names, *cells(results.rows)]))}
+    target = results.folder / "figures"
     written: list[Path] = []
     try:
         target.mkdir(parents=True, exist_ok=True)
-        for name, figure in _named(every_figure(study, rows)).items():
+        for name, figure in _named(every_figure(results)).items():
             for ending, drawn in ((".svg", to_svg_file(figure, order)), (".pdf", to_pdf(figure, order))):
                 if drawn is None:
                     raise MissingExtra("matplotlib", "study", "drawing figures")
@@ -56,15 +54,14 @@ def write_figures(folder: str | Path) -> list[Path]:
     return written
 
 
-def every_figure(study: Mapping[str, Any], rows: Sequence[Row]) -> list[Figure]:
-    """All that a report of these rows can draw, in its order."""
-    metric = metric_name(rows)
-    target, maximize = study.get("target"), study.get("maximize")
-    if target is None:
-        target = default_target(rows, metric, maximize)
+def every_figure(results: StudyResults) -> list[Figure]:
+    """All that a report of these results can draw, in its order."""
+    study, rows, metric = results.study, results.rows, results.findings.metric
+    target, maximize = results.findings.target, results.findings.maximize
     value_of = partial(_value_of, target=target, maximize=maximize)
-    responses = dict.fromkeys([metric, "seconds", *(study.get("responses") or ())])
+    responses = dict.fromkeys([metric, "seconds", *study.responses])
     return [
+        *tradeoffs(study, rows, metric),
         *convergence_panels(rows, metric),
         *cost_bars(rows),
         *(figure for name in responses for figure in interactions(crossed(rows), name, value_of(name))),

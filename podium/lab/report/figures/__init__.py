@@ -12,6 +12,7 @@ from podium.lab.report.figures.items import timeline_items
 from podium.lab.report.figures.stack import WIDE, Panel, Stack, phase_stacks
 from podium.lab.report.figures.timeline import Timeline, timelines
 from podium.lab.report.figures.topology import Topology, topologies
+from podium.lab.report.figures.tradeoff import Tradeoff, tradeoffs
 
 __all__ = [
     "AXES",
@@ -33,6 +34,7 @@ __all__ = [
     "Timeline",
     "Topology",
     "Trace",
+    "Tradeoff",
     "balance_courses",
     "convergence",
     "convergence_panels",
@@ -45,6 +47,7 @@ __all__ = [
     "timeline_items",
     "timelines",
     "topologies",
+    "tradeoffs",
 ]
 
-Figure = Convergence | Bars | Histogram | Stack | Course | Interaction | Timeline | Topology
+Figure = Convergence | Bars | Histogram | Stack | Course | Interaction | Timeline | Topology | Tradeoff

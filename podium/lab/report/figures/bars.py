@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from podium.lab.report.figures.base import scaled
 from podium.lab.stats.statistics import mean_interval
-from podium.lab.study.rows import cells, finished, number
+from podium.lab.study.results import cells, finished, number
 from podium.lab.study.store import Row
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from podium.lab.study.rows import number
+from podium.lab.study.results import number
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from podium.lab.report.balance import Balanced, balanced_by_cell
 from podium.lab.report.figures.base import MOST_LAYERS, Trace, scaled
-from podium.lab.study.rows import number
+from podium.lab.study.results import number
 from podium.lab.study.store import Row
 
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from podium.lab.report.figures.base import Line
-from podium.lab.study.rows import at_validation, cells, finished, number
+from podium.lab.study.results import at_validation, cells, finished, number
 from podium.lab.study.store import Row
 
 AXES = {

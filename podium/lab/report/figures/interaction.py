@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from podium.lab.stats.statistics import mean_interval
-from podium.lab.study.rows import finished, number
+from podium.lab.study.results import finished, number
 from podium.lab.study.store import Row
 
 MOST = 3

@@ -7,7 +7,7 @@ from typing import Any
 
 from podium.lab.report.figures.timeline import Timeline, timelines
 from podium.lab.report.figures.topology import Topology, topologies
-from podium.lab.study.rows import cells, finished
+from podium.lab.study.results import cells, finished
 from podium.lab.study.store import Row
 from podium.records.timeline import KINDS
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from podium.lab.report.figures.base import Line
 from podium.lab.report.figures.curves import line_of
-from podium.lab.study.rows import cells, finished, number
+from podium.lab.study.results import cells, finished, number
 from podium.lab.study.store import Row
 
 WIDE = 10
@@ -45,7 +45,7 @@ class Stack:
 
 
 def phase_stacks(rows: Sequence[Row], metric: str) -> dict[str, Stack]:
-    """By strategy: what its runs came to over the epochs, for those that have phases."""
+    """By strategy: its runs over the epochs, where they have phases."""
     done = [row for row in finished(rows) if row.get("rules")]
     found = {}
     for cell in cells(done):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from podium.lab.study.rows import cells, finished
+from podium.lab.study.results import cells, finished
 from podium.lab.study.store import Row
 from podium.records.timeline import KINDS
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from podium.lab.study.rows import cells, finished, number
+from podium.lab.study.results import cells, finished, number
 from podium.lab.study.store import Row
 
 MOST_DRAWN = 16

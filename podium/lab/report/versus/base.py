@@ -1,4 +1,4 @@
-"""What two sets of results come to, cell by cell: the words that the rest is written in."""
+"""Two sets of results side by side, cell by cell: the types that the rest uses."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from podium.lab.stats.statistics import ALPHA, Mean
-from podium.lab.study.rows import (
+from podium.lab.study.results import (
     finished,
 )
 from podium.lab.study.store import Row
+from podium.lab.study.study import Study
 
 FEW = 6
 """Pairs below which it is said that only large differences show."""
@@ -104,7 +105,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Versus:
-    """What two sets of results come to. `podium report A B --json` prints it."""
+    """The comparison of two sets of results. `podium report A B --json` prints it."""
 
     a: Side
     b: Side
@@ -142,7 +143,7 @@ class Set(NamedTuple):
 
     name: str
     folder: Path
-    study: Row
+    study: Study
     rows: list[Row]
     """In the order of the study's cells."""
     as_written: list[Row]

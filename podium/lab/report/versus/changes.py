@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any, Literal, NamedTuple
@@ -13,8 +13,7 @@ from podium.errors import RecordError
 from podium.lab.report.versus.base import Change, Difference, FromZero, Set, Side, Versus
 from podium.lab.report.versus.prose import answer, limits
 from podium.lab.stats.statistics import ALPHA, Contrast, compare_pairs, corrected, holm, mean_interval
-from podium.lab.stats.terms import load
-from podium.lab.study.rows import (
+from podium.lab.study.results import (
     arranged,
     cells,
     default_target,
@@ -24,32 +23,36 @@ from podium.lab.study.rows import (
     number,
     time_to_target,
 )
-from podium.lab.study.store import Row, Store, modern
+from podium.lab.study.store import Row, Store
+from podium.lab.study.study import Study
+from podium.records.intervals import load
 
 
-def read_set(folder: str | Path) -> Set:
+def read_set(folder: str | Path, maximize: bool | None = None) -> Set:
     """The study in this folder; one without a finished run is refused."""
     store = Store(folder)
-    study = modern(store.read_study())
+    study = Study.read(store, maximize)
     rows = store.runs()
     if not finished(rows):
         raise RecordError(f"report: {store.folder} must hold at least one finished run to compare, got none")
-    order = [cell["cell"] for cell in study["cells"]]
-    return Set(store.folder.resolve().name, store.folder, study, arranged(rows, order), rows)
+    return Set(store.folder.resolve().name, store.folder, study, arranged(rows, study.names), rows)
 
 
-def compare_results(a: str | Path, b: str | Path) -> Versus:
-    """Compare what two studies left in their folders, cell by cell; `a` is what `b` is held against."""
-    return compare_sets(*named(read_set(a), read_set(b)))
+def compare_results(a: str | Path, b: str | Path, *, maximize: bool | None = None) -> Versus:
+    """Compare what two studies left in their folders, cell by cell; `a` is what `b` is held against.
+
+    `maximize` says which way the metric is better, whatever the studies say.
+    """
+    return compare_sets(*named(read_set(a, maximize), read_set(b, maximize)))
 
 
 def compare_sets(a: Set, b: Set) -> Versus:
-    """`compare_results` for who has read the folders already."""
+    """`compare_results` of folders that are already read."""
     metric = metric_name(a.rows)
     # Where the two studies disagree the first has its way, and the difference is listed.
-    maximize = next((way for one in (a, b) if (way := one.study.get("maximize")) is not None), None)
-    target = a.study.get("target")
-    if target is None or target != b.study.get("target"):
+    maximize = next((way for one in (a, b) if (way := one.study.maximize) is not None), None)
+    target = a.study.target
+    if target is None or target != b.study.target:
         target = default_target(a.rows, metric, maximize)
     changes, zeros = _changes(a.done, b.done, metric, target, maximize)
     differences = tuple(_differences(a, b))
@@ -72,7 +75,7 @@ def compare_sets(a: Set, b: Set) -> Versus:
 
 
 def named(a: Set, b: Set) -> tuple[Set, Set]:
-    """Folders of the same name are told apart by the folders that they lie in."""
+    """Folders of the same name are named with the folders above them."""
     if a.name != b.name:
         return a, b
     one, other = (f"{found.folder.resolve().parent.name}/{found.name}" for found in (a, b))
@@ -187,6 +190,7 @@ def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float, 
     gap, error = fmean(b) - fmean(a), math.sqrt(sum(parts))
     if error <= 1e-12 * max(map(abs, (*a, *b))):
         return None
+    # Not scipy's `ttest_ind`, which warns where the values of one side are all the same.
     freedom = sum(parts) ** 2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, (a, b), strict=True))
     t = load("scipy.stats").t
     reach = float(t.ppf(1 - ALPHA / 2, freedom)) * error
@@ -220,20 +224,19 @@ def _differences(a: Set, b: Set) -> list[Difference]:
 def _facts(found: Set) -> dict[tuple[Any, str], str]:
     """What is recorded of how a study was made; only cells that ran are in it."""
     study, ran = found.study, set(cells(found.done))
-    settings = {**_flat(study["settings"]), **_flat({"stop": study.get("stop") or {}})}
-    for name in ("task", "launcher", "workers", "target", "maximize"):
-        if name not in settings:
-            settings[name] = study.get(name)
-    for cell in study["cells"]:
-        if cell["cell"] in ran:
-            settings |= {f"{cell['cell']}: {name}": value for name, value in _flat(cell["settings"]).items()}
+    settings = {**_flat(study.settings), **_flat({"stop": asdict(study.stop)})}
+    common = {"task": study.plan.task, "launcher": study.plan.launcher, "workers": study.plan.workers}
+    settings = {**common, "target": study.target, "maximize": study.maximize, **settings}
+    for cell in study.cells:
+        if cell.cell in ran:
+            settings |= {f"{cell.cell}: {name}": value for name, value in _flat(cell.settings).items()}
     sizes = sorted({row["parameters"] for row in found.done if isinstance(row.get("parameters"), int)})
     settings["parameters of the model"] = ", ".join(f"{size:,}" for size in sizes) or None
     facts: dict[tuple[Any, str], str] = {}
-    groups = {"settings": settings, "versions": study.get("versions") or {}, "hardware": study.get("hardware") or {}}
+    groups = {"settings": settings, "versions": study.machine.versions, "hardware": study.machine.hardware}
     for kind, values in groups.items():
         facts |= {(kind, name.replace("_", " ")): str(x) for name, x in values.items() if x is not None}
-    facts["commit", "commit"] = str(study.get("commit") or "unknown")
+    facts["commit", "commit"] = str(study.machine.commit or "unknown")
     facts["seeds", "seeds"] = ", ".join(map(str, sorted({int(row["seed"]) for row in found.done})))
     return facts
 

@@ -16,18 +16,20 @@ from podium.lab.report.templating import environment
 from podium.lab.report.versus.base import PAGE, Change, Set, Versus
 from podium.lab.report.versus.changes import compare_sets, named, read_set
 from podium.lab.report.versus.prose import amount, heading, size, worded
-from podium.lab.study.store import write_whole
+from podium.records.disk import write_atomically
 
 
-def write_versus(a: str | Path, b: str | Path, out: str | Path | None = None) -> tuple[Versus, Path]:
+def write_versus(
+    a: str | Path, b: str | Path, out: str | Path | None = None, *, maximize: bool | None = None
+) -> tuple[Versus, Path]:
     """Compare two studies and write the page `versus.html`, into the second's folder where no other is given.
 
     The page needs no network, no script and no second file; the same folders give the same bytes.
     """
-    one, other = named(read_set(a), read_set(b))
+    one, other = named(read_set(a, maximize), read_set(b, maximize))
     found = compare_sets(one, other)
     path = (other.folder if out is None else Path(out)) / PAGE
-    write_whole(path, render(found, one, other, path.parent))
+    write_atomically(path, render(found, one, other, path.parent))
     return found, path
 
 

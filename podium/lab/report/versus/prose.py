@@ -107,7 +107,7 @@ def limits(found: Versus, a: Set, b: Set) -> str:
         said.append("Nothing that was recorded differs, so a difference has a cause that was not recorded, or is luck.")
     if "hardware" in kinds:
         said.append("The machines differ: seconds compare machines as much as anything else.")
-    commits = [str(one.study.get("commit") or "") for one in (a, b)]
+    commits = [str(one.study.machine.commit or "") for one in (a, b)]
     if any(commit.endswith("+") for commit in commits):
         said.append("A commit marked + had changes that were not committed, so the code may differ from what it names.")
     if any(virtual):

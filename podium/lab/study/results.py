@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from podium.imports import find_class
-from podium.lab.study.store import Key, Row
 from podium.records.metrics import lower_is_better
 from podium.strategies.triggers import TRIGGERS, WATCHED
 
+if TYPE_CHECKING:
+    from podium.lab.study.store import Key, Row
+
 TARGET_SHARE = 0.95
-"""A target that nobody set is this share of the best strategy's mean final metric."""
+"""Without a target in the study, the target is this share of the best strategy's mean final metric."""
 
 
 def number(value: Any) -> float | None:
@@ -154,7 +156,7 @@ class Others(NamedTuple):
 
 
 def other_rules(row: Mapping[str, Any]) -> Others:
-    """A run's rules besides its own. A rule in force is not told of twice, unless it would have fired later only."""
+    """A run's rules besides those in force. A rule in force is listed only if it would have fired later."""
     rules = row.get("rules") or ()
     if not rules:
         return Others((), (), ())

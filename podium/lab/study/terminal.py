@@ -36,7 +36,7 @@ def format_table(comparison: Comparison) -> Table:
 
 
 def format_plain(comparison: Comparison) -> str:
-    """The same table as text for pipes and logs; long names go on over several lines."""
+    """The same table as text for pipes and logs; long names take several lines."""
     lines = [title(comparison), _row(headings(comparison)), _row(["-" * width for width in _WIDTHS])]
     lines += [_row(values(line)) for line in comparison.table]
     return "\n".join(lines)
