@@ -73,7 +73,7 @@ class RunConfig:
     run_dir: str | None = None
     """The run's folder itself, without a run in it yet; made up from task, strategy and time when not given."""
     resume: str | None = None
-    """A run's folder or one checkpoint to go on from."""
+    """A run's folder or one checkpoint to resume from."""
     replay: str | None = None
     """A run's folder whose recorded order of arrivals is repeated, in virtual time."""
     deadline_s: float = 300.0
@@ -147,14 +147,14 @@ REFUSED_BY_SCRIPTS: Mapping[str, str] = {
     "launcher": "a script runs in processes: launcher must be 'local'",
     "cluster": "a cluster file needs the launcher 'shaped' or 'virtual', and a script runs in processes",
 }
-"""Fields of a run that a script with its own loop (`podium run`, `podium.node --script`) does not heed, and why.
+"""Fields of a run that a script with its own loop (`podium run`, `podium.node --script`) does not use, and why.
 
-All others it does.
+It uses all others.
 """
 
 
 def check_script(config: RunConfig) -> None:
-    """Refuse settings that a script with its own loop would not heed."""
+    """Refuse settings that a script with its own loop would ignore."""
     plain = RunConfig()
     for name, why in REFUSED_BY_SCRIPTS.items():
         value = getattr(config, name)
@@ -222,7 +222,7 @@ class RunResult:
     staleness: Mapping[str, float] = field(default_factory=dict)
     """`mean`, `max`, `count` over updates; empty when nothing can be stale.
 
-    A worker's first push of a stretch (after the run's beginning or a checkpoint) is left out: all workers begin it
+    A worker's first push of a segment (after the run's beginning or a checkpoint) is left out: all workers begin it
     with the same parameters.
     """
     histogram: Sequence[Sequence[int]] = ()

@@ -7,7 +7,7 @@ PodiumError
 ├── DataError            a data file is absent, truncated or not what it claims
 ├── CheckpointError      a checkpoint cannot be read, or does not fit
 ├── RecordError          records cannot be written or read
-├── TrainingError        the run cannot go on: the loss is not finite, a rank has no samples …
+├── TrainingError        the run cannot continue: the loss is not finite, a rank has no samples …
 ├── RankFailed           a rank raised; carries its own error and place
 ├── Interrupted          the user asked to stop before the run was through
 └── CommError            an exchange did not happen
@@ -82,7 +82,7 @@ class RecordError(PodiumError):
 
 
 class TrainingError(PodiumError):
-    """Training itself cannot go on."""
+    """Training itself cannot continue."""
 
 
 class RankFailed(PodiumError):

@@ -2,7 +2,7 @@
 
 Naming code is running it. Where the names come from a folder that somebody else may have made, and not from the user,
 `names_of_folders` tells what is imported, and refuses code that lies in the folder itself. Such a folder also has the
-arguments, and with arguments of one's choice `subprocess:run` is all code; so whoever calls what was named asks
+arguments, and with arguments of one's choice `subprocess:run` is all code; so the caller of what was named asks
 `folder_alone_names`, and calls only what was written for Podium.
 """
 
@@ -27,7 +27,7 @@ def load_named(spec: str) -> Any:
     """What `spec` names; a file is loaded as `python file.py` would, its folder on the path."""
     place, _, name = spec.rpartition(":")
     _check_source(place)
-    module = _load_file(Path(place)) if place.endswith(".py") else _import(place, spec)
+    module = load_file(Path(place)) if place.endswith(".py") else _import(place, spec)
     if not hasattr(module, name):
         raise UnknownName(f"name in {place}:", name, [n for n in vars(module) if not n.startswith("_")])
     return getattr(module, name)
@@ -141,7 +141,8 @@ def _import(place: str, spec: str) -> ModuleType:
         raise
 
 
-def _load_file(path: Path) -> ModuleType:
+def load_file(path: Path) -> ModuleType:
+    """Run a user's file as a module; it can import the files beside it."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     name = f"podium_user_{path.stem}"

@@ -31,8 +31,9 @@ PROBE_BYTES = 64 << 20
 ROUND_TRIPS = 200
 EXTRAS: dict[str, dict[str, str]] = {
     "study": {name: name for name in ("statsmodels", "scipy", "matplotlib", "plotly", "duckdb")},
-    "watch": {"plotly": "plotly"},
     "sweep": {"optuna": "optuna", "nvidia-ml-py": "pynvml"},
+    "check": {"playwright": "playwright"},
+    "tls": {"cryptography": "cryptography"},
     "ray": {"ray": "ray"},
     "data": {"torchvision": "torchvision", "datasets": "datasets"},
 }
@@ -256,19 +257,14 @@ def check_energy() -> Check:
 
 
 def _read_nvml() -> float:
-    import pynvml
+    from podium.records.nvml import open_gpus, why_absent
 
-    try:
-        pynvml.nvmlInit()
-        try:
-            gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-            if not gpus:
-                raise OSError("this machine has no GPU")
-            return sum(float(pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu)) for gpu in gpus) / 1e3
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        raise OSError(str(error)) from error
+    if why := why_absent():
+        raise OSError(why)
+    joules = [millijoules / 1e3 for gpu in open_gpus() if (millijoules := gpu.energy_mj()) is not None]
+    if not joules:
+        raise OSError("no GPU here has a counter")
+    return sum(joules)
 
 
 def _read_rapl(folder: Path = Path("/sys/class/powercap")) -> float:
@@ -302,8 +298,8 @@ def check_quota() -> Check:
     if os.geteuid() != 0:
         detail = "control groups need root; CPU quotas were not tried"
         return Check(name="CPU quota", status="skipped", detail=detail, fix="run `podium doctor` as root")
+    from podium.launch.clusters.cpu_quota import CpuQuota
     from podium.launch.clusters.description import Cluster, Node
-    from podium.launch.clusters.namespaces import CpuQuota
 
     fix = "only cluster files that give `cpus` need it: leave that out, or mount the cpu cgroup writable"
     busy = "import sys, time\nsys.stdin.read()\nend = time.process_time() + 0.1\nwhile time.process_time() < end: pass"

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from podium.cli.interrupt import stop_on_interrupt
-from podium.cli.options import changed, check_names, options, resolve_run
+from podium.cli.options import changed, options, resolve_run
 from podium.cli.output import Output, wrapped
 from podium.config import RunConfig
 from podium.errors import ConfigError, as_request
 
 if TYPE_CHECKING:
-    from podium.lab.study.design import Design
     from podium.lab.study.run import Comparison
+    from podium.lab.study.study import Study
 
 STRATEGIES = ("solo", "all-reduce", "parameter-server", "parameter-server:mode=async")
-"""What is compared when nobody says."""
+"""What is compared by default."""
 WORKERS = 2
 SEEDS = 3
 OWN = ("workers", "launcher")
@@ -39,6 +39,8 @@ WIDE = 100
 @click.option("--target", type=float, metavar="X", help="The value of the metric that time to target waits for.")
 @click.option("--maximize/--minimize", default=None, help="Which way the metric is better. [by its name]")
 @click.option("--size", metavar="NAME", help="One of the sizes that a study file has, as small.")
+@click.option("--only", multiple=True, metavar="FACTOR=LEVEL", help="Only these cells in this call; may be repeated.")
+@click.option("--budget-s", type=float, metavar="S", help="Begin no run after S seconds.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, metavar="N", help="Runs at once, in virtual time. [1]")
 @options(
     "codec",
@@ -63,6 +65,8 @@ def compare(
     dry_run: bool,
     quiet: bool,
     jobs: int,
+    only: tuple[str, ...],
+    budget_s: float | None,
     logs: tuple[str, ...],
     **given: Any,
 ) -> int:
@@ -71,8 +75,8 @@ def compare(
     A STUDY is a file that ends in .toml or .py: factors, levels, replications and settings; options set what the study
     sets for all its runs.
 
-    Ctrl-C once saves the run in progress and reports what there is; the same command with the same --out goes on from
-    there. A study goes to a folder of its own name, so that the same command alone goes on.
+    Ctrl-C once saves the run in progress and reports what there is; the same command with the same --out resumes.
+    A study goes to a folder of its own name, so the same command alone resumes it.
 
     \b
     podium compare digits-mlp --strategies solo,all-reduce --seeds 5
@@ -85,47 +89,61 @@ def compare(
     strategies = (*split_strategies(listed or ""), *single)
     where, size = given.pop("out"), given.pop("size")
     if is_study_file(given["task"] or ""):
-        design = _study_design(strategies, size, **given)
-        where = where or study_folder_of(design)
+        study = _from_file(strategies, size, **given)
+        where = where or study_folder_of(study)
     else:
         if size is not None:
             raise ConfigError(f"compare: --size is for study files, which end in .toml or .py; got {given['task']!r}")
-        design = _task_design(strategies or STRATEGIES, **given)
-    configs = [design.config(cell, design.replications.seeds[0]) for cell in design.names]
-    for config in configs:
-        check_names(config)
-    if not (quiet or out.json):
-        from podium.launch.run import foreseen
+        study = _of_strategies(strategies or STRATEGIES, **given)
+    trainings = study.runs == "trainings"
+    configs = [study.config(cell, study.seeds[0]) for cell in study.names] if trainings else []
+    from podium.launch.prepare import resolve_job  # with torch
 
-        out.note(*(text for config in configs for text in foreseen(config)))
+    jobs_asked = [resolve_job(config) for config in configs]
+    if not (quiet or out.json):
+        from podium.launch.notices import notices
+
+        out.note(*(text for job in jobs_asked for text in notices(job)))
     if dry_run:
-        out.document(design.to_dict())
-        out.say(*(f"{name}: {value}" for name, value in design.to_dict().items() if value is not None))
+        out.document(study.to_dict())
+        out.say(*(f"{name}: {value}" for name, value in study.to_dict().items() if value is not None))
         return 0
     if logs and jobs > 1:
         raise ConfigError(
             f"compare: --log follows runs one by one, got --jobs {jobs}; `podium export` writes them later"
         )
-    comparison = run_shown(design, where, quiet=quiet or out.json, jobs=jobs, logs=logs)
+    part = {"only": _levels(only), "budget_s": budget_s}
+    comparison = run_shown(study, where, quiet=quiet or out.json, jobs=jobs, logs=logs, **part)
     out.document(comparison.to_dict())
     out.say(*describe(comparison))
     return exit_code(comparison)
 
 
-def _task_design(
+def _levels(only: Sequence[str]) -> dict[str, list[str]]:
+    """`--only FACTOR=LEVEL`, by factor."""
+    found: dict[str, list[str]] = {}
+    for text in only:
+        factor, equals, level = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--only takes FACTOR=LEVEL, got {text!r}")
+        found.setdefault(factor, []).append(level)
+    return found
+
+
+def _of_strategies(
     strategies: Sequence[str], seeds: int | None, target: float | None, maximize: bool | None, **given: Any
-) -> Design:
-    from podium.lab.study.design import strategies_design
+) -> Study:
+    from podium.lab.study.study import strategies_study
 
     config = _resolve(**given)
     shared = {name: value for name, value in changed(config).items() if name not in ("task", "out", *OWN)}
     settings = {**shared, "workers": config.workers, "launcher": config.launcher}
-    return strategies_design(
+    return strategies_study(
         config.task, strategies, seeds or SEEDS, settings, target=target, maximize=maximize, retries=0
     )
 
 
-def _study_design(
+def _from_file(
     strategies: Sequence[str],
     size: str | None,
     *,
@@ -136,7 +154,7 @@ def _study_design(
     config_file: str | None,
     overrides: tuple[str, ...],
     **given: Any,
-) -> Design:
+) -> Study:
     from podium.lab.study.file import read_study
 
     for name, value in (("--strategies", strategies), ("--config", config_file)):
@@ -149,18 +167,18 @@ def _study_design(
         if not equals or not key:
             raise ConfigError(f"--set takes KEY=VALUE, got {override!r}")
         settings[key.strip()] = text.strip()
-    return study.changed(settings, seeds=seeds, target=target, maximize=maximize).design()
+    return study.changed(settings, seeds=seeds, target=target, maximize=maximize).resolved()
 
 
-def study_folder_of(design: Design) -> str:
+def study_folder_of(study: Study) -> str:
     from podium.lab.study.run import study_folder
 
-    return str(study_folder(design))
+    return str(study_folder(study))
 
 
 def _resolve(*, config_file: str | None, overrides: tuple[str, ...], **given: Any) -> RunConfig:
     config = resolve_run(config_file, overrides, given)
-    # One worker is what a run has when nobody says; a comparison of ways to share work then takes two.
+    # A run has one worker by default; a comparison of ways to share work takes two.
     unsaid = given["workers"] is None and config.workers == RunConfig.workers
     return dataclasses.replace(config, workers=WORKERS) if unsaid else config
 
@@ -176,13 +194,16 @@ def split_strategies(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def run_shown(design: Design, out: str | None, *, quiet: bool, jobs: int = 1, logs: Sequence[str] = ()) -> Comparison:
-    """Run a design with progress shown and Ctrl-C heeded."""
+def run_shown(
+    study: Study, out: str | None, *, quiet: bool, jobs: int = 1, logs: Sequence[str] = (), **part: Any
+) -> Comparison:
+    """Run a study with progress shown and Ctrl-C handled."""
     from podium.cli.progress import progress
-    from podium.lab.study.run import new_folder, run_design
+    from podium.lab.study.run import run_resolved
+    from podium.records.folder_name import new_folder
     from podium.records.writers import Together, open_log
 
-    folder = out or str(new_folder(design.name))
+    folder = out or str(new_folder("runs", f"compare-{study.name}"))
     with as_request():
         writers = [open_log(text, folder) for text in logs]
     with (
@@ -190,13 +211,13 @@ def run_shown(design: Design, out: str | None, *, quiet: bool, jobs: int = 1, lo
         progress(quiet=quiet, many=True) as shown,
         Together(shown, *writers) as heard,
     ):
-        return run_design(design, folder, on_event=heard, stop=stop, jobs=jobs)
+        return run_resolved(study, folder, on_event=heard, stop=stop, jobs=jobs, **part)
 
 
 def describe(comparison: Comparison) -> list[Any]:
     """The table, the answer with what may not be concluded, and where the rest lies."""
-    from podium.cli.progress import console
-    from podium.lab.study.table import format_plain, format_table
+    from podium.cli.display import console
+    from podium.lab.study.terminal import format_plain, format_table
 
     table = format_table(comparison) if console(sys.stdout).width >= WIDE else format_plain(comparison)
     lines: list[Any] = ["", table, "", wrapped(comparison.answer), ""]
@@ -206,7 +227,7 @@ def describe(comparison: Comparison) -> list[Any]:
             "",
         ]
     if comparison.status == "stopped":
-        lines.append(f"stopped early; the same command with --out {comparison.out} goes on")
+        lines.append(f"stopped early; the same command with --out {comparison.out} resumes")
     return [*lines, f"report   {comparison.report}"]
 
 

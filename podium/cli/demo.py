@@ -26,11 +26,11 @@ def demo(out: Output, /, quick: bool, quiet: bool, **where: str | None) -> int:
     seeds = 1 if quick else SEEDS
     out.say(*header(seeds))
     # One thread per rank: on so small a model a second thread costs more than it gives, and not the same every time.
-    from podium.lab.study.design import strategies_design
+    from podium.lab.study.study import strategies_study
 
     settings = {"workers": WORKERS, "launcher": "local", "threads": 1}
-    design = strategies_design(TASK, STRATEGIES, seeds, settings, retries=0)
-    comparison = run_shown(design, where["out"], quiet=quiet or out.json)
+    study = strategies_study(TASK, STRATEGIES, seeds, settings, retries=0)
+    comparison = run_shown(study, where["out"], quiet=quiet or out.json)
     out.document(comparison.to_dict())
     out.say(*describe(comparison))
     out.say(

@@ -27,7 +27,7 @@ def export(out_: Output, /, folder: str, to: str, out: str | None) -> None:
     --out is the URI of a server.
 
     \b
-    podium export runs/compare-digits-mlp-20261115-093836
+    podium export runs/compare-digits-mlp-20261115-093836-7d01b9
     podium export runs/… --to parquet --out tables
     podium export runs/… --to tensorboard --out tb && tensorboard --logdir tb
     """

@@ -1,7 +1,7 @@
 """The program around the verbs: where errors become messages and exit codes.
 
 0 is success, 1 a failure, 2 a wrong request, 130 an interruption. An error of Podium's own is its message and nothing
-else; PODIUM_DEBUG=1 shows the traceback as well. An error that is nobody's intention keeps its traceback.
+else; PODIUM_DEBUG=1 shows the traceback as well. An error that Podium does not raise on purpose keeps its traceback.
 """
 
 from __future__ import annotations

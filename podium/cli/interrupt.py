@@ -59,7 +59,7 @@ def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
         pids = forked_here() if os.getpid() == owner else []
         _send(pids, signal.SIGSTOP)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)  # returns when the shell lets this process go on
+        os.kill(os.getpid(), signal.SIGTSTP)  # returns when the shell continues this process
         signal.signal(signal.SIGTSTP, on_suspend)
         _send(pids, signal.SIGCONT)
 

@@ -64,7 +64,7 @@ def _find_executor(name: str) -> type[Any]:
     from podium.imports import find_class
     from podium.sweeps import EXECUTORS
 
-    return find_class("executor", name, {"auto": "podium.sweeps.executors.auto:Auto", **EXECUTORS})
+    return find_class("executor", name, EXECUTORS)
 
 
 def _options(cls: type[Any]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def resolve_run(config_file: str | None, overrides: Sequence[str], given: Mappin
 
 @contextmanager
 def code_of_earlier_run(config_file: str | None, overrides: Sequence[str], given: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, code that only the folder of a resumed or replayed run names is told of, and refused if it lies there."""
+    """Inside, code that only the folder of a resumed or replayed run names is reported, or refused if it lies there."""
     from podium.imports import names_of_folders
 
     places = [] if config_file is not None else [Path(given[name]) for name in ("replay", "resume") if given.get(name)]
@@ -124,24 +124,10 @@ def _asked_before(place: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
     before = dict(read_manifest(folder)["config"])
     dropped = ["run_dir", "resume", "replay"]
     # Another task or strategy comes with its own options. The same task is named again where the folder's word for it
-    # is not enough (`podium.imports`), and goes on as it was.
+    # is not enough (`podium.imports`), and continues as it was.
     dropped += ["strategy_options"] if "strategy" in asked else []
     dropped += ["task_options"] if asked.get("task", before.get("task")) != before.get("task") else []
     return {name: value for name, value in before.items() if name not in dropped}
-
-
-def check_names(config: RunConfig) -> None:
-    """Refuse a task, its data, a strategy or cluster that does not exist, before anything is started. Imports torch."""
-    from podium.launch.run import check, check_data
-    from podium.task import load_task
-
-    with as_request():
-        check_data(config, load_task(config.task, config.task_options, config.data_dir))
-        check(config)
-        if config.cluster is not None:
-            from podium.launch.clusters.description import read_cluster
-
-            read_cluster(config.cluster)
 
 
 def changed(config: RunConfig) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Output:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # What got this far without being foreseen keeps its traceback, but whoever reads JSON still gets a document.
+        # An unforeseen error keeps its traceback, but a reader of JSON still gets a document.
         if isinstance(error, Exception) and not self._written:
             self.document({"error": {"type": type(error).__name__, "message": str(error)}})
         self._stack.close()
@@ -52,7 +52,7 @@ class Output:
         """Print text or anything rich can draw, for a person."""
         if self.json:
             return
-        from podium.cli.progress import console
+        from podium.cli.display import console
 
         screen = console(sys.stdout)
         for part in parts:

@@ -1,54 +1,21 @@
-"""What a person sees while a run goes on: bars on a terminal, plain lines elsewhere, nothing when asked.
+"""The progress of a run or a study: its events as lines and bars.
 
-All of it goes to the error stream, so that standard output holds results alone. A Progress takes the events of
-`podium.launch.run` and `podium.lab.study.run` by being called with them, from whichever thread they come.
+A Progress takes the events of `podium.launch.run` and `podium.lab.study.run` by being called with them, from whichever
+thread they come.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import IO, TYPE_CHECKING, Any, final
+from typing import Any, final
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+from podium.cli.display import Display, display
 
 Event = Mapping[str, Any]
 
-LINE_EVERY_S = 10.0
-"""Away from a terminal, steps are reported no more often than this."""
-WIDTH = 80
-"""Columns where the terminal does not say; also the widest a table is made for a file."""
-
-
 _ALWAYS = ("lost", "regroup", "replaced", "scale", "warning")
 """Events of one run among many that are worth a line."""
-
-
-def is_live(stream: IO[str]) -> bool:
-    """Whether the stream is a terminal that a person watches and that can redraw a line."""
-    return stream.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
-
-
-def console(stream: IO[str]) -> Console:
-    """A rich console that writes escape codes only to a live terminal, and no colours under NO_COLOR."""
-    from rich.console import Console
-
-    live = is_live(stream)
-    coloured = live and not os.environ.get("NO_COLOR")
-    return Console(
-        file=stream,
-        force_terminal=live,
-        color_system="auto" if coloured else None,
-        highlight=False,
-        markup=False,
-        emoji=False,
-        width=None if live else WIDTH,
-    )
 
 
 def format_bytes(count: float) -> str:
@@ -103,57 +70,55 @@ def describe(event: Event) -> str | None:
     return None
 
 
+@final
 class Progress:
-    """Takes events and shows warnings only; the other two show all. A context, so that a terminal is left clean."""
+    """Shows a run on a display; with `many`, a comparison, in which each single run matters less."""
+
+    def __init__(self, shown: Display, *, many: bool = False, now: Callable[[], float] = time.monotonic) -> None:
+        self.display, self._many, self._now = shown, many, now
+        self._began, self._pace, self._total = now(), Pace(now), 0
+        self._runs_seen, self._result = 0, ""
 
     def __enter__(self) -> Progress:
+        self.display.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Leave the terminal as it was found."""
-
-    def __call__(self, event: Event) -> None:
-        """Take one event."""
-        if event.get("event") == "warning":
-            print(describe(event), file=sys.stderr, flush=True)
-
-
-@final
-class Lines(Progress):
-    """One plain line per thing worth knowing; of a comparison, one line per run."""
-
-    def __init__(self, stream: IO[str], *, many: bool = False, now: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._many, self._now = stream, many, now
-        self._began = self._last = now()
-        self._pace = Pace(now)
-        self._runs_seen = 0
-        self._result = ""
+    def __exit__(self, *error: object) -> None:
+        self.display.__exit__(*error)
 
     def __call__(self, event: Event) -> None:
         kind = event.get("event")
         if kind == "start":
-            self._pace = Pace(self._now)
-        if kind == "progress":
-            self._say(self._paced(event))
-        elif kind == "eval" and self._many:
+            self._pace, self._total = Pace(self._now), 0
+            self.display.forget("samples")
+        elif kind in ("cell", "cell-end"):
+            self._count_runs(event)
+        elif kind in ("progress", "eval"):
+            self._advance(event)
+        line = describe(event)
+        if kind == "warning":
+            self.display.warn(str(line))
+        elif line is not None and (not self._many or kind in _ALWAYS):  # lines of many runs would be too many
+            self.display.say(line)
+
+    def _count_runs(self, event: Event) -> None:
+        is_over = event["event"] == "cell-end"
+        self.display.draw("runs", event["number"] - (not is_over), event["total"], _cell(event))
+        if is_over and not self.display.has_bars:
+            self.display.say(self._run_ended(event))
+
+    def _advance(self, event: Event) -> None:
+        """Validations count as well: in a run of very short epochs hardly any other event comes through."""
+        if event["event"] == "eval":
             self._result = "  " + _metrics(event)
-        elif kind == "cell-end":
-            self._say(self._run_ended(event))
-        elif not self._many or kind in _ALWAYS:
-            self._say(describe(event))
-
-    def _say(self, line: str | None) -> None:
-        if line is not None:
-            print(line, file=self._stream, flush=True)
-            self._last = self._now()
-
-    def _paced(self, event: Event) -> str | None:
-        rate = self._pace.rate(event)
-        if self._now() - self._last < LINE_EVERY_S:
-            return None
-        done, total = _reached(event)
-        ends = f"  {format_seconds((total - done) / rate)} left" if rate else ""
-        return f"{100 * done / total:.0f} %  step {event['step']}  {_facts(event, rate)}{ends}"
+        known = {"total_samples": self._total, **event}
+        self._total = known["total_samples"]
+        if not self._total:
+            return
+        rate = self._pace.rate(known)
+        self.display.draw("samples", *_reached(known), _facts(known, rate))
+        if event["event"] == "progress" and self.display.is_due():
+            self.display.say(_paced(event, rate))
 
     def _run_ended(self, event: Event) -> str:
         number, total = event["number"], event["total"]
@@ -187,54 +152,10 @@ def _reached(event: Event) -> tuple[int, int]:
     return event["position"], event["total_samples"]
 
 
-@final
-class Bars(Progress):
-    """Bars with rates and time left, redrawn in place; above them, the lines worth keeping."""
-
-    def __init__(self, stream: IO[str], *, many: bool = False) -> None:
-        self._bars, self._many = _make_bars(console(stream)), many
-        self._tasks: dict[str, TaskID] = {}
-        self._pace, self._total = Pace(), 0
-
-    def __enter__(self) -> Bars:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def __call__(self, event: Event) -> None:
-        kind = event.get("event")
-        if kind in ("cell", "cell-end"):
-            done = event["number"] - (kind == "cell")
-            self._draw("runs", done, event["total"], _cell(event))
-        elif kind == "start":
-            self._pace, self._total = Pace(), 0
-            self._forget("samples")
-        elif kind in ("progress", "eval"):
-            self._advance(event)
-        # One run keeps its lines; those of many would push each other off the screen.
-        if not self._many or kind in _ALWAYS:
-            line = describe(event)
-            if line is not None:
-                self._bars.console.print(line)
-
-    def _advance(self, event: Event) -> None:
-        """Validations count as well: in a run of very short epochs hardly any other event comes through."""
-        known = {"total_samples": self._total, **event}
-        self._total = known["total_samples"]
-        if self._total:
-            self._draw("samples", *_reached(known), _facts(known, self._pace.rate(known)))
-
-    def _draw(self, name: str, done: int, total: int, facts: str) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=total, facts=facts)
-        self._bars.update(self._tasks[name], completed=done, total=total, facts=facts)
-
-    def _forget(self, name: str) -> None:
-        """Drop the last run's bar and with it its pace, from which the time left is guessed."""
-        if name in self._tasks:
-            self._bars.remove_task(self._tasks.pop(name))
+def _paced(event: Event, rate: float | None) -> str:
+    done, total = _reached(event)
+    ends = f"  {format_seconds((total - done) / rate)} left" if rate else ""
+    return f"{100 * done / total:.0f} %  step {event['step']}  {_facts(event, rate)}{ends}"
 
 
 def _cell(event: Event) -> str:
@@ -250,21 +171,6 @@ def _facts(event: Event, rate: float | None) -> str:
     return speed if event["loss"] is None else f"{speed}loss {format_number(event['loss'])}"
 
 
-def _make_bars(console: Console) -> RichProgress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description:<7}", markup=False),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[facts]}", markup=False),
-        TimeRemainingColumn(compact=True),
-    )
-    return Progress(*columns, console=console, transient=True)
-
-
 def progress(*, quiet: bool = False, many: bool = False) -> Progress:
-    """Whichever suits the error stream. `many` is for a comparison, where each single run matters less."""
-    if quiet:
-        return Progress()
-    return Bars(sys.stderr, many=many) if is_live(sys.stderr) else Lines(sys.stderr, many=many)
+    """On whichever display suits the error stream."""
+    return Progress(display(quiet=quiet), many=many)

@@ -1,4 +1,4 @@
-"""`podium report`: the page of a comparison, a study or a sweep, made anew; or of two of them, side by side."""
+"""`podium report`: write the page of a comparison, a study or a sweep again, or compare two of them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,28 @@ if TYPE_CHECKING:
     from podium.lab.report.versus import Versus
 
 
-@click.command(short_help="Write a report anew, or compare two sets of results.")
+@click.command(short_help="Write a report again, or compare two sets of results.")
 @click.argument("folders", metavar="DIR [DIR]", nargs=-1, required=True)
 @click.option("--out", metavar="DIR", help="Of two: where versus.html is written. [the second DIR]")
 @click.option("--figures", is_flag=True, help="Also write every figure as SVG and PDF into DIR/figures.")
 @click.option("--markdown", is_flag=True, help="Also write DIR/README.md, a summary for a repository.")
-@click.option("--check", is_flag=True, help="Open the page in a browser; exit code 1 where something is wrong.")
+@click.option(
+    "--check", is_flag=True, help="Open the page in Chromium (podium[check]); exit 1 where something is wrong."
+)
+@click.option("--maximize/--minimize", default=None, help="Which way the metric is better. [as the study says]")
 @options("json")
 @click.pass_obj
 def report(
-    out_: Output, /, folders: tuple[str, ...], out: str | None, figures: bool, markdown: bool, check: bool
+    out_: Output,
+    /,
+    folders: tuple[str, ...],
+    out: str | None,
+    figures: bool,
+    markdown: bool,
+    check: bool,
+    maximize: bool | None,
 ) -> int:
-    """Write report.html anew from the results in DIR, the folder of a comparison, a study or a sweep.
+    """Write report.html again from the results in DIR, the folder of a comparison, a study or a sweep.
 
     A page of Markdown instead of a folder becomes an HTML file beside it, figures and all.
 
@@ -33,7 +43,8 @@ def report(
     that as a page.
 
     \b
-    podium report runs/compare-digits-mlp-20261115-093836 --figures --markdown
+    podium report runs/compare-digits-mlp-20261115-093836-7d01b9 \\
+        --figures --markdown
     podium report runs/monday runs/tuesday
     """
     if len(folders) > 2:
@@ -42,12 +53,12 @@ def report(
         if figures or markdown:
             raise click.UsageError("report: --figures and --markdown are for one folder, got two")
         with as_request():
-            document, said = _two(folders[0], folders[1], out)
+            document, said = _two(folders[0], folders[1], out, maximize)
     else:
         if out is not None:
             raise click.UsageError("report: --out is for two folders; one has its page beside its results")
         with as_request():
-            document, said = _one(folders[0], figures=figures, markdown=markdown)
+            document, said = _one(folders[0], figures=figures, markdown=markdown, maximize=maximize)
     if check:
         from podium.lab.report.browser import check_report
 
@@ -58,46 +69,49 @@ def report(
     return 1 if document.get("problems") else 0
 
 
-def _one(folder: str, *, figures: bool, markdown: bool) -> tuple[dict[str, Any], list[str]]:
+def _one(folder: str, *, figures: bool, markdown: bool, maximize: bool | None) -> tuple[dict[str, Any], list[str]]:
     """Write one folder's report and what else was asked for; what there is, for programs and for people."""
     from pathlib import Path
 
-    if folder.endswith(".md"):
-        if figures or markdown:
-            raise click.UsageError("report: --figures and --markdown are for comparisons and studies, got a page")
+    is_page, is_sweep = folder.endswith(".md"), (Path(folder) / "trials.jsonl").is_file()
+    if (is_page or is_sweep) and (figures or markdown or maximize is not None):
+        asked = "--figures, --markdown, --maximize and --minimize"
+        kind = "page" if is_page else "sweep"
+        raise click.UsageError(f"report: {asked} are for comparisons and studies, got a {kind}")
+    if is_page:
         from podium.lab.report.html import write_html
 
         path = str(write_html(folder))
         return {"report": path}, [f"report: {path}"]
-    if (Path(folder) / "trials.jsonl").is_file():
-        if figures or markdown:
-            raise click.UsageError("report: --figures and --markdown are for comparisons and studies, got a sweep")
+    if is_sweep:
         from podium.lab.sweeps import write_all
 
         path = write_all(folder).report
         return {"report": path}, [f"report: {path}"]
     from podium.lab.report.report import write_report
+    from podium.lab.report.study_results import StudyResults
 
-    document: dict[str, Any] = {"report": str(write_report(folder))}
+    results = StudyResults.read(folder, maximize)
+    document: dict[str, Any] = {"report": str(write_report(results))}
     said = [f"report: {document['report']}"]
     if figures:
         from podium.lab.report.drawing.files import write_figures
 
-        written = write_figures(folder)
+        written = write_figures(results)
         document["figures"] = [str(path) for path in written]
         said.append(f"figures: {len(written)} files in {Path(folder) / 'figures'}")
     if markdown:
         from podium.lab.report.page import write_page
 
-        document["page"] = str(write_page(folder))
+        document["page"] = str(write_page(results))
         said.append(f"page: {document['page']}")
     return document, said
 
 
-def _two(first: str, second: str, out: str | None) -> tuple[dict[str, Any], list[str]]:
+def _two(first: str, second: str, out: str | None, maximize: bool | None) -> tuple[dict[str, Any], list[str]]:
     from podium.lab.report.versus import write_versus
 
-    found, path = write_versus(first, second, out)
+    found, path = write_versus(first, second, out, maximize=maximize)
     return {**found.to_dict(), "report": str(path)}, [*describe(found), "", f"report: {path}"]
 
 

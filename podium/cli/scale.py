@@ -1,4 +1,4 @@
-"""`podium scale`: more or fewer workers and servers, while the run goes on."""
+"""`podium scale`: more or fewer workers and servers, during the run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from podium.cli.output import Output
 @options("json")
 @click.pass_obj
 def scale(out: Output, run_dir: str, workers: int | None, servers: int | None) -> None:
-    """Let the run in RUN_DIR go on with more or fewer workers and servers.
+    """Continue the run in RUN_DIR with more or fewer workers and servers.
 
-    Newcomers start beside it and take part once they are ready; until then nobody waits for them. Those with the
+    Newcomers start beside it and take part once they are ready; until then no worker waits for them. Those with the
     highest numbers retire first, after the step in hand.
 
     \b
-    podium scale runs/digits-mlp-all-reduce-1115-090427-61a2 --workers 4
+    podium scale runs/digits-mlp-all-reduce-20261115-090427-61a2c4 --workers 4
     """
     from podium.launch.scale import scale as ask
 

@@ -12,7 +12,7 @@ from podium.cli.progress import format_bytes, format_number, format_seconds
 from podium.config import RunConfig, RunResult
 from podium.lab.report.balance import MOST_PARTS, advice, division, is_told
 from podium.lab.report.format import change, pushes, reason, restoration, switch_cost
-from podium.lab.study.rows import other_rules
+from podium.lab.study.results import other_rules
 
 MOST_SWITCHES = 4
 """A run that goes to and fro has too many to tell of all."""
@@ -163,7 +163,7 @@ def _sent(result: RunResult) -> str:
     if not result.sent_bytes:
         return "nothing"
     wait = f", {100 * result.wait_share:.0f} % of step time spent waiting" if result.wait_share else ""
-    # Collectives are counted as a ring would send them, whoever carried them.
+    # Collectives are counted as a ring would send them, whatever carried them.
     how = {
         "local": ", which stayed on this host",
         "threads": ", which stayed in this process",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,14 +10,13 @@ import click
 from podium.cli.interrupt import stop_on_interrupt
 from podium.cli.options import options
 from podium.cli.output import Output, wrapped
+from podium.cli.sweep_progress import chosen, sweep_progress
 from podium.errors import ConfigError
 
 if TYPE_CHECKING:
     from podium.sweeps.result import Sweep
 
 ASKED = "stopping, what is finished is kept… (Ctrl-C again stops at once)"
-LINE_EVERY_S = 10.0
-"""Away from a terminal, progress is told no more often than this."""
 
 
 @click.command(short_help="Train many trials of a task on one device; say which is best.")
@@ -53,7 +49,7 @@ def sweep(out: Output, /, task: str, overrides: tuple[str, ...], dry_run: bool, 
     """Train TASK once for each point, fold and seed, all on one device; print a table and write a report.
 
     A name is an option of the task, of its optimizer, or dropout, label_smoothing, batch_size, epochs. Ctrl-C once
-    keeps what is finished; the same command with the same --out goes on from there. `podium list` has the names of
+    keeps what is finished; the same command with the same --out resumes. `podium list` has the names of
     executors, stopping rules and searches.
 
     \b
@@ -69,7 +65,7 @@ def sweep(out: Output, /, task: str, overrides: tuple[str, ...], dry_run: bool, 
         out.document(plan)
         out.say(*(f"{name}: {value}" for name, value in plan.items() if value not in (None, {}, [])))
         return 0
-    with stop_on_interrupt(ASKED) as stop, shown(quiet=quiet or out.json) as on_event:
+    with stop_on_interrupt(ASKED) as stop, sweep_progress(quiet=quiet or out.json) as on_event:
         from podium.lab.sweeps import sweep as run_sweep
 
         found = run_sweep(**asked, on_event=on_event, stop=stop)
@@ -114,7 +110,7 @@ def describe(found: Sweep) -> list[Any]:
     if best is not None and best.model:
         lines.append(f"model    {found.folder}/{best.model} (trial {best.trial.number})")
     if found.status == "stopped":
-        lines.append(f"stopped early; the same command with --out {found.folder} goes on")
+        lines.append(f"stopped early; the same command with --out {found.folder} resumes")
     return [*lines, f"table    {found.table}", f"report   {found.report}"]
 
 
@@ -138,12 +134,6 @@ def told(found: Sweep) -> Iterator[str]:
         yield from _energy(found.reading)
 
 
-def chosen(choice: Mapping[str, Any]) -> str:
-    """What was chosen, and why."""
-    why = str(choice["why"]).removeprefix(f"{choice['executor']}: ")
-    return f"{choice['executor']}: {why}"
-
-
 def _energy(reading: Mapping[str, Any]) -> Iterator[str]:
     if reading["energy_j"] is None:
         yield f"energy   absent: {reading['absent'].get('energy_j') or 'not measured'}"
@@ -155,98 +145,3 @@ def _energy(reading: Mapping[str, Any]) -> Iterator[str]:
 def exit_code(found: Sweep) -> int:
     """130 when it was stopped, 1 when a trial failed or none has a score."""
     return 130 if found.status == "stopped" else 1 if found.failed or found.best is None else 0
-
-
-@contextmanager
-def shown(*, quiet: bool) -> Iterator[Any]:
-    """Takes a sweep's events: a bar on a terminal, a line now and then elsewhere, nothing when asked."""
-    from podium.cli.progress import is_live
-
-    if quiet:
-        yield lambda event: None
-    elif is_live(sys.stderr):
-        with _bar() as hear:
-            yield hear
-    else:
-        yield _Lines()
-
-
-class _Lines:
-    """A line when a sweep begins, at most one every ten seconds, and one for whatever was chosen or failed."""
-
-    def __init__(self) -> None:
-        self._began = self._last = time.monotonic()
-        self._first, self._done, self._evaluations = 0, 0, 0
-        self._total: int | None = None
-
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        text, kind = line_of(event), event.get("event")
-        if kind in ("sweep", "outcome"):
-            self._done, self._total = event["done"], event["total"]
-            self._first = self._done if kind == "sweep" else self._first
-        self._evaluations += kind == "report"
-        if text is None and kind in ("outcome", "report"):
-            text = self._paced(is_last=kind == "outcome" and self._done == self._total)
-        if text is not None:
-            print(text, file=sys.stderr, flush=True)
-
-    def _paced(self, *, is_last: bool) -> str | None:
-        from podium.cli.progress import format_seconds
-
-        now, done, total = time.monotonic(), self._done, self._total
-        if now - self._last < LINE_EVERY_S and not is_last:
-            return None
-        self._last = now
-        trained = done - self._first
-        # Trials that train side by side end together: the first few say nothing of the rest.
-        left = (total - done) * (now - self._began) / trained if total and trained and 10 * trained >= total else 0
-        ends = f", about {format_seconds(left)} left" if left else ""
-        return f"{_count(done, total)}, {self._evaluations:,} evaluations{ends}"
-
-
-def line_of(event: Mapping[str, Any]) -> str | None:
-    """The line for an event that is worth one whatever the pace; None for the rest."""
-    kind = event.get("event")
-    if kind == "sweep":
-        again = f", {event['done']} of them done before" if event["done"] else ""
-        return f"sweep {event['folder']}: {event['total'] or 'some'} trials{again}"
-    if kind == "chose":
-        return f"chose {chosen(event)}"
-    if kind == "probe" and not event["fuses"]:
-        return f"cannot be fused: {event['why']}"
-    if kind == "fell back":
-        return f"begins again, one by one: {event['why']}"
-    if kind == "process lost":
-        return f"process {event['trial_process']} lost: {event['why']}"
-    if kind == "outcome" and event["status"] == "failed":
-        return f"trial {event['trial']['number']} failed: {event['why']}"
-    return None
-
-
-def _count(done: int, total: int | None) -> str:
-    return f"{done} trials over" if total is None else f"{done:>{len(str(total))}}/{total} trials over"
-
-
-@contextmanager
-def _bar() -> Iterator[Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from podium.cli.progress import console
-
-    facts = TextColumn("{task.fields[evaluations]:,} evaluations", markup=False)
-    columns = (TextColumn("trials"), BarColumn(bar_width=20), MofNCompleteColumn(), facts)
-    with Progress(*columns, TimeRemainingColumn(compact=True), console=console(sys.stderr), transient=True) as bars:
-        bar, evaluations = bars.add_task("trials", total=None, evaluations=0), 0
-
-        def hear(event: Mapping[str, Any]) -> None:
-            nonlocal evaluations
-            text = line_of(event)
-            if text is not None:
-                bars.console.print(text)
-            if event.get("event") in ("sweep", "outcome"):
-                bars.update(bar, completed=event["done"], total=event["total"])
-            elif event.get("event") == "report":
-                evaluations += 1
-                bars.update(bar, evaluations=evaluations)
-
-        yield hear

@@ -19,7 +19,7 @@ def trace(out: Output, /, run_dir: str, steps: str | None, **given: str | None) 
     """Write what the ranks of a run did when as a trace; open it in chrome://tracing or on ui.perfetto.dev.
 
     \b
-    podium trace runs/digits-mlp-all-reduce-1115-090427-61a2 --steps 100:150
+    podium trace runs/digits-mlp-all-reduce-20261115-090427-61a2c4 --steps 100:150
     """
     from podium.records.trace import parse_steps, read_trace, write_trace
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from podium.cli.interrupt import stop_on_interrupt
-from podium.cli.options import check_names, code_of_earlier_run, options, resolve_run
+from podium.cli.options import code_of_earlier_run, options, resolve_run
 from podium.cli.output import Output
 from podium.config import RunConfig
 from podium.errors import as_request
+
+if TYPE_CHECKING:
+    from podium.engine.build import Job
 
 
 @click.command(short_help="Train one task with one strategy.")
@@ -63,30 +66,32 @@ def train(
     """
     with code_of_earlier_run(config_file, overrides, given):
         config = resolve_run(config_file, overrides, given)
-        check_names(config)
-        return _dry_run(out, config) if dry_run else _run(out, config, logs, quiet)
+        from podium.launch.prepare import resolve_job  # with torch
+
+        job = resolve_job(config)
+        return _dry_run(out, config, job) if dry_run else _run(out, config, job, logs, quiet)
 
 
-def _dry_run(out: Output, config: RunConfig) -> int:
+def _dry_run(out: Output, config: RunConfig, job: Job) -> int:
     from podium.cli.summary import to_toml
-    from podium.launch.run import foreseen
+    from podium.launch.notices import notices
 
     out.document(config.to_dict())
     out.say(to_toml(config))
-    out.note(*foreseen(config))
+    out.note(*notices(job))
     return 0
 
 
-def _run(out: Output, config: RunConfig, logs: tuple[str, ...], quiet: bool) -> int:
+def _run(out: Output, config: RunConfig, job: Job, logs: tuple[str, ...], quiet: bool) -> int:
     from podium.cli.progress import progress
     from podium.cli.summary import summary
-    from podium.launch.run import launch
+    from podium.launch.run import launch_job
     from podium.records.writers import Together, open_log
 
     with as_request():
         writers = [open_log(text, config.out) for text in logs]
     with stop_on_interrupt() as stop, progress(quiet=quiet or out.json) as shown, Together(shown, *writers) as told:
-        result = launch(config, on_event=told, stop=stop)
+        result = launch_job(job, on_event=told, stop=stop)
     out.document(result.to_dict())
     out.say(summary(result, config))
     return 130 if result.status == "stopped" else 0

@@ -43,7 +43,7 @@ class GlobalOrder:
     def rest_of_step(self, position: int, batch_size: int, end: int) -> Slice:
         """What is left, up to `end`, of the global step that holds this position: all of it, at a step's beginning.
 
-        A stretch may have ended in mid-step; going on with a whole one would leave all steps of the epoch out of line.
+        A segment may have ended in mid-step; going on with a whole one would leave all steps of the epoch out of line.
         """
         begun = position % self.samples % batch_size
         return self.slice_at(position, min(batch_size - begun, end - position))

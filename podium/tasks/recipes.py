@@ -69,7 +69,11 @@ def mlp(sizes: Sequence[int]) -> nn.Sequential:
 
 
 def need_data_dir(task: str, data_dir: str | None, files: str) -> Path:
-    """The folder with the task's files; without one, an error that says what is looked for."""
+    """The folder with the task's files; without one, an error that says what is looked for.
+
+    One folder may hold those of several tasks: files of `mnist-lenet5` are then in its folder `mnist`.
+    """
     if data_dir is None:
         raise DataError(f"task {task}: needs a folder with {files} (or .gz); pass --data-dir")
-    return Path(data_dir)
+    inner = Path(data_dir) / task.partition("-")[0]
+    return inner if inner.is_dir() else Path(data_dir)

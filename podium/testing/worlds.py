@@ -1,0 +1,177 @@
+"""The three worlds, for tests: run one function per rank, on a communicator, in each of them.
+
+A function that runs in the real world travels to other processes: it must be a module's own, or a `partial` of one.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from podium.comm.base import Communicator
+from podium.comm.clocks import WallClock
+from podium.comm.inprocess import raise_first
+from podium.comm.memory import MemoryWorld
+from podium.comm.real.arena import Arena
+from podium.comm.real.channel import Channel
+from podium.comm.real.communicator import RealCommunicator
+from podium.comm.real.frames import Limits
+from podium.comm.real.process_group import Group, file_store, look_up, publish
+from podium.comm.virtual import VirtualWorld
+from podium.launch.clusters.description import Cluster, uniform
+from podium.launch.forking import fork_server, nullified_main
+from podium.launch.rendezvous import rendezvous_folder
+
+Main = Callable[[Communicator], Any]
+
+START_S = 60.0
+
+
+class World(ABC):
+    """Where ranks live."""
+
+    name: str
+
+    @abstractmethod
+    def attempt(self, main: Main, workers: int, servers: int = 0, deadline_s: float = 20.0) -> list[Any]:
+        """Run `main` on every rank; what each returned, or the exception that it raised."""
+
+    def run(self, main: Main, workers: int, servers: int = 0, deadline_s: float = 20.0) -> list[Any]:
+        """What each rank returned; raises if one of them did."""
+        outcomes = self.attempt(main, workers, servers, deadline_s)
+        raise_first([outcome if isinstance(outcome, BaseException) else None for outcome in outcomes])
+        return outcomes
+
+
+@final
+class Memory(World):
+    """Threads that race."""
+
+    name = "memory"
+
+    def attempt(self, main: Main, workers: int, servers: int = 0, deadline_s: float = 20.0) -> list[Any]:
+        return _in_process(MemoryWorld(workers, servers, deadline_s), main)
+
+
+@final
+class Virtual(World):
+    """Simulated time, on equal nodes unless a cluster is given."""
+
+    name = "virtual"
+
+    def __init__(self, cluster: Cluster | None = None, *, colocated: bool = False, seed: int = 0) -> None:
+        self.cluster, self.colocated, self.seed = cluster, colocated, seed
+
+    def attempt(self, main: Main, workers: int, servers: int = 0, deadline_s: float = 20.0) -> list[Any]:
+        nodes = workers + (0 if self.colocated else servers)
+        cluster = self.cluster or uniform(nodes, seconds_per_sample=1e-4)
+        return _in_process(VirtualWorld(cluster, workers, servers, colocated=self.colocated, seed=self.seed), main)
+
+
+@final
+class Real(World):
+    """Processes: gloo over loopback, messages over Unix sockets; memory is shared only where asked for."""
+
+    name = "real"
+
+    def __init__(self, *, shared: bool = False, limits: Limits | None = None) -> None:
+        """`limits`: of the frames between ranks."""
+        self.shared, self.limits = shared, limits
+
+    def attempt(self, main: Main, workers: int, servers: int = 0, deadline_s: float = 20.0) -> list[Any]:
+        context = fork_server()
+        with rendezvous_folder() as folder:
+            started = []
+            for rank in range(workers + servers):
+                mine, theirs = context.Pipe()
+                args = (main, rank, workers, servers, folder, deadline_s, self.shared, self.limits, theirs)
+                process = context.Process(target=_child, args=args, daemon=True)
+                with nullified_main():
+                    process.start()
+                theirs.close()
+                started.append((process, mine))
+            try:
+                return [_outcome(pipe, rank) for rank, (_, pipe) in enumerate(started)]
+            finally:
+                for process, _ in started:
+                    process.join(5.0)
+                    process.kill()
+
+
+WORLDS: dict[str, Callable[[], World]] = {"memory": Memory, "virtual": Virtual, "real": Real}
+
+
+def _in_process(world: MemoryWorld | VirtualWorld, main: Main) -> list[Any]:
+    results: dict[int, Any] = {}
+
+    def body(comm: Communicator) -> Callable[[], None]:
+        return lambda: results.__setitem__(comm.rank, main(comm))
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        errors = world.run([body(comm) for comm in world.ranks])
+    finally:
+        torch.set_num_threads(threads)
+    return [results.get(rank) if error is None else error for rank, error in enumerate(errors)]
+
+
+def _child(
+    main: Main,
+    rank: int,
+    workers: int,
+    servers: int,
+    folder: Path,
+    deadline_s: float,
+    shared: bool,
+    limits: Limits | None,
+    pipe: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    comm = _connect(rank, workers, servers, folder, deadline_s, shared, limits)
+    try:
+        outcome = main(comm)
+    except Exception as error:
+        outcome = error
+    # Not by the pipe's own pickler, which would send tensors as shared memory of a process that is about to end.
+    pipe.send_bytes(pickle.dumps(outcome))
+    comm.close()
+
+
+def _connect(
+    rank: int, workers: int, servers: int, folder: Path, deadline_s: float, shared: bool, limits: Limits | None
+) -> RealCommunicator:
+    ranks: Sequence[int] = range(workers + servers)
+    listen = f"unix:{folder}/c{rank}"
+    channel = Channel(rank, secret=b"of this test", listen=listen, deadline_s=deadline_s, limits=limits)
+    channel.introduce({r: f"unix:{folder}/c{r}" for r in ranks})
+    store = file_store(folder / "store")
+    publish(store, f"listens-{rank}", "yes")
+    for r in ranks:
+        look_up(store, f"listens-{r}", START_S)
+    group = Group(store, host="127.0.0.1", deadline_s=deadline_s) if rank < workers else None
+    return RealCommunicator(
+        rank,
+        range(workers),
+        ranks[workers:],
+        WallClock(),
+        group=group,
+        channel=channel,
+        deadline_s=deadline_s,
+        arena=Arena() if shared else None,
+    )
+
+
+def _outcome(pipe: Connection, rank: int) -> Any:
+    try:
+        if pipe.poll(START_S):
+            return pickle.loads(pipe.recv_bytes())
+        return TimeoutError(f"rank {rank} said nothing for {START_S:g} s")
+    except EOFError:
+        return ChildProcessError(f"rank {rank} ended without a word")
