@@ -6,7 +6,7 @@ It is called after every step and every validation with what the first worker se
 `podium/strategies/triggers/base.py` lists it.
 """
 
-from podium.strategies.triggers.base import Seen
+from podium import Seen
 
 
 def good_enough(seen: Seen) -> bool:

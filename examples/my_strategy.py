@@ -10,8 +10,7 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from podium import Batch, Strategy, Worker
-from podium.errors import ConfigError
+from podium import Batch, Cadence, ConfigError, Payload, Strategy, Worker
 
 
 @final
@@ -20,6 +19,8 @@ class LocalSteps(Strategy[None]):
     """Local SGD. Momentum, where there is any, is not averaged; a checkpoint keeps the first worker's."""
 
     name: ClassVar[str] = "local-steps"
+    cadence: ClassVar[Cadence] = Cadence(every="round")  # workers step by themselves and sync now and then
+    payload: ClassVar[Payload] = Payload(kind="parameters")  # so that a codec for gradients is refused
 
     every: int = 8
     """Steps between two averages."""
@@ -35,7 +36,7 @@ class LocalSteps(Strategy[None]):
         loss = worker.train_locally(batch)
         if worker.steps_done % self.every == 0:
             self._average(worker)
-            worker.agree()
+            worker.end_round()
         return loss
 
     def finish(self, worker: Worker, state: None) -> None:

@@ -16,7 +16,7 @@ from podium.engine.files import load_tensors
 from podium.exchange.collectives import make_collective
 from podium.records.recorder import read_records
 from podium.task import load_task
-from tests.worlds import Real
+from podium.testing.worlds import Real
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,18 +17,19 @@ from podium.cli.summary import summary
 from podium.config import RunConfig, RunResult, parse_strategy
 from podium.data.base import ArrayDataset, Data
 from podium.errors import ConfigError
-from podium.launch.run import label_of, plan_script, prepare
+from podium.launch.labels import label_of
+from podium.launch.prepare import plan_script, prepare
 from podium.records.recorder import read_records
 from podium.strategies import make_strategy
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.parameter_server import ParameterServer
 from podium.strategies.solo import Solo
 from podium.task import Task
+from podium.testing.toys import CLASSES, FEATURES, toy
 from tests.integration.processes import document, finish, settings, torchrun
 from tests.integration.processes import podium as cli
-from tests.toys import CLASSES, FEATURES, toy
 
-TASK = "tests.toys:toy"  # 44 samples, steps of 12: four an epoch
+TASK = "podium.testing.toys:toy"  # 44 samples, steps of 12: four an epoch
 ASYNC = "parameter-server:mode=async"
 
 

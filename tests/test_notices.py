@@ -16,10 +16,11 @@ import podium
 from podium.cli import main
 from podium.config import RunConfig, parse_strategy
 from podium.engine.build import Job
+from podium.launch.checks import check
 from podium.launch.notices import notices
-from podium.launch.run import check, foreseen
+from podium.launch.prepare import resolve_job
+from podium.testing.toys import CLASSES, FEATURES, halve_every_third, toy
 from tests.test_examples import run_python
-from tests.toys import CLASSES, FEATURES, halve_every_third, toy
 
 # The toy has 4 global steps an epoch.
 NEVER = [
@@ -189,7 +190,7 @@ class TestOverlap:
 
     def test_a_model_of_one_tensor_cannot_be_cut(self) -> None:
         config = RunConfig(task="tests.test_notices:one_tensor", launcher="virtual", workers=2)
-        assert foreseen(config) == []
+        assert notices(resolve_job(config)) == []
 
     def test_the_remedy_is_exact_and_faster_on_a_slow_link(self, tmp_path: Path) -> None:
         cluster = tmp_path / "slow.toml"

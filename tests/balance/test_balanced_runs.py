@@ -17,7 +17,7 @@ from podium.launch.run import run_script
 from podium.records.audit import audit
 from podium.records.recorder import read_records
 from podium.task import Task
-from tests.integration.faults import BATCH, STEPS, Faults, Gate, own_rank, small
+from podium.testing.faults import BATCH, STEPS, Faults, Gate, own_rank, small
 from tests.integration.runs import at_gate, audit_steps, distance, records_of, train
 from tests.integration.shaping import needs_root
 
@@ -167,19 +167,19 @@ LOST = LOOP.replace(
     "def loss(x, y):",
     """
 if run.rank == 1:
-    told = run._balancing.saw_step
+    told = run._loop.balance.saw_step
     def lost_before_it_tells(*facts, **more):
         if run.worker.steps_done >= 10:
             os._exit(9)
         told(*facts, **more)
-    run._balancing.saw_step = lost_before_it_tells
+    run._loop.balance.saw_step = lost_before_it_tells
 
 def loss(x, y):""",
 ).replace("import sys", "import os, sys")
 
 
 def test_a_worker_lost_while_speeds_are_told_ends_nobody_elses_loop(tmp_path: Path) -> None:
-    """At the end of a stretch, where nothing else is under way."""
+    """At the end of a segment, where nothing else is under way."""
     script, out = tmp_path / "loop.py", tmp_path / "out"
     script.write_text(LOST)
     config = RunConfig(workers=2, balance="equal-finish:every=1", out=str(out), threads=1, deadline_s=20.0)

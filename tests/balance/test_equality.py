@@ -20,7 +20,7 @@ from podium.launch.clusters.description import Cluster, Node
 from podium.records.audit import audit
 from podium.strategies import make_strategy
 from podium.task import Task
-from tests.toys import (
+from podium.testing.toys import (
     BATCH,
     CLASSES,
     FEATURES,
@@ -32,7 +32,7 @@ from tests.toys import (
     train_in,
     train_plainly,
 )
-from tests.worlds import Memory, Virtual, World
+from podium.testing.worlds import Memory, Virtual, World
 
 WORKERS, EPOCHS = 4, 5
 LONGEST, PAD = 9, -100
@@ -166,7 +166,7 @@ def strategy_of(spec: str) -> tuple[Any, dict[str, Any]]:
 
 def run(world: World | None, spec: str, of: Task, **config: Any) -> Run:
     strategy, lifted = strategy_of(spec)
-    where = world or Virtual(UNEVEN, colocated=strategy.colocated)
+    where = world or Virtual(UNEVEN, colocated=strategy.server_spec.colocated)
     return Run(train_in(where, of, strategy, WORKERS, **lifted, **config))
 
 

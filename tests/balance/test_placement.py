@@ -25,8 +25,8 @@ from podium.launch.clusters.description import Cluster, Link, Node, read_cluster
 from podium.launch.inprocess import run_virtual
 from podium.records.recorder import Record, Recorder
 from podium.strategies.parameter_server import ParameterServer
-from tests.toys import Uncontrolled, toy
-from tests.worlds import Real
+from podium.testing.toys import Uncontrolled, toy
+from podium.testing.worlds import Real
 
 
 def wide_model(width: int) -> nn.Module:
@@ -247,18 +247,18 @@ def test_collectives_are_waited_for_by_all_alike(tmp_path: Path) -> None:
 def exposure_of(comm: Communicator, job: Job) -> tuple[float, float] | None:
     recorder = Recorder(comm.rank)
     if comm.rank in comm.servers:
-        from podium.engine.build import make_server
+        from podium.servers.build import make_server
 
         run_server(make_server(job, comm, recorder))
         return None
     training = Training(job, comm, recorder, Uncontrolled())
     worker, strategy = training.worker, job.strategy
-    worker.horizon = 10**9
-    before = worker.exchange_s
+    worker.progress.run_until(10**9)
+    before = worker.gradients.times.exchange_s
     state = strategy.init(worker)
-    during = worker.exchange_s
+    during = worker.gradients.times.exchange_s
     strategy.finish(worker, state)
-    assert worker.exchange_s == 0.0
+    assert worker.gradients.times.exchange_s == 0.0
     return before, during
 
 

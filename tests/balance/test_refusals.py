@@ -8,7 +8,8 @@ import pytest
 
 from podium.config import RunConfig
 from podium.errors import ConfigError, UnknownName
-from podium.launch.run import check, plan_script, prepare
+from podium.launch.checks import check
+from podium.launch.prepare import plan_script, prepare
 from tests.balance.test_equality import task
 
 

@@ -13,7 +13,7 @@ import torch
 from podium.balance import make_balancer
 from podium.balance.steal import Steal
 from podium.data.order import Slice
-from podium.engine.worker import Batch, Draws, OpenBatch
+from podium.engine.batch import Batch, Draws, OpenBatch
 from podium.errors import ConfigError
 from podium.launch.clusters.description import Cluster, uniform
 from podium.records.audit import Audit, audit
@@ -21,10 +21,10 @@ from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.local_sgd import LocalSGD
 from podium.strategies.parameter_server import ParameterServer
+from podium.testing.faults import Faults
+from podium.testing.toys import Trained, assert_close, batch_norm_model, hashes, toy, train_in, train_plainly
+from podium.testing.worlds import Memory, Real, Virtual
 from tests.integration import runs
-from tests.integration.faults import Faults
-from tests.toys import Trained, assert_close, batch_norm_model, hashes, toy, train_in, train_plainly
-from tests.worlds import Memory, Real, Virtual
 
 STRATEGIES: dict[str, Strategy[Any]] = {
     "all-reduce": AllReduce(bucket_bytes=64),
@@ -93,7 +93,7 @@ def test_sizes_that_cannot_be_are_refused(spec: str) -> None:
 def test_parameters_are_those_of_one_process_and_every_sample_is_used_once(strategy: Strategy[Any], spec: str) -> None:
     """44 samples in steps of 12: the last of an epoch is short. One piece of 12 leaves two workers with nothing."""
     task = toy(clip_norm=0.5)
-    cluster = uneven(1.0, 0.3, 0.6, servers=strategy.server_count)
+    cluster = uneven(1.0, 0.3, 0.6, servers=strategy.server_spec.count)
     trained = train_in(Virtual(cluster), task, strategy, 3, balance=spec)
     plain = train_plainly(task)
     assert len(hashes(trained)) == 1
@@ -133,7 +133,7 @@ def test_buffers_follow_the_samples_that_each_has_drawn() -> None:
 def test_a_batch_knows_what_was_drawn_for_it() -> None:
     class Two(Draws):
         def _draw(self) -> Batch | None:
-            drawn = sum(piece.count for piece in self.pieces)
+            drawn = sum(each.count for each in self.slices)
             return None if drawn == 6 else Batch(None, None, 3, 0.25, Slice(drawn + 4, 3, 0, drawn + 4))
 
     draws = Two()
@@ -143,7 +143,7 @@ def test_a_batch_knows_what_was_drawn_for_it() -> None:
     while draws.next() is not None:
         pass
     assert (batch.samples, batch.weight, later.samples, later.weight) == (6, 0.5, 6, 0.5)
-    assert draws.pieces == [Slice(4, 6, 0, 4)], "neighbours are one piece"
+    assert draws.slices == [Slice(4, 6, 0, 4)], "neighbours are one slice"
 
 
 # Who does how much.

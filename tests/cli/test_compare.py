@@ -86,7 +86,7 @@ def test_one_interrupt_reports_what_there_is_and_the_same_command_goes_on(tmp_pa
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 130, err
-    assert f"the same command with --out {folder} goes on" in out
+    assert f"the same command with --out {folder} resumes" in out
     assert (folder / "report.html").is_file()
 
 
@@ -141,6 +141,19 @@ def test_figures_and_a_page_in_markdown_come_when_asked_for(studies: Path) -> No
     assert "](figures/seconds-of-training.svg)" in Path(document["page"]).read_text()
 
 
+def test_which_way_the_metric_is_better_can_be_said_to_a_report(studies: Path, tmp_path: Path) -> None:
+    """Of studies that were run with the direction of the metric's name."""
+    texts = {}
+    for way in ("--maximize", "--minimize"):
+        assert report(studies / "a", way, "--markdown").exit_code == 0
+        texts[way] = (studies / "a" / "README.md").read_text()
+        found = json.loads(report(studies / "a", studies / "b", "--out", tmp_path, way, "--json").stdout)
+        assert found["maximize"] is (way == "--maximize")
+    assert texts["--maximize"] != texts["--minimize"]
+    refused = report(tmp_path / "page.md", "--minimize")
+    assert refused.exit_code == 2 and "for comparisons and studies, got a page" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -158,6 +171,7 @@ def test_a_report_that_cannot_be_is_refused(words: tuple[str, ...], said: str) -
 def test_a_page_that_is_wrong_in_a_browser_fails_the_check(
     studies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("playwright")
     if find_browser() is None:
         pytest.skip("no browser is installed")
     good = report(studies / "a", studies / "b", "--out", tmp_path, "--check")

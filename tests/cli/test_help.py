@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -17,6 +18,11 @@ HEAVY = ("torch", "numpy", "sklearn", "scipy", "rich", "jinja2")
 
 def test_the_verbs_are_these() -> None:
     assert list(main.commands) == VERBS
+
+
+def test_every_verb_has_a_section_in_the_manual() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert [verb for verb in VERBS if f"\n## podium {verb}\n" not in manual] == []
 
 
 def test_help_of_every_verb_imports_nothing_heavy() -> None:

@@ -14,7 +14,7 @@ import podium
 import podium.launch.scale
 from podium.cli import main
 from podium.errors import ConfigError
-from podium.launch.scale import Scaled
+from podium.launch.scale import ScaleAnswer
 
 
 def invoke(*words: str) -> Result:
@@ -59,15 +59,17 @@ def test_a_control_file_that_a_killed_launcher_left_is_named(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (Scaled(4, 0, (2, 3), ()), "to 4 workers: starting 2, 3"),
-        (Scaled(1, 2, (5,), (2, 1)), "to 1 worker and 2 servers: starting 5; retiring 2, 1"),
-        (Scaled(2, 1, (), ()), "nothing to do: there are 2 workers and 1 server"),
+        (ScaleAnswer(4, 0, (2, 3), ()), "to 4 workers: starting 2, 3"),
+        (ScaleAnswer(1, 2, (5,), (2, 1)), "to 1 worker and 2 servers: starting 5; retiring 2, 1"),
+        (ScaleAnswer(2, 1, (), ()), "nothing to do: there are 2 workers and 1 server"),
     ],
 )
-def test_the_answer_says_who_comes_and_who_goes(answer: Scaled, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_says_who_comes_and_who_goes(
+    answer: ScaleAnswer, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
 
-    def scale(run_dir: str, **numbers: int | None) -> Scaled:
+    def scale(run_dir: str, **numbers: int | None) -> ScaleAnswer:
         asked.append((run_dir, numbers))
         return answer
 

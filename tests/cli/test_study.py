@@ -90,7 +90,9 @@ def test_killed_at_random_moments_and_run_again_it_is_as_if_never_interrupted(
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run_study(study, out=whole)
-    draw = random.Random(f"{time.time_ns()}")
+    seed = time.time_ns()
+    print(f"killed at moments drawn from seed {seed}")
+    draw = random.Random(f"{seed}")
     counts = [kill_on_the_way(study, broken, draw, *more) for _ in range(1 if more else 2)]
     ended = subprocess.run(
         [*COMMAND, str(study), "--out", str(broken), "--json", *more],
@@ -107,7 +109,7 @@ def test_killed_at_random_moments_and_run_again_it_is_as_if_never_interrupted(
 
 def test_two_at_a_time_in_one_folder_are_refused(study: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with Store(out).held(), pytest.raises(ConfigError, match="another one is running"):
+    with Store(out).locked(), pytest.raises(ConfigError, match="another study must not be under way"):
         run_study(study, out=out)
 
 
@@ -189,9 +191,9 @@ def test_the_report_says_how_to_run_the_study_again_with_all_that_was_changed(tm
     from podium.lab.study.file import read_study
     from podium.lab.study.reproduce import command, python_call
 
-    asked = read_study(study).changed({"task.lr": "0.3", "epochs": 2}, seeds=1, target=0.5).design().to_dict()
+    asked = read_study(study).changed({"task.lr": "0.3", "epochs": 2}, seeds=1, target=0.5).resolved()
     said = command(asked)
     assert said is not None and said.endswith("--seeds 1 --target 0.5 --set task.lr=0.3 --set epochs=2")
     assert "study.changed({'task.lr': '0.3', 'epochs': 2}, seeds=1, target=0.5)" in python_call(asked)
-    plain = read_study(study).design().to_dict()
+    plain = read_study(study).resolved()
     assert python_call(plain).endswith("tiny.toml')") and str(command(plain)).endswith("tiny.toml")

@@ -112,7 +112,7 @@ def test_the_next_command_names_the_phases_so_that_they_are_understood_again() -
         words = shlex.split(command)
         name, given = parse_strategy(words[len(words) - words[::-1].index("--strategy")])
         found = make_strategy(name, given, 2)
-        assert found.server_count == 2 and bool(text) == found.repeat
+        assert found.server_spec.count == 2 and bool(text) == found.repeat
 
 
 def test_bytes_that_no_network_carried_and_seconds_that_nobody_measured_are_called_so() -> None:

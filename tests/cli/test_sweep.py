@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from podium.cli import main
-from podium.cli.sweep import line_of, shown
+from podium.cli.sweep_progress import line_of, sweep_progress
 from podium.lab.sweeps.reproduce import command
 from podium.records.recorder import read_records
 
@@ -150,7 +150,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path: Pa
     result = sweep(*words)
     thread.join()
     assert result.exit_code == 130, result.output
-    assert f"the same command with --out {folder} goes on" in result.stdout
+    assert f"the same command with --out {folder} resumes" in result.stdout
     assert 2 <= len(numbers(folder)) < 200 and (folder / "report.html").is_file()
 
 
@@ -181,8 +181,8 @@ def test_what_is_worth_a_line(event: dict[str, Any], line: str | None) -> None:
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("podium.cli.progress.is_live", lambda stream: True)
-    with shown(quiet=False) as hear:
+    monkeypatch.setattr("podium.cli.display.is_live", lambda stream: True)
+    with sweep_progress(quiet=False) as hear:
         hear({"event": "sweep", "folder": "f", "total": 2, "done": 0})
         hear({"event": "report"})
         hear({"event": "outcome", "done": 2, "total": 2, "status": "finished"})

@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from podium.cli.progress import Bars, Lines, Progress, console, format_bytes, format_seconds, is_live, progress
+from podium.cli.display import Bars, Display, Lines, console, is_live
+from podium.cli.progress import Progress, format_bytes, format_seconds, progress
 
 START = {"event": "start", "run_dir": "runs/x", "workers": 2, "servers": 0}
 STEP = {
@@ -46,7 +47,7 @@ class Times:
 
 def test_lines_say_what_matters_and_nothing_twice() -> None:
     stream = io.StringIO()
-    lines = Lines(stream)
+    lines = Progress(Lines(stream))
     for event in (START, STEP, STEP, EVAL, LOST, REGROUP, END):
         lines(event)
     assert stream.getvalue().splitlines() == [
@@ -59,7 +60,7 @@ def test_lines_say_what_matters_and_nothing_twice() -> None:
 
 def test_a_long_silence_is_broken_by_the_step_the_rate_and_the_time_left() -> None:
     stream, times = io.StringIO(), Times()
-    lines = Lines(stream, now=times)
+    lines = Progress(Lines(stream, now=times), now=times)
     lines(STEP)
     times.now = 20.0
     lines(LATER)
@@ -70,7 +71,7 @@ def test_a_long_silence_is_broken_by_the_step_the_rate_and_the_time_left() -> No
 
 def test_a_comparison_has_one_line_per_run() -> None:
     stream, times = io.StringIO(), Times()
-    lines = Lines(stream, many=True, now=times)
+    lines = Progress(Lines(stream, now=times), many=True, now=times)
     for number, cell in enumerate(("solo", "all-reduce"), 1):
         where = {"cell": cell, "seed": 0, "number": number, "total": 4}
         for event in ({**where, "event": "cell"}, START, EVAL, END):
@@ -85,7 +86,7 @@ def test_a_comparison_has_one_line_per_run() -> None:
 
 def test_bars_show_rate_and_steps_and_leave_the_lines_worth_keeping() -> None:
     stream = Terminal()
-    with Bars(stream) as bars:
+    with Progress(Bars(stream)) as bars:
         for event in (START, STEP, LATER, LOST, EVAL):
             bars(event)
     shown = stream.getvalue()
@@ -96,7 +97,7 @@ def test_bars_show_rate_and_steps_and_leave_the_lines_worth_keeping() -> None:
 
 def test_bars_of_a_comparison_count_its_runs() -> None:
     stream = Terminal()
-    with Bars(stream, many=True) as bars:
+    with Progress(Bars(stream), many=True) as bars:
         bars({"event": "cell", "cell": "solo", "seed": 1, "number": 3, "total": 4})
         for event in (START, STEP, EVAL):
             bars(event)
@@ -107,8 +108,8 @@ def test_bars_of_a_comparison_count_its_runs() -> None:
 
 
 def test_what_is_not_a_terminal_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    assert type(progress()) is Lines
-    assert type(progress(quiet=True)) is Progress
+    assert type(progress().display) is Lines
+    assert type(progress(quiet=True).display) is Display
 
 
 @pytest.mark.parametrize(("name", "value"), [("CI", "true"), ("TERM", "dumb")])

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from podium.comm.base import Communicator, Counters
-from podium.comm.real import _FileCounter, _StoreCounter
-from podium.comm.torch_dist import client_store, named_part
+from podium.comm.real.counters import FileCounter, StoreCounter
+from podium.comm.real.process_group import client_store, named_part
 from podium.errors import CommError, Lost
 from podium.launch.clusters.description import uniform
-from tests.worlds import Memory, Real, Virtual, World
+from podium.testing.worlds import Memory, Real, Virtual, World
 
 DRAWS = 40
 
@@ -87,7 +87,7 @@ def test_workers_may_be_a_turn_apart_but_nobody_goes_back_to_one_that_is_over() 
 
 def test_a_counter_in_a_file_stays_small_and_gives_up_on_a_lock_at_the_deadline(tmp_path: Path) -> None:
     path = tmp_path / "counters"
-    mine, other = _FileCounter(path, 0.1), _FileCounter(path, 0.1)
+    mine, other = FileCounter(path, 0.1), FileCounter(path, 0.1)
     for turn in range(50):
         assert (mine.draw(0, turn, 1), other.draw(0, turn, 3), mine.draw(0, turn, 1)) == (0, 1, 4)
     assert path.stat().st_size == 24 * Counters.KEPT
@@ -104,7 +104,7 @@ def test_a_counter_in_a_file_stays_small_and_gives_up_on_a_lock_at_the_deadline(
 def test_a_counter_in_a_store_deletes_turns_that_are_over() -> None:
     store = client_store("127.0.0.1", 0, 5.0, is_host=True, world_size=1)
     before = store.num_keys()
-    mine, other = (_StoreCounter(named_part(store, "run")) for _ in range(2))
+    mine, other = (StoreCounter(named_part(store, "run")) for _ in range(2))
     for turn in range(20):
         assert (mine.draw(0, turn, 1), other.draw(0, turn, 3), mine.draw(0, turn, 1)) == (0, 1, 4)
     assert store.num_keys() - before <= Counters.KEPT
@@ -113,7 +113,7 @@ def test_a_counter_in_a_store_deletes_turns_that_are_over() -> None:
 
 def test_a_counter_whose_store_is_gone_is_lost() -> None:
     host = client_store("127.0.0.1", 0, 2.0, is_host=True, world_size=2)
-    counter = _StoreCounter(client_store("127.0.0.1", host.port, 2.0, is_host=False, world_size=2))
+    counter = StoreCounter(client_store("127.0.0.1", host.port, 2.0, is_host=False, world_size=2))
     assert counter.draw(0, 0, 1) == 0
     del host
     with pytest.raises(Lost, match="out of reach"):

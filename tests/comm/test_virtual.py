@@ -22,8 +22,8 @@ from podium.launch.clusters.description import Cluster, Node, uniform
 from podium.records.recorder import read_records
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.parameter_server import ParameterServer
-from tests.toys import BATCH, SAMPLES, Trained, toy, train_in, train_rank
-from tests.worlds import Virtual
+from podium.testing.toys import BATCH, SAMPLES, Trained, toy, train_in, train_rank
+from podium.testing.worlds import Virtual
 
 UNEQUAL = Cluster(
     nodes=(
@@ -140,10 +140,10 @@ def test_mean_staleness_of_equal_workers_is_one_less_than_their_number(
         checkpoint_every=checkpoint_every,
         out=str(tmp_path),
     )
-    stretches = 12 // (checkpoint_every or 12)
+    segments = 12 // (checkpoint_every or 12)
     assert result.updates == 12 * workers
     assert result.staleness["mean"] == workers - 1
-    assert result.staleness["count"] == result.updates - stretches * workers
+    assert result.staleness["count"] == result.updates - segments * workers
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_bytes_sent_are_bytes_received() -> None:
 
 def _all_records(strategy: ParameterServer, workers: int) -> list[dict[str, Any]]:
     job = Job(RunConfig(task="toy", workers=workers, eval_every=0), toy(), strategy, task_is_named=False)
-    outcomes = Virtual().run(partial(train_rank, job=job), workers, strategy.server_count)
+    outcomes = Virtual().run(partial(train_rank, job=job), workers, strategy.server_spec.count)
     return [row for o in outcomes for row in (o.records if isinstance(o, Trained) else o)]
 
 

@@ -17,13 +17,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnP
 
 import podium
 from podium.config import RunConfig, devices_in
-from podium.engine.build import device_of
+from podium.engine.device import device_of
 from podium.errors import CheckpointError, ConfigError
 from podium.launch.torchrun import Environment, own_settings
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.solo import Solo
 from podium.task import Task
-from tests.toys import CLASSES, FEATURES, batch_norm_model, plain_model, toy, train, train_plainly
+from podium.testing.toys import CLASSES, FEATURES, batch_norm_model, plain_model, toy, train, train_plainly
 
 
 def train_named(tmp_path: Path, task: Task, **options: Any) -> podium.RunResult:

@@ -32,7 +32,7 @@ from podium.strategies.base import Strategy
 from podium.strategies.local_sgd import LocalSGD
 from podium.strategies.parameter_server import ParameterServer
 from podium.strategies.solo import Solo
-from tests.toys import (
+from podium.testing.toys import (
     BATCH,
     CLASSES,
     FEATURES,
@@ -50,7 +50,7 @@ from tests.toys import (
     train_plainly,
     train_rank,
 )
-from tests.worlds import Memory, Real, Virtual, World
+from podium.testing.worlds import Memory, Real, Virtual, World
 
 
 def make(run_dir: Path, step: int, keep: int = 2, ranks: tuple[int, ...] = (0, 1)) -> Path:
@@ -337,7 +337,7 @@ class TestResumed:
         rest = podium.train(task, run_dir=str(tmp_path / "rest"), resume=cut.run_dir, **options)
         assert rest.status == "finished"
         assert cut.samples + rest.samples == 30 * SAMPLES
-        if strategy.feed == "step":
+        if strategy.cadence.feed == "step":
             whole = podium.train(task, run_dir=str(tmp_path / "whole"), **options)
             assert rest.param_hash == whole.param_hash
 

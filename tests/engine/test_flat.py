@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from podium.engine.flat import ALIGNMENT, TAIL, Flat
 from podium.errors import ConfigError, TrainingError
-from tests.toys import UNUSUAL, Tied, TwoDtypes, channels_last_model, frozen_model, plain_model, two_groups
+from podium.testing.toys import UNUSUAL, Tied, TwoDtypes, channels_last_model, frozen_model, plain_model, two_groups
 
 
 def flatten(model: nn.Module, bucket_bytes: int = 1 << 20, **options: Any) -> Flat:

@@ -8,9 +8,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 
 import podium
-from podium.engine.loop import Run
+from podium.engine.own_loop import Run
 from podium.errors import ConfigError, TrainingError
-from tests.toys import BATCH, SAMPLES, assert_same_bits, plain_model, toy_data
+from podium.testing.toys import BATCH, SAMPLES, assert_same_bits, plain_model, toy_data
 
 
 def joined() -> Run:
@@ -34,7 +34,7 @@ def test_epochs_may_be_the_users_own_loop() -> None:
     assert_same_bits(dict(one_by_one.worker.model.state_dict()), dict(at_once.worker.model.state_dict()))
 
 
-def test_breaking_out_of_the_loop_ends_the_stretch_and_another_may_follow() -> None:
+def test_breaking_out_of_the_loop_ends_the_segment_and_another_may_follow() -> None:
     run = joined()
     for n, (x, y) in enumerate(run.batches(toy_data(SAMPLES).train, batch_size=BATCH)):
         run.step(lambda x=x, y=y: cross_entropy(run.worker.model(x), y))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch.nn import functional as F
 import podium
 from podium.data.base import ArrayDataset, Data
 from podium.engine.losses import changes_with_cut
+from podium.errors import TrainingError
 from podium.records.recorder import read_records
+from podium.strategies.all_reduce import AllReduce
+from podium.testing.toys import plain_model, toy, train
 
 WEIGHTS = torch.tensor([0.2, 1.0, 5.0])
 IGNORED = -100
@@ -188,3 +192,26 @@ def test_nothing_is_said_where_nothing_is_wrong(options: dict[str, Any], tmp_pat
         on_event=lambda e: told.append(dict(e)),
     )
     assert not [event for event in told if event["event"] == "warning"]
+
+
+class SpoilsItsLastGradient(nn.Module):
+    """Finite losses throughout; the gradient of the last training step is not."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.inner, self.steps, self.passes = plain_model(), steps, 0
+        next(self.inner.parameters()).register_hook(self._spoil)
+
+    def _spoil(self, gradient: Tensor) -> Tensor:
+        return gradient * float("nan") if self.passes == self.steps else gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        out: Tensor = self.inner(x)
+        return out
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_gradient_that_is_no_number_in_the_last_step_ends_the_run(workers: int) -> None:
+    with pytest.raises(TrainingError, match=r"parameter inner.0.weight is not finite after step 8"):
+        train(toy(model=partial(SpoilsItsLastGradient, 8)), AllReduce(), workers)

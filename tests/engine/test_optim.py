@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import podium.engine.optim
 from podium.engine.flat import Flat
 from podium.engine.optim import ELEMENTWISE, FlatOptimizer, is_elementwise
-from tests.toys import OPTIMIZERS, UNUSUAL, assert_same_bits, make_optimizer, plain_model, two_groups
+from podium.testing.toys import OPTIMIZERS, UNUSUAL, assert_same_bits, make_optimizer, plain_model, two_groups
 
 
 class Pair:
@@ -67,7 +67,7 @@ def test_flat_steps_equal_steps_parameter_by_parameter(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("cut", [1, 7, 60])
-def test_where_a_stretch_is_cut_changes_nothing(kind: str, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_block_is_cut_changes_nothing(kind: str, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(podium.engine.optim, "CUT_ELEMENTS", cut)
     pair = Pair(of(kind))
     pair.step(2)
@@ -182,14 +182,14 @@ def test_what_counts_as_elementwise() -> None:
 
 
 @pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"foreach": True}, {"foreach": False}])
-def test_options_of_the_optimizer_hold_on_stretches_too(options: dict[str, Any]) -> None:
+def test_options_of_the_optimizer_hold_on_blocks_too(options: dict[str, Any]) -> None:
     pair = Pair(lambda model: AdamW(model.parameters(), lr=0.01, **options))
     pair.step(3)
     pair.assert_same()
 
 
 @pytest.mark.parametrize("options", [{"centered": True, "momentum": 0.5}, {"centered": True}])
-def test_centred_rmsprop_holds_on_stretches_too(options: dict[str, Any]) -> None:
+def test_centred_rmsprop_holds_on_blocks_too(options: dict[str, Any]) -> None:
     pair = Pair(lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, **options))
     pair.step(3)
     pair.assert_same()

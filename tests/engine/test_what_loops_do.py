@@ -14,18 +14,18 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 from podium.comm.base import Communicator
+from podium.config import RunConfig
 from podium.data.order import GlobalOrder
 from podium.engine.flat import Flat
-from podium.engine.generators import generator_state
-from podium.engine.loop import Run
 from podium.engine.training import run_server
 from podium.errors import PodiumError
+from podium.launch.join import Options, Parts, make_run
 from podium.records.recorder import Recorder
 from podium.servers.server import Server
 from podium.strategies.base import Strategy
+from podium.testing.toys import BATCH, SAMPLES, Uncontrolled, plain_model, toy_data
+from podium.testing.worlds import Memory, Real, World
 from tests.engine.test_what_models_do import HOOKED, SERVED, STRATEGIES
-from tests.toys import BATCH, SAMPLES, Uncontrolled, plain_model, toy_data
-from tests.worlds import Memory, Real, World
 
 EPOCHS = 3
 Act = Callable[[nn.Module, Optimizer, int], None]
@@ -135,8 +135,9 @@ def looping(comm: Communicator, name: str, strategy: Strategy[Any]) -> dict[str,
         flat = Flat(own_model, own_optimizer, strategy.bucket_bytes)
         run_server(Server(comm, flat, own_optimizer, recorder=recorder))
         return None
-    run = Run(model, optimizer, comm, strategy, Uncontrolled(), recorder)
-    run.worker.rng = generator_state(torch.device("cpu")) if comm.shares_process else None
+    run = make_run(Parts(model, optimizer), Options(), comm, strategy, RunConfig(), recorder, Uncontrolled())
+    if comm.shares_process:
+        run.worker.generators.fork(numpy_and_python=False)
     act(model, optimizer, 0)
     batches = run.batches(toy_data(SAMPLES).train, batch_size=BATCH, epochs=EPOCHS)
     for step, (x, y) in enumerate(batches, start=1):
@@ -150,10 +151,10 @@ def check(world: World, name: str, strategy: str, workers: int) -> None:
     main = partial(looping, name=name, strategy=STRATEGIES[strategy])
     if strategy in refused:
         with pytest.raises(PodiumError, match=refused[strategy]):
-            world.run(main, workers, STRATEGIES[strategy].server_count)
+            world.run(main, workers, STRATEGIES[strategy].server_spec.count)
         return
     expected = plainly(act, frozen=frozen)
-    for state in world.run(main, workers, STRATEGIES[strategy].server_count)[:workers]:
+    for state in world.run(main, workers, STRATEGIES[strategy].server_spec.count)[:workers]:
         for key, value in expected.items():
             torch.testing.assert_close(state[key], value, rtol=1e-5, atol=2e-6, msg=lambda m, key=key: f"{key}: {m}")
 

@@ -14,12 +14,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from podium.comm.memory import MemoryWorld
+from podium.engine.batch import Batch
 from podium.engine.files import load_tensors
-from podium.engine.worker import Batch, Worker
+from podium.engine.gradient_pass import PassOptions
+from podium.engine.replica import Replica
+from podium.engine.rollback import Rollback
+from podium.engine.worker import Worker
 from podium.errors import ConfigError, TrainingError
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.parameter_server import ParameterServer
-from tests.toys import (
+from podium.testing.toys import (
     CLASSES,
     FEATURES,
     Trained,
@@ -84,10 +88,11 @@ def test_counts_of_batches_are_left_alone() -> None:
 # One worker, by hand.
 
 
-def worker_of(model: nn.Module, **options: Any) -> Worker:
+def worker_of(model: nn.Module, workers: int = 1, accumulate: int = 1, **options: Any) -> Worker:
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    worker = Worker(model, optimizer, MemoryWorld(1).ranks[0], loss=cross_entropy, **options)
-    worker.rng = (torch.get_rng_state(),)
+    replica, passes = Replica(model, optimizer, **options), PassOptions(loss=cross_entropy, accumulate=accumulate)
+    worker = Worker(replica, MemoryWorld(workers).ranks[0], passes)
+    worker.generators.fork(numpy_and_python=False)
     return worker
 
 
@@ -98,10 +103,11 @@ def a_batch(samples: int = 6) -> Batch:
 def test_a_step_that_did_not_happen_leaves_no_trace() -> None:
     torch.manual_seed(0)
     worker, batch = worker_of(everything_model()), a_batch()
-    worker.remember()
+    rollback = Rollback(worker)
+    rollback.before_step()
     first = worker.backward(batch)
     moved = {k: v.clone() for k, v in worker.model.state_dict().items()}
-    worker.forget_step()
+    rollback.undo_step()
     before = {k: v for k, v in worker.model.state_dict().items() if "running" in k}
     assert any(not torch.equal(v, moved[k]) for k, v in before.items()), "BatchNorm must have moved in between"
     again = worker.backward(batch)
@@ -160,7 +166,7 @@ def test_state_by_name_survives_another_layout() -> None:
     a.apply(a_batch())
     b = worker_of(plain_model(), bucket_bytes=1 << 20)
     b.load_state(a.state())
-    assert b.param_hash() == a.param_hash()
+    assert b.replica.hash() == a.replica.hash()
     assert b.steps_done == 1
     b.flat.check()
 
@@ -176,7 +182,7 @@ def test_saved_state_is_a_copy() -> None:
 def test_a_model_with_nothing_to_train_is_refused() -> None:
     model = plain_model().requires_grad_(False)
     with pytest.raises(ConfigError, match="no parameter to train"):
-        Worker(model, SGD([torch.zeros(1)], lr=0.1), MemoryWorld(1).ranks[0], loss=cross_entropy)
+        Replica(model, SGD([torch.zeros(1)], lr=0.1))
 
 
 def test_a_hash_depends_on_every_parameter_and_on_nothing_else() -> None:
@@ -184,10 +190,10 @@ def test_a_hash_depends_on_every_parameter_and_on_nothing_else() -> None:
     a = worker_of(plain_model(), bucket_bytes=1)
     torch.manual_seed(0)
     b = worker_of(plain_model())
-    assert a.param_hash() == b.param_hash()
+    assert a.replica.hash() == b.replica.hash()
     with torch.no_grad():
         b.model[2].bias[0] += 1e-7
-    assert a.param_hash() != b.param_hash()
+    assert a.replica.hash() != b.replica.hash()
 
 
 def test_the_loss_of_the_step_travels_with_the_gradients() -> None:
@@ -195,7 +201,7 @@ def test_the_loss_of_the_step_travels_with_the_gradients() -> None:
     worker, batch = worker_of(plain_model()), a_batch()
     loss = worker.backward(batch)
     worker.apply(batch)
-    assert worker.step_loss == pytest.approx(loss.item())
+    assert worker.votes.mean_loss == pytest.approx(loss.item())
 
 
 # Buffers that a step has changed in more than their values.
@@ -228,10 +234,11 @@ def test_a_step_or_round_that_did_not_happen_leaves_no_trace_in_buffers_that_wer
     worker = worker_of(Restless())
     before = {name: (b, b.clone()) for name, b in worker.model.named_buffers()}
     saved = {name: b.clone() for name, b in worker.model.state_dict().items()}
-    (worker.mark if by_rounds else worker.remember)()
+    rollback = Rollback(worker)
+    (rollback.before_round if by_rounds else rollback.before_step)()
     worker.backward(a_batch())
     assert {name for name, _ in worker.model.named_buffers()} != before.keys()
-    (worker.return_to_mark if by_rounds else worker.forget_step)()
+    (rollback.undo_round if by_rounds else rollback.undo_step)()
     after = dict(worker.model.named_buffers())
     assert after.keys() == before.keys()
     for name, (tensor, value) in before.items():
@@ -246,7 +253,7 @@ def test_an_embedding_that_rescales_its_rows_is_refused_where_workers_would_come
 
     worker_of(make())
     with pytest.raises(ConfigError, match="module 0: max_norm rescales the rows"):
-        Worker(model := make(), SGD(model.parameters(), lr=0.1), MemoryWorld(2).ranks[0], loss=cross_entropy)
+        worker_of(make(), workers=2)
 
 
 def test_optimizer_hooks_are_called_once_a_step_as_in_plain_pytorch() -> None:

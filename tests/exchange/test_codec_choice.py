@@ -16,15 +16,25 @@ from podium.engine.checkpoint import find_checkpoint
 from podium.errors import ConfigError
 from podium.exchange.codec_choice import Check, Choice, Line
 from podium.exchange.codecs.auto import CANDIDATES, AutoCodec
-from podium.exchange.reducing import make_packing
+from podium.exchange.packing import make_packing
 from podium.launch.clusters.description import Cluster, uniform
 from podium.records.recorder import Record
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import ParameterServer
 from podium.task import Task
-from tests.toys import CLASSES, FEATURES, Trained, assert_same_bits, hashes, toy, train, train_in, train_plainly
-from tests.worlds import Memory, Real, Virtual
+from podium.testing.toys import (
+    CLASSES,
+    FEATURES,
+    Trained,
+    assert_same_bits,
+    hashes,
+    toy,
+    train,
+    train_in,
+    train_plainly,
+)
+from podium.testing.worlds import Memory, Real, Virtual
 
 WORKERS = 4
 

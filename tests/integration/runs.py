@@ -15,7 +15,7 @@ from podium.config import RunResult
 from podium.data.order import GlobalOrder
 from podium.engine.files import load_tensors
 from podium.records.recorder import Record, read_records
-from tests.integration.faults import BATCH, EPOCHS, SAMPLES, STEPS, TASK, Faults, Gate
+from podium.testing.faults import BATCH, EPOCHS, SAMPLES, STEPS, TASK, Faults, Gate
 
 FIELDS: dict[str, Any] = {"heartbeat_s": 5.0, "deadline_s": 20.0, "threads": 1}
 """Patient enough for busy cores. Tests of silence set a shorter heartbeat."""

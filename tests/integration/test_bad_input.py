@@ -33,12 +33,13 @@ from podium.errors import (
 )
 from podium.records.recorder import read_records
 from podium.task import Task
-from tests.integration.faults import TASK, Faults
+from podium.testing import faults
+from podium.testing.faults import TASK, Faults
 from tests.integration.processes import document, finish, free_port, start
 from tests.integration.processes import podium as cli
 from tests.integration.runs import FIELDS, records_of, train
 
-FAULTS = Path(__file__).with_name("faults.py")
+FAULTS = Path(faults.__file__)
 
 
 # Names and values.
@@ -182,7 +183,7 @@ def test_an_error_after_a_checkpoint_comes_with_the_command_that_goes_on(tmp_pat
     with pytest.raises(RankFailed) as caught:
         train(tmp_path, Faults().and_then("raise", 1, 15), workers=2, checkpoint_every=10)
     run_dir = only_run(tmp_path)
-    assert str(caught.value).splitlines()[-1] == f"  go on from the last checkpoint: podium train --resume {run_dir}"
+    assert str(caught.value).splitlines()[-1] == f"  resume from the last checkpoint: podium train --resume {run_dir}"
     assert find_checkpoint(run_dir).step == 10
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from podium.errors import PodiumError
-from tests.integration.faults import Faults, Gate
+from podium.testing.faults import Faults, Gate
 from tests.integration.runs import at_gate, pid_of, train
 
 

@@ -16,7 +16,7 @@ import pytest
 import podium
 from podium.config import RunResult
 from podium.errors import RankFailed
-from tests.integration.faults import STEPS, Faults, Gate
+from podium.testing.faults import STEPS, Faults, Gate
 from tests.integration.runs import at_gate, audit_steps, distance, pid_of, records_of, train
 
 COLLECTIVES = ["shared", "ring", "halving-doubling", "tree"]

@@ -8,7 +8,7 @@ import pytest
 
 from podium.config import RunResult
 from podium.engine.checkpoint import find_checkpoint
-from tests.integration.faults import NOISY, STEPS, TASK, Faults
+from podium.testing.faults import NOISY, STEPS, TASK, Faults
 from tests.integration.processes import finish, podium, settings
 from tests.integration.runs import audit_steps, distance, records_of, train
 

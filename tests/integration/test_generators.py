@@ -64,8 +64,10 @@ def test_ranks_draw_different_numbers(local: list[list[list[float]]]) -> None:
 def test_the_same_seed_draws_the_same_numbers_under_every_launcher(
     launcher: str, local: list[list[list[float]]], tmp_path: Path
 ) -> None:
-    np.random.seed(random.SystemRandom().randrange(2**32))  # what the launcher's own generators do is no matter
-    random.seed(random.SystemRandom().randrange(2**32))
+    seed = random.SystemRandom().randrange(2**32)  # what the launcher's own generators do is no matter
+    print(f"generators of the launcher are seeded with {seed}")
+    np.random.seed(seed)
+    random.seed(seed)
     assert numbers(tmp_path, launcher) == local
 
 

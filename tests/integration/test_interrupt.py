@@ -17,8 +17,8 @@ from podium.cli.interrupt import ASKED
 from podium.engine.checkpoint import find_checkpoint
 from podium.launch.rendezvous import rendezvous_folder
 from podium.launch.signals import BURST_S
+from podium.testing.faults import STEPS, TASK, Faults, Gate
 from tests.integration import leftovers
-from tests.integration.faults import STEPS, TASK, Faults, Gate
 from tests.integration.processes import document, finish, podium, settings, start, wait_until_gone
 from tests.integration.runs import FIELDS, audit_steps, records_of, train
 from tests.integration.shaping import CLUSTER, needs_root

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from podium.comm.base import Communicator
-from podium.comm.frames import Limits
+from podium.comm.real.frames import Limits
 from podium.config import RunConfig
 from podium.data.order import GlobalOrder
 from podium.engine.build import Job, build_worker
@@ -25,13 +25,14 @@ from podium.engine.feed import make_feed
 from podium.engine.training import Training
 from podium.errors import ConfigError
 from podium.records.recorder import Recorder
+from podium.servers.modes import ModeName
 from podium.strategies.ad_psgd import ADPSGD
 from podium.strategies.async_elastic import AsyncElastic
 from podium.strategies.async_local_sgd import AsyncLocalSGD
 from podium.strategies.base import Strategy
-from podium.strategies.parameter_server import Mode, ParameterServer
-from tests.toys import BATCH, CLASSES, FEATURES, Uncontrolled, assert_close, toy, train, train_in, train_rank
-from tests.worlds import Real
+from podium.strategies.parameter_server import ParameterServer
+from podium.testing.toys import BATCH, CLASSES, FEATURES, Uncontrolled, assert_close, toy, train, train_in, train_rank
+from podium.testing.worlds import Real
 
 SMALL = Limits(body_bytes=16 << 10, inbox_bytes=64 << 10)
 
@@ -107,7 +108,7 @@ def many_groups(model: nn.Module) -> Optimizer:
     return SGD([*groups, {"params": list(model.unused)}] if len(model.unused) else groups, lr=0.01, momentum=0.875)
 
 
-MODES: list[Mode] = ["sync", "async", "ssp", "dssp", "softsync", "backup", "gba"]
+MODES: list[ModeName] = ["sync", "async", "ssp", "dssp", "softsync", "backup", "gba"]
 
 
 def train_under_all(comm: Communicator, job: Job, strategies: list[Strategy[Any]]) -> Any:
@@ -116,15 +117,17 @@ def train_under_all(comm: Communicator, job: Job, strategies: list[Strategy[Any]
         return train_rank(comm, job)
     data, order = job.task.data().train, GlobalOrder(BATCH, 0)
     worker = build_worker(job, comm, 1, torch.device("cpu"))
-    worker.samples, worker.batch_size, hashes = BATCH, BATCH, []
+    hashes = []
+    worker.progress.train_on(BATCH, BATCH)
     for strategy in strategies:
-        worker.position, worker.horizon = 0, BATCH
+        worker.progress.move_to(0)
+        worker.progress.run_until(BATCH)
         state = strategy.init(worker)
-        feed = make_feed(strategy.feed, data, order, worker, worker.device)
+        feed = make_feed(strategy.cadence.feed, data, order, worker, worker.replica.device)
         while (batch := feed.fetch()) is not None:
             strategy.step(worker, state, batch)
         strategy.finish(worker, state)
-        hashes.append(worker.param_hash())
+        hashes.append(worker.replica.hash())
     return hashes
 
 

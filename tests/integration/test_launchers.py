@@ -12,7 +12,7 @@ import pytest
 
 from podium.config import RunConfig
 from podium.launch.run import run_script
-from tests.integration.faults import BATCH, EPOCHS, SAMPLES, STEPS, TASK, Faults
+from podium.testing.faults import BATCH, EPOCHS, SAMPLES, STEPS, TASK, Faults
 from tests.integration.processes import document, settings, torchrun
 from tests.integration.runs import FIELDS, audit_samples, audit_steps, records_of, train
 from tests.integration.shaping import CLUSTER, needs_root

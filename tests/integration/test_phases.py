@@ -16,8 +16,8 @@ from podium.config import RunResult
 from podium.engine.checkpoint import find_checkpoint
 from podium.records.audit import audit
 from podium.records.recorder import Record, read_records
+from podium.testing.faults import BATCH, EPOCHS, SAMPLES, STEPS, TASK, Faults, Gate
 from tests.integration import leftovers
-from tests.integration.faults import BATCH, EPOCHS, SAMPLES, STEPS, TASK, Faults, Gate
 from tests.integration.processes import finish, podium, settings, wait_until_gone
 from tests.integration.runs import FIELDS, records_of, train
 from tests.integration.test_interrupt import press_ctrl_c, read_until, run_dir_in, wait_at_gate

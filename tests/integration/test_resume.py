@@ -12,7 +12,7 @@ import podium
 from podium.config import RunResult
 from podium.engine.checkpoint import find_checkpoint
 from podium.errors import CheckpointError, RankFailed
-from tests.integration.faults import BATCH, NOISY, SAMPLES, STEPS, Faults
+from podium.testing.faults import BATCH, NOISY, SAMPLES, STEPS, Faults
 from tests.integration.runs import audit_steps, distance, train
 
 

@@ -22,7 +22,7 @@ from podium.config import RunResult
 from podium.errors import Lost
 from podium.records.audit import audit as audit_of
 from podium.records.recorder import Record
-from tests.integration.faults import EPOCHS, SAMPLES, Faults, Gate
+from podium.testing.faults import EPOCHS, SAMPLES, Faults, Gate
 from tests.integration.runs import at_gate, distance, pid_of, records_of, train
 
 LEASED = ["async", "ssp", "softsync", "backup"]

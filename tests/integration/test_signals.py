@@ -23,8 +23,8 @@ from podium.cli.interrupt import ASKED
 from podium.engine.checkpoint import find_checkpoint
 from podium.errors import Lost
 from podium.launch.rendezvous import rendezvous_folder
+from podium.testing.faults import STEPS, TASK, Faults, Gate
 from tests.integration import leftovers
-from tests.integration.faults import STEPS, TASK, Faults, Gate
 from tests.integration.processes import finish, free_port, settings, start, wait_until_gone
 from tests.integration.runs import FIELDS, at_gate, audit_steps, pid_of, records_of, train
 from tests.integration.test_interrupt import AT, command_line, read_until, run_dir_in, wait_at_gate

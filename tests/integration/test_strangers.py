@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from podium.comm.channel import Channel
+from podium.comm.real.channel import Channel
 from podium.errors import ConfigError
 from podium.launch.rendezvous import rendezvous_folder
 from podium.launch.secret import find_secret, leave_secret, need_secret
+from podium.testing.faults import TASK, Faults, Gate
 from tests.integration import leftovers
-from tests.integration.faults import TASK, Faults, Gate
 from tests.integration.processes import ROOT, finish, free_port, settings, start
 from tests.integration.runs import FIELDS
 
@@ -32,7 +32,7 @@ LONG = "correct horse battery staple"
 STRANGER = """
 import contextlib, json, os, socket, sys, time
 from pathlib import Path
-from podium.comm.frames import ACCEPTED, Refused, prove
+from podium.comm.real.frames import ACCEPTED, Refused, prove
 
 os.setgroups([]); os.setgid({nobody}); os.setuid({nobody})
 home, found = sys.argv[1], {{"listening": 0, "in": [], "read": []}}
@@ -308,7 +308,7 @@ def test_a_name_from_the_store_leads_to_no_folder_but_the_runs_own(
 
 BROKEN = """
 import sys
-from podium.launch.coordinator import Coordinator
+from podium.launch.coordination.coordinator import Coordinator
 
 def fails(self, message):
     raise KeyError("a mistake of the coordinator's")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from podium.lab.study.design import strategies_design, surroundings
+from podium.lab.study.parts import this_machine
 from podium.lab.study.store import Row, Store
+from podium.lab.study.study import strategies_study
 from podium.records.staleness import tables
 
 STRATEGIES = ["solo", "all-reduce", "parameter-server:mode=async"]
@@ -107,8 +109,8 @@ def write_study(folder: Path, rows: list[Row], seeds: int = 3) -> Store:
     """A study's folder that holds these rows."""
     store = Store(folder)
     settings = {"epochs": 8, "workers": 2, "launcher": "local"}
-    design = strategies_design("digits-mlp", STRATEGIES, seeds, settings)
-    store.write_study({**design.to_dict(), **surroundings()})
+    study = strategies_study("digits-mlp", STRATEGIES, seeds, settings)
+    store.write_study(replace(study, machine=this_machine()).to_dict())
     for row in rows:
         store.append(row)
     return store

@@ -7,6 +7,7 @@ import pytest
 from podium.lab.report.answer import answer, find
 from podium.lab.stats.power import worth_of
 from podium.lab.study.store import Row
+from podium.lab.study.study import Study
 from tests.lab.synthetic import failed_row, make_row, make_rows, phased
 
 FAST, SLOW = [1.0, 1.05, 0.95, 1.02, 0.98], [2.0, 2.2, 1.9, 2.1, 2.05]
@@ -78,7 +79,7 @@ def test_one_strategy_alone_is_not_a_comparison() -> None:
 
 def test_it_says_what_may_not_be_concluded() -> None:
     rows = make_rows({"solo": SLOW, "all-reduce": FAST})
-    limits = answer(rows, None, {"hardware": {"cores": 2}}).split("\n")[1]
+    limits = answer(rows, None, Study.from_dict({"hardware": {"cores": 2}})).split("\n")[1]
     assert "2 CPU cores" in limits and "9,610 parameters" in limits and "5 seeds" in limits
     assert "says nothing about other hardware" in limits
 
@@ -98,7 +99,7 @@ def test_it_says_what_may_not_be_concluded() -> None:
 def test_it_says_on_which_gpus_where_any_was_used(devices: list[Any], gpus: list[str] | None, where: str) -> None:
     cells = [{"cell": str(name), "settings": {"device": name}} for name in devices]
     study = {"hardware": {"cores": 16, "gpus": gpus}, "settings": {"device": "cuda"}, "cells": cells}
-    assert where in answer(make_rows({"solo": FAST}), None, study)
+    assert where in answer(make_rows({"solo": FAST}), None, Study.from_dict(study))
 
 
 def test_simulated_seconds_are_called_so() -> None:
@@ -108,7 +109,7 @@ def test_simulated_seconds_are_called_so() -> None:
 
 def test_what_is_simulated_is_not_called_measured_on_this_machine() -> None:
     study = {"hardware": {"cores": 2, "gpus": []}, "cells": [{"cell": "solo", "settings": {}}]}
-    said = answer([make_row("solo", 0, launcher="virtual")], None, study)
+    said = answer([make_row("solo", 0, launcher="virtual")], None, Study.from_dict(study))
     assert "Measured" not in said and "CPU core" not in said
     assert "Seconds are simulated, not measured" in said and "described machines" in said
 
@@ -116,7 +117,7 @@ def test_what_is_simulated_is_not_called_measured_on_this_machine() -> None:
 def test_a_study_of_both_says_which_seconds_are_simulated() -> None:
     study = {"hardware": {"cores": 2, "gpus": []}, "cells": [{"cell": "solo", "settings": {}}]}
     rows = [make_row("solo", 0, launcher="virtual"), make_row("all-reduce", 0), make_row("all-reduce", 1)]
-    said = answer(rows, None, study)
+    said = answer(rows, None, Study.from_dict(study))
     assert "1 of 3 runs are simulated" in said and "Measured on 2 CPU cores" in said
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError, MissingExtra, PodiumError
 from podium.lab.report.browser import PAPER, WIDTHS, Browser, check_report, find_browser
 from podium.lab.report.report import write_report
 from podium.lab.sweeps import sweep
 from tests.lab.synthetic import failed_row, make_rows, phased, stale, write_study
 
-needs_browser = pytest.mark.skipif(find_browser() is None, reason="needs Chromium")
+needs_browser = pytest.mark.skipif(
+    find_browser() is None or find_spec("playwright") is None, reason="needs Chromium and playwright (podium[check])"
+)
 
 TIMES = {"solo": [2.0, 2.1, 2.2], "all-reduce": [1.0, 1.1, 1.05], "parameter-server:mode=async": [0.8, 0.9, 0.85]}
 
@@ -147,28 +153,54 @@ class TestFaults:
             browser.open(tmp_path / "none.html")
 
 
+def start(program: Path, deadline_s: float) -> None:
+    """In a thread of its own: Playwright allows one session per thread, and the other tests share theirs."""
+    pytest.importorskip("playwright")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(Browser, str(program), deadline_s=deadline_s).result()
+
+
 class TestStarting:
     def test_without_a_browser_the_error_says_what_to_install(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
+        pytest.importorskip("playwright")
         with pytest.raises(ConfigError, match=r"one of chromium, .* must be installed"):
             check_report(tmp_path / "report.html")
+
+    def test_without_playwright_the_error_names_the_extra(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "playwright.sync_api", None)  # as if it were not installed
+        with pytest.raises(MissingExtra, match=r"podium\[check\]"):
+            check_report(tmp_path / "report.html")
+
+    def test_a_page_can_be_checked_where_an_event_loop_runs(self, tmp_path: Path) -> None:
+        """As in a notebook."""
+        if find_browser() is None:
+            pytest.skip("needs Chromium")
+
+        async def check() -> list[str]:
+            return check_report(page(tmp_path, "<p>Text.</p>"))
+
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(lambda: asyncio.run(check())).result() == []
 
     def test_a_program_that_ends_at_once_is_told_with_its_words(self, tmp_path: Path) -> None:
         program = tmp_path / "browser"
         program.write_text("#!/bin/sh\necho no display >&2\nexit 1\n", encoding="utf-8")
         program.chmod(0o755)
-        with pytest.raises(PodiumError, match="got its end: no display"):
-            Browser(str(program), deadline_s=20.0)
+        with pytest.raises(PodiumError, match=r"must start, got .*no display"):
+            start(program, 20.0)
 
     def test_a_program_that_never_answers_is_ended_at_the_deadline(self, tmp_path: Path) -> None:
         program = tmp_path / "browser"
         program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n", encoding="utf-8")
         program.chmod(0o755)
         began = time.monotonic()
-        with pytest.raises(PodiumError, match="must answer within 1 s"):
-            Browser(str(program), deadline_s=1.0)
+        with pytest.raises(PodiumError, match=r"must start, got .*Timeout 1000ms exceeded"):
+            start(program, 1.0)
         assert time.monotonic() - began < 10
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / "pid").read_text()), 0)

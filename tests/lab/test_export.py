@@ -21,17 +21,8 @@ from hypothesis import strategies as st
 import podium
 from podium.cli import main
 from podium.errors import ConfigError, MissingExtra, RecordError, UnknownName
-from podium.lab.report.export import (
-    Table,
-    as_text,
-    export,
-    guarded,
-    make_table,
-    study_tables,
-    to_csv,
-    unguarded,
-    write_parquet,
-)
+from podium.lab.report.export import export, study_tables
+from podium.lab.report.export_table import Table, as_text, guarded, make_table, to_csv, unguarded, write_parquet
 from podium.lab.study.store import Store
 from podium.records.recorder import read_records
 from tests.lab.synthetic import failed_row, make_row

@@ -9,21 +9,8 @@ import numpy as np
 import pytest
 
 from podium.errors import ConfigError
-from podium.lab.stats.regress import (
-    Model,
-    Numbers,
-    Point,
-    extrapolate,
-    fit,
-    judge,
-    linear,
-    overlapped,
-    physical,
-    points_of,
-    power,
-    quadratic,
-    wire_s,
-)
+from podium.lab.stats.regress import Model, Numbers, Point, extrapolate, fit, judge
+from podium.lab.stats.time_models import linear, overlapped, physical, power, quadratic, wire_s
 
 KINDS = ("large", "small")
 FACTORS = ("size", "batch", "nodes", "every")
@@ -140,11 +127,6 @@ class TestFitting:
         exchange = next(one for one in first.coefficients if one.name == "exchange")
         assert exchange.low is not None and exchange.high is not None
         assert exchange.low < 1 < exchange.high < 1.2
-
-    def test_rows_become_points(self) -> None:
-        rows = [{"cell": "a", "seconds": 2, "epoch_s": 5, "n": 1}]
-        (point,) = points_of(rows, lambda row: {"n": row["n"]}, "epoch_s")
-        assert point == Point("a", {"n": 1}, 5.0)
 
     @pytest.mark.parametrize("y", [0.0, -1.0, float("nan")])
     def test_seconds_that_cannot_be_are_refused(self, y: float) -> None:

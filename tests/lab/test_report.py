@@ -4,14 +4,17 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from podium.lab.report.report import write_report
+from podium.lab.study.parts import Replications
 from podium.lab.study.reproduce import command, python_call
 from podium.lab.study.store import Row
+from podium.lab.study.study import Study
 from tests.lab.synthetic import STRATEGIES, failed_row, make_row, make_rows, phased, stale, write_study
 
 TIMES = dict(zip(STRATEGIES, ([1.0, 1.1, 1.2], [0.8, 0.9, 0.85], [0.5, 0.6, 0.55]), strict=True))
@@ -162,7 +165,7 @@ def test_without_drawing_packages_the_tables_remain(tmp_path: Path, monkeypatch:
 
 
 def test_it_says_how_to_run_the_study_again(tmp_path: Path) -> None:
-    study = write_study(tmp_path, without_history(make_rows(TIMES))).read_study()
+    study = Study.from_dict(write_study(tmp_path, without_history(make_rows(TIMES))).read_study())
     words = shlex.split(command(study) or "")
     assert words[:3] == ["podium", "compare", "digits-mlp"]
     assert [words[i + 1] for i, word in enumerate(words) if word == "--strategy"] == STRATEGIES
@@ -172,10 +175,10 @@ def test_it_says_how_to_run_the_study_again(tmp_path: Path) -> None:
 
 
 def test_what_the_command_line_cannot_say_is_said_in_python_only(tmp_path: Path) -> None:
-    study = write_study(tmp_path, []).read_study()
-    assert command({**study, "seeds": [3, 5]}) is None
-    assert command({**study, "own_task": True}) is None
-    compile(python_call({**study, "own_task": True}), "call", "exec")
+    study = Study.from_dict(write_study(tmp_path, []).read_study())
+    assert command(replace(study, replications=Replications(least=2, most=2, listed=(3, 5)))) is None
+    assert command(replace(study, own_task=True)) is None
+    compile(python_call(replace(study, own_task=True)), "call", "exec")
 
 
 def test_staleness_is_shown_by_worker_and_by_range_where_there_were_updates(tmp_path: Path, no_figures: None) -> None:
@@ -245,9 +248,9 @@ def test_a_study_without_phases_has_no_section_on_them(tmp_path: Path, no_figure
 
 
 def test_which_way_is_better_is_said_when_the_comparison_was_told(tmp_path: Path) -> None:
-    study = write_study(tmp_path, []).read_study()
+    study = Study.from_dict(write_study(tmp_path, []).read_study())
     assert command(study) is not None and "maximize" not in python_call(study)
-    assert (command({**study, "maximize": False}) or "").count(" --minimize ") == 1
-    assert "    maximize=False,\n" in python_call({**study, "maximize": False})
-    file = {**study, "file": "a.toml", "changes": {"maximize": True}}
+    assert (command(replace(study, maximize=False)) or "").count(" --minimize ") == 1
+    assert "    maximize=False,\n" in python_call(replace(study, maximize=False))
+    file = replace(study, file="a.toml", changes={"maximize": True})
     assert command(file) == "podium compare a.toml --maximize" and "changed({}, maximize=True)" in python_call(file)

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from podium.config import RunConfig, RunResult
 from podium.errors import ConfigError, Interrupted, RankFailed, UnknownName
-from podium.lab.study.design import Stop, label, strategies_design
+from podium.lab.study.parts import Stop, label
 from podium.lab.study.run import compare, run_study
+from podium.lab.study.run_parallel import least_used
 from podium.lab.study.store import Store
-from podium.lab.study.study import Study
-from podium.lab.study.table import format_plain, format_table
+from podium.lab.study.study import Study, strategies_study
+from podium.lab.study.terminal import format_plain, format_table
 from tests.lab.synthetic import STRATEGIES, make_row
 
 Act = Callable[[RunConfig], None]
@@ -84,7 +87,7 @@ def test_a_comparison_is_json_all_through(tmp_path: Path) -> None:
 
 
 def test_the_order_is_shuffled_in_blocks_of_one_seed_and_always_the_same() -> None:
-    design = strategies_design("t", STRATEGIES, 6, {"workers": 2})
+    design = strategies_study("t", STRATEGIES, 6, {"workers": 2})
     order = design.order()
     blocks = [order[i : i + 3] for i in range(0, len(order), 3)]
     assert [{seed for _, seed in block} for block in blocks] == [{seed} for seed in range(6)]
@@ -267,3 +270,12 @@ def test_a_comparison_may_be_told_which_way_is_better(tmp_path: Path) -> None:
     comparison = small_compare(tmp_path, Runs(), maximize=False)
     assert json.loads((tmp_path / "study.json").read_text())["maximize"] is False
     assert comparison.target == pytest.approx(1.02, abs=0.01)  # short of the best from above
+
+
+@given(st.sets(st.integers(0, 63), min_size=1), st.integers(0, 200))
+def test_runs_are_spread_evenly_over_cores(cores: set[int], count: int) -> None:
+    taken: list[int] = []
+    for _ in range(count):
+        taken.append(least_used(cores, taken))
+    runs = [taken.count(core) for core in cores]
+    assert sum(runs) == count and max(runs) - min(runs) <= 1

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from podium.lab.report import study_results
 from podium.lab.report.answer import answer, find
+from podium.lab.report.drawing.files import every_figure
 from podium.lab.report.page import write_page
 from podium.lab.report.report import write_report
+from podium.lab.report.shared import shared_sections
+from podium.lab.report.study_results import StudyResults
 from podium.lab.stats.speedup import speedups
 from podium.lab.stats.winners import winners
-from podium.lab.study.design import surroundings
-from podium.lab.study.rows import by_setting, crossed, first_level, setting_of
+from podium.lab.study.parts import Where, this_machine
+from podium.lab.study.results import by_setting, crossed, first_level, setting_of
 from podium.lab.study.store import Row, Store
-from podium.lab.study.study import Study, Where
+from podium.lab.study.study import Study
 from tests.lab.synthetic import make_row
 
 TIMES = {("a", 2): 2.0, ("a", 4): 1.0, ("b", 2): 1.0, ("b", 4): 3.0}
@@ -66,7 +71,7 @@ def study_in(folder: Path, rows: list[Row]) -> Store:
         ],
     )
     store = Store(folder)
-    store.write_study({**study.design().to_dict(), **surroundings()})
+    store.write_study(replace(study.resolved(), machine=this_machine()).to_dict())
     for row in rows:
         store.append(row)
     return store
@@ -122,7 +127,8 @@ def test_the_page_tells_all_of_it_and_every_cell_leads_to_its_lines(tmp_path: Pa
         "Which wins where?",
         "every combination of levels but 1 left out by design",
         "Who comes first where",
-        "Speed-up over solo",
+        "<h3>Speed-up</h3>",
+        '">solo</a> over the cell',
         "A table of theirs.",
         "strategy × workers",
     ):
@@ -138,7 +144,7 @@ def test_the_page_tells_all_of_it_and_every_cell_leads_to_its_lines(tmp_path: Pa
 
 def test_rows_of_an_older_study_without_levels_still_make_a_page(tmp_path: Path) -> None:
     old = {"task": "digits-mlp", "strategies": ["solo", "all-reduce"], "seeds": [0, 1], "workers": 2, "settings": {}}
-    more = {"launcher": "local", "target": None, "order": [], **surroundings()}
+    more = {"launcher": "local", "target": None, "order": [], **asdict(this_machine())}
     store = Store(tmp_path)
     store.write_study({**old, **more})
     for seed in (0, 1):
@@ -152,7 +158,7 @@ def test_a_response_that_no_run_has_is_said_to_be_missing(tmp_path: Path) -> Non
     store = study_in(tmp_path, rows_of(2))
     store.write_study({**store.read_study(), "responses": ["f1 <b>", "parameters", "step_ms.p50"]})
     page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert "The study was to look at f1 &lt;b&gt;, too: no run has it." in page and page.count("no run has it") == 1
+    assert "f1 &lt;b&gt;: no run has it." in page and page.count("no run has it") == 1
     text = write_page(tmp_path).read_text(encoding="utf-8")
     assert "| cell | parameters | step_ms.p50 |" in text and "`f1 <b>`: no run has it." in text
     store.write_study({**store.read_study(), "responses": ["f1"]})
@@ -183,3 +189,26 @@ def test_reports_go_by_the_studys_own_word_on_which_way_is_better(tmp_path: Path
     assert "best accuracy has parameter-server" in up and "best accuracy has all-reduce" in down
     assert "Of accuracy lower is better, as [study.json](study.json) says." in found[False][1]
     assert "is better" not in found[None][1]
+
+
+def test_page_report_and_figures_of_a_study_work_out_its_findings_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study_in(tmp_path, rows_of(2))
+    asked = list[int]()
+    monkeypatch.setattr(study_results, "find", lambda *given: asked.append(1) or find(*given))
+    found = StudyResults.read(tmp_path)
+    write_report(found, include_plotly=False)
+    write_page(found)
+    assert every_figure(found)
+    assert len(asked) == 1
+
+
+def test_report_and_page_are_made_from_one_list_of_sections(tmp_path: Path) -> None:
+    study_in(tmp_path, rows_of(2))
+    found = StudyResults.read(tmp_path)
+    page, report = write_page(found).read_text(encoding="utf-8"), write_report(found).read_text(encoding="utf-8")
+    sections = shared_sections(found)
+    assert [section.name for section in sections] == ["winners", "speedups"]
+    for section in sections:
+        assert f"## {section.title}" in page and f"<h3>{section.title}</h3>" in report

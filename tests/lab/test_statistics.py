@@ -18,7 +18,7 @@ from podium.lab.stats.statistics import (
     require_statistics,
     summarise,
 )
-from podium.lab.study.rows import default_target, metric_name, time_to_target
+from podium.lab.study.results import default_target, metric_name, time_to_target
 from tests.lab.synthetic import failed_row, make_row, make_rows
 
 

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from podium.errors import RecordError
 from podium.lab.study.store import Store, finished_keys
+from podium.lab.study.study import Study
 from tests.lab.synthetic import failed_row, make_row
 
 
@@ -68,3 +70,13 @@ def test_a_second_try_gets_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_a_folder_without_a_study_says_so(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="holds no study"):
         Store(tmp_path).read_study()
+
+
+@pytest.mark.parametrize(
+    "change", [{"replications": {"fewest": 3}}, {"cells": [{"name": "a"}]}, {"baseline": {"b": 1}}]
+)
+def test_a_file_that_holds_no_study_is_refused_by_its_name(tmp_path: Path, change: dict[str, Any]) -> None:
+    store = Store(tmp_path)
+    store.write_study({"name": "x", "cells": [], "factors": {"a": [1, 2]}, **change})
+    with pytest.raises(RecordError, match=r"study\.json: holds no study"):
+        Study.read(store)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from podium.errors import ConfigError, UnknownName
-from podium.lab.study.design import Replications, check_same
 from podium.lab.study.file import read_study
-from podium.lab.study.study import Study, Where
+from podium.lab.study.parts import Replications, Where, this_machine
+from podium.lab.study.same import check_same
+from podium.lab.study.study import Study
+from podium.records.recorder import to_json
 
 LINKS = """
 [study]
@@ -53,7 +57,7 @@ def write(folder: Path, text: str, name: str = "links.toml") -> Path:
 
 
 def test_a_file_comes_to_its_cells_with_their_settings(tmp_path: Path) -> None:
-    design = read_study(write(tmp_path, LINKS)).design()
+    design = read_study(write(tmp_path, LINKS)).resolved()
     assert design.names[0] == "solo, workers=2, fast" and len(design.cells) == 9
     assert design.factors["workers"] == (2, 4) and design.replications.seeds == (0, 1)
     config = design.config("parameter-server:mode=async, workers=4, slow", 1)
@@ -66,7 +70,7 @@ def test_a_file_comes_to_its_cells_with_their_settings(tmp_path: Path) -> None:
 
 
 def test_a_size_has_its_own_levels_and_the_rest_of_the_study(tmp_path: Path) -> None:
-    design = read_study(write(tmp_path, LINKS), "small").design()
+    design = read_study(write(tmp_path, LINKS), "small").resolved()
     assert design.factors["workers"] == (2,) and design.replications.most == 1 and design.target == 0.9
     assert (design.size, Path(design.file).name) == ("small", "links.toml")
     with pytest.raises(UnknownName, match="small"):
@@ -74,11 +78,19 @@ def test_a_size_has_its_own_levels_and_the_rest_of_the_study(tmp_path: Path) -> 
 
 
 def test_every_block_has_every_cell_in_an_order_of_its_own(tmp_path: Path) -> None:
-    design = read_study(write(tmp_path, LINKS)).design()
+    design = read_study(write(tmp_path, LINKS)).resolved()
     blocks = design.blocks()
     assert [sorted(name for name, _ in block) for block in blocks] == [sorted(design.names)] * 2
     assert [name for name, _ in blocks[0]] != [name for name, _ in blocks[1]]
-    assert blocks == read_study(tmp_path / "links.toml").design().blocks()
+    assert blocks == read_study(tmp_path / "links.toml").resolved().blocks()
+
+
+def test_some_cells_are_run_with_fewer_seeds(tmp_path: Path) -> None:
+    rule = "[[where]]\nlevels = { workers = 4 }\nseeds = 1\n[stop]"
+    design = read_study(write(tmp_path, LINKS.replace("[stop]", rule))).resolved()
+    seeds = {name: [seed for cell, seed in design.order() if cell == name] for name in design.names}
+    assert all(found == ([0] if "workers=4" in name else [0, 1]) for name, found in seeds.items())
+    assert len(design.to_dict()["order"]) == 2 * 9 - 4
 
 
 def test_python_says_what_a_table_cannot(tmp_path: Path) -> None:
@@ -90,7 +102,7 @@ def test_python_says_what_a_table_cannot(tmp_path: Path) -> None:
         "        settings={'launcher': 'virtual'},\n"
         "        derive=lambda at: {'batch_size': 16 * at['workers'] * at['accumulate']})\n"
     )
-    design = read_study(path).design()
+    design = read_study(path).resolved()
     assert [design.config(name, 0).batch_size for name in design.names] == [16, 64, 32, 128]
     assert design.names[0] == "workers=1, accumulate=1"
     path.write_text("STUDY = 3\n")
@@ -140,7 +152,7 @@ def test_what_cannot_be_is_refused_with_the_file_and_the_reason(
     assert change[0] in LINKS
     path = write(tmp_path, LINKS.replace(*change))
     with pytest.raises((ConfigError, UnknownName), match=said):
-        read_study(path).design()
+        read_study(path).resolved()
 
 
 @pytest.mark.parametrize("text", ["study = 5", "settings = 3", "factors = [1]", "where = {}", "sizes = { small = 3 }"])
@@ -152,7 +164,7 @@ def test_what_is_no_table_where_one_should_be_is_refused(tmp_path: Path, text: s
 
 def test_stopping_at_the_target_needs_a_target(tmp_path: Path) -> None:
     text = LINKS.replace("seconds = 5.0", "target = true")
-    assert read_study(write(tmp_path, text)).design().stop.target
+    assert read_study(write(tmp_path, text)).resolved().stop.target
     with pytest.raises(ConfigError, match="needs one"):
         read_study(write(tmp_path, text.replace("target = 0.9", "")))
 
@@ -160,13 +172,13 @@ def test_stopping_at_the_target_needs_a_target(tmp_path: Path) -> None:
 def test_levels_in_rules_may_be_spelt_as_people_spell_strategies(tmp_path: Path) -> None:
     rule = Where(levels={"strategy": "parameter-server: mode=async"}, settings={"epochs": 9})
     factors: dict[str, Any] = {"strategy": ["parameter-server:mode=async", "all-reduce"]}
-    design = Study(name="spelling", factors=factors, where=[rule], settings={"workers": 2}).design()
+    design = Study(name="spelling", factors=factors, where=[rule], settings={"workers": 2}).resolved()
     assert [design.config(name, 0).epochs for name in design.names] == [9, None]
 
 
 def test_a_setting_that_is_a_factor_cannot_be_set_for_all(tmp_path: Path) -> None:
     study = read_study(write(tmp_path, LINKS))
-    assert study.changed({"epochs": "7"}).design().config("all-reduce, workers=2, fast", 0).epochs == 7
+    assert study.changed({"epochs": "7"}).resolved().config("all-reduce, workers=2, fast", 0).epochs == 7
     with pytest.raises(ConfigError, match="cluster is set by a level or a rule"):
         study.changed({"cluster": "other.toml"})
     with pytest.raises(ConfigError, match="workers is a factor"):
@@ -178,24 +190,24 @@ def test_a_fraction_and_a_hypercube_say_what_they_are() -> None:
     settings = {"launcher": "virtual"}
     design = Study(
         name="half", factors=two, settings=settings, kind="fractional", generators=["codec = workers*batch_size"]
-    ).design()
-    assert len(design.cells) == 4 and design.resolution == 3
-    assert design.aliases["workers"] == ("batch_size × codec",)
+    ).resolved()
+    assert len(design.cells) == 4 and design.plan.resolution == 3
+    assert design.plan.aliases["workers"] == ("batch_size × codec",)
     from podium.sweeps.search.space import Range
 
     spread = {"task.lr": Range(0.01, 1, log=True), "batch_size": Range(8, 64, whole=True)}
-    cube = Study(name="cube", factors=spread, settings=settings, kind="latin-hypercube", points=6).design()
+    cube = Study(name="cube", factors=spread, settings=settings, kind="latin-hypercube", points=6).resolved()
     assert len({cell.levels["task.lr"] for cell in cube.cells}) == 6
     config = cube.config(cube.names[0], 0)
     assert config.task_options["lr"] == cube.cells[0].levels["task.lr"]
     with pytest.raises(ConfigError, match="needs points"):
-        Study(name="cube", factors=spread, kind="latin-hypercube").design()
+        Study(name="cube", factors=spread, kind="latin-hypercube").resolved()
 
 
 def test_rules_may_not_leave_out_everything() -> None:
     rule = Where(levels={"workers": [1, 2]}, leave_out=True)
     with pytest.raises(ConfigError, match="every cell"):
-        Study(name="none", factors={"workers": [1, 2]}, where=[rule]).design()
+        Study(name="none", factors={"workers": [1, 2]}, where=[rule]).resolved()
 
 
 def test_replications_may_go_on_until_means_are_known() -> None:
@@ -211,14 +223,14 @@ def test_what_lies_beside_a_study_file_is_found_from_anywhere(tmp_path: Path, mo
     found = {}
     for folder in (tmp_path, tmp_path.parent):
         monkeypatch.chdir(folder)
-        design = read_study(path).design()
+        design = read_study(path).resolved()
         config = design.config("all-reduce, workers=2, slow", 0)
         assert Path(config.task.partition(":")[0]).is_file() and Path(str(config.cluster)).is_file()
         found[folder] = design.to_dict()
     one, other = found.values()
     assert one["clusters"] == other["clusters"] and one["clusters"]["all-reduce, workers=2, slow"]
     (tmp_path / "slow.toml").write_text('[[node]]\nname = "n"\ncount = 5\nup_mbit = 11\n')
-    assert read_study(path).design().to_dict()["clusters"] != one["clusters"]
+    assert read_study(path).resolved().to_dict()["clusters"] != one["clusters"]
 
 
 @pytest.mark.parametrize(
@@ -226,24 +238,24 @@ def test_what_lies_beside_a_study_file_is_found_from_anywhere(tmp_path: Path, mo
 )
 def test_a_response_is_a_number_of_a_run_or_a_metric_of_the_task(name: str) -> None:
     study = Study(name="known", factors={"workers": [1, 2]}, settings={"task": "digits-mlp"}, responses=[name])
-    assert study.design().responses == (name,)
+    assert study.resolved().responses == (name,)
 
 
 @pytest.mark.parametrize("name", ["acuracy", "step_ms.p51", "node_seconds", "mae", "seeds to target", "balance."])
 def test_a_response_that_no_run_can_have_is_refused_before_the_first(name: str) -> None:
     settings, factors = {"task": "digits-mlp"}, {"workers": [1, 2]}
     with pytest.raises(UnknownName, match=f"unknown response of study slip: '{name}'.*accuracy.*seconds to target"):
-        Study(name="slip", factors=factors, settings=settings, responses=["seconds", name]).design()
+        Study(name="slip", factors=factors, settings=settings, responses=["seconds", name]).resolved()
     asked = Replications(least=2, most=3, half_width=0.1, response=name)
     with pytest.raises(UnknownName, match=name):
-        Study(name="slip", factors=factors, settings=settings, replications=asked).design()
+        Study(name="slip", factors=factors, settings=settings, replications=asked).resolved()
 
 
 def test_what_a_task_that_cannot_be_made_here_would_report_is_left_to_its_runs(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def make():\n    raise OSError('no data here')\n")
     settings = {"task": f"{tmp_path}/own.py:make"}
     study = Study(name="absent", factors={"workers": [1, 2]}, settings=settings, responses=["f1"])
-    assert study.design().responses == ("f1",)
+    assert study.resolved().responses == ("f1",)
 
 
 def test_a_metric_may_come_with_an_option_of_the_task(tmp_path: Path) -> None:
@@ -254,23 +266,23 @@ def test_a_metric_may_come_with_an_option_of_the_task(tmp_path: Path) -> None:
     )
     factors: dict[str, Any] = {"task.more": ["", "top1"]}
     settings = {"task": f"{tmp_path}/own.py:make", "workers": 1}
-    assert Study(name="more", factors=factors, settings=settings, responses=["top1"]).design().names
+    assert Study(name="more", factors=factors, settings=settings, responses=["top1"]).resolved().names
     with pytest.raises(UnknownName, match="top1"):
-        Study(name="less", factors={"task.more": ["", "top2"]}, settings=settings, responses=["top1"]).design()
+        Study(name="less", factors={"task.more": ["", "top2"]}, settings=settings, responses=["top1"]).resolved()
 
 
 def test_tasks_of_one_study_are_judged_by_one_metric() -> None:
     def study(*tasks: str) -> Study:
         return Study(name="tasks", factors={"strategy": ["solo", "all-reduce"], "task": tasks})
 
-    assert len(study("digits-mlp", "digits-cnn").design().cells) == 4
+    assert len(study("digits-mlp", "digits-cnn").resolved().cells) == 4
     with pytest.raises(ConfigError, match=r"same metric.*got accuracy of digits-mlp, mae of regression\. Make a study"):
-        study("digits-mlp", "regression").design()
+        study("digits-mlp", "regression").resolved()
 
 
 def test_which_way_is_better_may_be_said_in_the_file(tmp_path: Path) -> None:
     for text, wanted in (("", None), ("maximize = false\n", False), ("maximize = true\n", True)):
-        design = read_study(write(tmp_path, LINKS.replace("target = 0.9\n", f"target = 0.9\n{text}"))).design()
+        design = read_study(write(tmp_path, LINKS.replace("target = 0.9\n", f"target = 0.9\n{text}"))).resolved()
         assert design.maximize is wanted and design.to_dict()["maximize"] is wanted
     with pytest.raises(ConfigError, match="maximize must be true or false"):
         Study(name="ways", factors={"workers": [1, 2]}, maximize="down")  # type: ignore[arg-type]
@@ -279,9 +291,17 @@ def test_which_way_is_better_may_be_said_in_the_file(tmp_path: Path) -> None:
             Study(name="ways", factors={"workers": [1, 2]}, responses=responses)  # type: ignore[arg-type]
 
 
+def test_a_study_read_back_from_its_json_is_the_study_that_was_written(tmp_path: Path) -> None:
+    study = replace(read_study(write(tmp_path, LINKS)).resolved(), machine=this_machine())
+    written = json.loads(to_json(study.to_dict()))
+    found = Study.from_dict(written)
+    assert json.loads(to_json(found.to_dict())) == written
+    assert found.order() == study.order() and found.config(*found.order()[0]) == study.config(*study.order()[0])
+
+
 def test_which_way_is_better_may_change_later_unless_runs_were_ended_by_it(tmp_path: Path) -> None:
     path = write(tmp_path, LINKS)
-    before = read_study(path).design().to_dict()
+    before = read_study(path).resolved().to_dict()
     after = {**before, "maximize": False}
     check_same({name: x for name, x in before.items() if name != "maximize"}, after, "here")
     stop = {"stop": {"seconds": None, "target": True}}

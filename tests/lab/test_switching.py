@@ -1,367 +1,329 @@
+"""The switching studies, in virtual time and with real processes: their pages say what their records give."""
+
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
 import json
 import math
-import xml.etree.ElementTree as ElementTree
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from podium.config import parse_strategy
-from podium.errors import ConfigError, UnknownName
-from podium.lab.published.switching import (
-    QUICK,
-    Cell,
-    Machines,
-    Part,
-    Setting,
-    Study,
-    ablations,
-    chances,
-    draw,
-    failure,
-    figure,
-    is_final,
-    open_store,
-    page,
-    panels,
-    run,
-    setback,
-    time_to,
-    timings,
-    train_one,
-)
-from podium.lab.published.switching.design import (
-    ALL_REDUCE,
-    ALL_REDUCE_FP16,
-    ASYNC_FP16,
-    CIFAR,
-    CIFAR_EQUAL,
-    DIGITS,
-    DIVIDED,
-    DROPPED_FP16,
-    OUTER,
-    SWITCH,
-    SWITCH_FP16,
-    TIMED,
-    TIMED_CIFAR,
-    diloco,
-)
-from podium.lab.published.switching.rows import identity
-from podium.lab.study.store import Row
-from podium.launch.clusters.description import read_cluster
-from podium.strategies import make_strategy
+from podium.lab.report.format import plain, spread
+from podium.lab.stats.statistics import holm, mean_interval
+from podium.lab.study.file import read_study
+from podium.lab.study.run import run_study
 
-COMMITTED = Path(__file__).parents[2] / "docs" / "studies"
-STUDY = Study()
+scipy_stats = pytest.importorskip("scipy.stats")
+
+ROOT = Path(__file__).parents[2]
+STUDIES = ROOT / "docs" / "studies"
+SWITCH, SWITCH_FP16, DROPPED = "strategy-switch", "strategy-switch fp16", "strategy-switch fp16, moments dropped"
+Rows = dict[int, dict[str, Any]]
 
 
-def make_row(setting: Setting, arm: Any, seed: int, accuracy: float, seconds: float, **more: Any) -> Row:
-    cell = Cell(setting, arm, seed)
-    return {
-        **identity(cell, STUDY.options(cell)),
-        "status": "finished",
-        "accuracy": accuracy,
-        "loss": 0.5,
-        "seconds": seconds,
-        "steps": 100,
-        "samples": 1000,
-        "sent_bytes": 1000,
-        "exchanges": 100,
-        "staleness": {},
-        "audit": {"missing": 0, "repeated": 0},
-        "history": {
-            "epoch": [1.0, 2.0],
-            "seconds": [seconds / 2, seconds],
-            "loss": [1.0, 0.5],
-            "accuracy": [accuracy - 0.1, accuracy],
-        },
-        "train_loss": [2.0, 1.0],
-        "switches": [],
-        "rules": [],
-        "train": 500,
-        "test": 2000,
-        "wall_s": 10.0,
-        "versions": {"python": "3.12.0", "torch": "2.11.0"},
-        **more,
-    }
+@cache
+def records(name: str) -> list[dict[str, Any]]:
+    text = (STUDIES / name / "results.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
-def switched(epoch: float = 0.5, loss_after: float = 1.0) -> dict[str, Any]:
-    parts = {"drain": 0.0, "home": 0.0, "hand_over": 0.0, "begin": 1.5, "total": 1.5}
-    switch = {"rule": "plateau", "why": "training loss settled: 1.2", "value": 0.04, "epoch": epoch, "seconds": 5.0}
-    rule = {"rule": "plateau", "epoch": epoch, "seconds": 5.0, "value": 0.04, "threshold": 0.05, "after_switch": False}
-    return {
-        "switches": [{**switch, "position": round(500 * epoch), "cost_ms": parts, "loss_after": loss_after}],
-        "rules": [{**rule, "in_force": True, "readings": []}, {**rule, "rule": "share:at=0.125", "in_force": False}],
-        "staleness": {"mean": 7.0},
-    }
+@cache
+def said(name: str) -> str:
+    text = (STUDIES / name / "PAGE.md").read_text(encoding="utf-8")
+    return " ".join(re.sub(r"\]\([^)]*\)", "", text).replace("[", "").replace("*", "").split())
 
 
-def example() -> list[Row]:
-    """Three seeds of everything that a page shows."""
-    rows = []
-    for seed in range(3):
-        up = 0.002 * seed
-        rows += [
-            make_row(CIFAR, ALL_REDUCE, seed, 0.75 + up, 100.0),
-            make_row(CIFAR, ALL_REDUCE_FP16, seed, 0.75 + up, 80.0),
-            make_row(CIFAR, SWITCH, seed, 0.75, 58.0 + seed, **switched()),
-            make_row(CIFAR, SWITCH_FP16, seed, 0.751 + up, 50.0, **switched(loss_after=1.0 + up)),
-            make_row(CIFAR, DROPPED_FP16, seed, 0.74, 50.0, **switched(loss_after=1.3)),
-            make_row(CIFAR, ASYNC_FP16, seed, 0.69 + up, 33.0, staleness={"mean": 7.0}),
-            make_row(CIFAR_EQUAL, ALL_REDUCE, seed, 0.76, 90.0),
-            make_row(CIFAR_EQUAL, diloco(1.0, 0.5), seed, 0.72 + up, 60.0, exchanges=2, sent_bytes=20),
-        ]
-    times = (660.0, 530.0, 590.0, 520.0, 300.0, 220.0)
-    rows += [make_row(TIMED_CIFAR, arm, 0, 0.2, ms / 10) for arm, ms in zip(TIMED, times, strict=True)]
-    return rows
+def of(arm: str, setting: str) -> Rows:
+    found = [row for row in records("switching") if row["levels"] == {"arm": arm, "setting": setting}]
+    return {row["seed"]: row for row in sorted(found, key=lambda row: int(row["seed"]))}
 
 
-def divided(rows: list[Row]) -> list[Row]:
-    """The same with all-reduce timed with steps divided by speed: 400 ms a step at first, then less."""
-    later = (310.0, 230.0)
-    return [
-        *rows,
-        *(make_row(TIMED_CIFAR, arm, 0, 0.2, 40.0, later_ms=ms) for arm, ms in zip(DIVIDED, later, strict=True)),
-    ]
+def accuracy(row: dict[str, Any]) -> float:
+    return 100 * float(row["metrics"]["accuracy"])
 
 
-class TestDesign:
-    def test_every_run_is_named_once(self) -> None:
-        keys = [cell.key for cell in STUDY.cells({})]
-        assert len(keys) == len(set(keys))
-
-    def test_every_arm_is_a_strategy_that_exists(self) -> None:
-        for cell in STUDY.cells({}):
-            name, options = parse_strategy(cell.arm.strategy)
-            assert make_strategy(name, options, cell.setting.machines.workers).name == name
-
-    @given(st.lists(st.integers(0, 2000), min_size=len(OUTER), max_size=len(OUTER)))
-    def test_the_best_outer_step_goes_on_once_all_were_tried(self, right: list[int]) -> None:
-        arms = [diloco(*outer).name for outer in OUTER]
-        known = {(CIFAR_EQUAL.name, arm, 0): n / 2000 for arm, n in zip(arms, right, strict=True)}
-        later = [c.arm.name for c in STUDY.cells(known) if c.setting is CIFAR_EQUAL and c.seed and c.arm.name in arms]
-        assert len(later) == 2
-        assert {known[CIFAR_EQUAL.name, arm, 0] for arm in later} == {max(known.values())}
-        del known[CIFAR_EQUAL.name, arms[0], 0]
-        assert not [c for c in STUDY.cells(known) if c.seed and c.arm.name in arms]
-
-    @given(
-        st.integers(2, 20),
-        st.floats(0.1, 1.0),
-        st.floats(1.0, 1000.0),
-        st.none() | st.floats(1e-6, 1.0),
-    )
-    def test_the_cluster_file_says_what_the_machines_are(
-        self, workers: int, slow: float, mbit: float, per_sample: float | None
-    ) -> None:
-        machines = Machines(workers=workers, slow=slow, mbit=mbit, seconds_per_sample=per_sample)
-        path = Path(self.folder) / "cluster.toml"
-        path.write_text(machines.as_toml())
-        cluster = read_cluster(path)
-        assert [node.speed for node in cluster.nodes] == [1.0] * (workers - 1) + [slow]
-        assert {node.up_mbit for node in cluster.nodes} == {mbit}
-        assert cluster.seconds_per_sample == per_sample
-
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> None:
-        self.folder = tmp_path
-
-    def test_unknown_settings_are_refused(self) -> None:
-        with pytest.raises(UnknownName, match="imagenet"):
-            STUDY.only(["imagenet"])
-        assert {part.setting.name for part in STUDY.only(["mnist"]).parts} == {"mnist"}
-
-    def test_a_part_without_seeds_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="seed"):
-            Study(parts=(Part(setting=CIFAR, arms=(SWITCH,), seeds=()),))
+def shown(values: Sequence[float]) -> str:
+    mean = mean_interval(values)
+    assert mean is not None
+    return spread(mean.mean, mean.low, mean.high).replace("-", "−")
 
 
-class TestTables:
-    def test_arms_are_paired_with_all_reduce_by_seed(self) -> None:
-        (panel, _) = panels(example())
-        line = panel.line(SWITCH.name)
-        assert line is not None
-        assert line.gaps == pytest.approx((0.0, -0.2, -0.4))
-        assert line.time is not None
-        assert line.time.mean == pytest.approx(0.59)
+def part(values: Sequence[float]) -> str:
+    """Parts of a time, to a thousandth."""
+    mean = mean_interval(values)
+    assert mean is not None and mean.low is not None and mean.high is not None
+    return f"{mean.mean:.3f} ± {(mean.high - mean.low) / 2:.3f}"
 
-    def test_fp16_is_also_held_against_fp16(self) -> None:
-        (panel, _) = panels(example())
-        line = panel.line(SWITCH_FP16.name)
-        assert line is not None
-        assert line.time is not None
-        assert line.time_equal is not None
-        assert (line.time.mean, line.time_equal.mean) == pytest.approx((0.5, 50 / 80))
 
-    def test_a_failed_run_counts_as_tried(self) -> None:
-        rows = [row for row in example() if (row["cell"], row["seed"]) != (SWITCH.name, 1)]
-        cell = Cell(CIFAR, SWITCH, 1)
-        rows.append(failure(identity(cell, STUDY.options(cell)), "TrainingError: the loss became nan"))
-        line = panels(rows)[0].line(SWITCH.name)
-        assert line is not None
-        assert (line.tried, len(line.accuracies)) == (3, 2)
-        assert "the loss became nan" in page(rows)
+def points(one: Rows, other: Rows) -> list[float]:
+    return [accuracy(one[seed]) - accuracy(other[seed]) for seed in one]
 
-    @given(st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1e4)), min_size=1, max_size=20), st.floats(0, 100))
-    def test_time_to_is_the_first_validation_that_is_good_enough(
-        self, points: list[tuple[float, float]], wanted: float
-    ) -> None:
-        history = {"accuracy": [a for a, _ in points], "seconds": [s for _, s in points]}
-        found = time_to({"history": history}, wanted)
-        good = [s for a, s in points if 100 * a >= wanted - 1e-9]
-        assert found == (good[0] if good else None)
 
-    def test_a_setback_is_a_loss_that_was_low_and_is_high_again(self) -> None:
-        assert setback([2.0, 1.9, 0.5, 0.1, 0.3, 1.2, 0.1]) == 6
-        assert setback([2.0, 1.9, 0.5, 0.1, 0.9]) is None
-        assert setback([2.0, 0.5, 1.9]) is None
+def time(one: Rows, other: Rows) -> list[float]:
+    return [one[seed]["seconds"] / other[seed]["seconds"] for seed in one]
 
-    @given(st.lists(st.floats(0.01, 3.0), min_size=1, max_size=30))
-    def test_a_loss_that_only_falls_has_no_setback(self, losses: list[float]) -> None:
-        assert setback(sorted(losses, reverse=True)) is None
 
-    def test_moments_are_compared_where_both_switched_at_the_same_place(self) -> None:
-        rows = example()
-        (one,) = ablations(rows)
-        assert one.accuracy.mean == pytest.approx(1.3)
-        assert one.loss is not None
-        assert one.loss.mean == pytest.approx(-0.298)
-        next(row for row in rows if row["cell"] == DROPPED_FP16.name)["switches"][0]["position"] += 1
-        (one,) = ablations(rows)
-        assert (len(one.losses), one.apart, one.accuracy.n) == (2, (0,), 3)
+def reached(one: Rows, base: Rows, name: Callable[[dict[str, Any]], float]) -> list[float]:
+    """When the accuracy that the other ended with was first reached, over the other's seconds, of seeds that did."""
+    found = []
+    for seed, row in one.items():
+        at = [p["seconds"] for p in row["history"] if 100 * p["accuracy"] >= name(base[seed]) - 1e-3]
+        found += [at[0] / base[seed]["seconds"]] if at else []
+    return found
 
-    @given(st.lists(st.lists(st.floats(-1.0, 1.0), min_size=3, max_size=6), min_size=1, max_size=6))
-    def test_the_correction_only_raises_p_and_keeps_the_order(self, tests: list[list[float]]) -> None:
-        found = chances([[(i, d, 0.0) for i, d in enumerate(some)] for some in tests])
-        known = [one for one in found if one is not None]
-        assert len(known) == len(tests)
-        assert all(0 <= one.p <= one.p_holm <= 1 for one in known)
-        holm = [one.p_holm for one in sorted(known)]
-        assert holm == sorted(holm)
 
-    def test_the_correction_agrees_with_statsmodels(self) -> None:
-        multitest = pytest.importorskip("statsmodels.stats.multitest")
-        tests = [[(0, 1.0, 0.2), (1, 1.2, 0.1), (2, 0.9, 0.3)], [(0, 1.0, 0.9), (1, 1.0, 1.3), (2, 1.2, 1.0)]]
-        found = [one for one in chances([*tests, []]) if one is not None]
-        assert len(found) == 2
-        assert [one.p_holm for one in found] == pytest.approx(
-            multitest.multipletests([one.p for one in found], method="holm")[1]
+def bullet(start: str, name: str = "switching") -> str:
+    text = (STUDIES / name / "PAGE.md").read_text(encoding="utf-8")
+    (line,) = (line for line in text.splitlines() if line.startswith(f"- **{start}"))
+    return re.sub(r"\]\([^)]*\)", "", line).replace("[", "")
+
+
+class TestTheSwitch:
+    def test_cifar(self) -> None:
+        base, text = of("all-reduce", "cifar"), bullet("CIFAR-10")
+        switch, fp16, start = (of(arm, "cifar") for arm in (SWITCH, SWITCH_FP16, "async fp16"))
+        assert f"takes {part(time(switch, base))} of all-reduce's time at {shown(points(switch, base))} points" in text
+        assert f"fp16 it takes {part(time(fp16, base))} at {shown(points(fp16, base))} points" in text
+        same = of("all-reduce fp16", "cifar")
+        assert f"the same codec {part(time(fp16, same))} at {shown(points(fp16, same))} points" in text
+        assert f"from the start: {part(time(start, base))} at {shown(points(start, base))} points" in text
+
+    def test_the_targets_are_met_or_missed_as_it_says(self) -> None:
+        base, switch = of("all-reduce", "cifar"), of(SWITCH, "cifar")
+        ratio, gap = mean_interval(time(switch, base)), mean_interval(points(switch, base))
+        assert ratio is not None and gap is not None and ratio.high is not None and gap.low is not None
+        assert ratio.mean <= 0.6 < ratio.high and gap.low < -0.3 <= gap.mean
+        assert "both targets met by the mean, neither settled" in bullet("CIFAR-10")
+        codec = mean_interval(points(of(SWITCH_FP16, "cifar"), of("all-reduce fp16", "cifar")))
+        assert codec is not None and codec.high is not None and codec.mean < -0.3 < codec.high
+        mnist = mean_interval(time(of(SWITCH, "mnist"), of("all-reduce", "mnist")))
+        assert mnist is not None and mnist.low is not None and mnist.low > 0.6
+
+    def test_when_all_reduces_accuracy_was_reached(self) -> None:
+        base = of("all-reduce", "cifar")
+        one, two = (reached(of(arm, "cifar"), base, accuracy) for arm in (SWITCH, SWITCH_FP16))
+        told = f"in {len(one)} of 3 seeds, with fp16 in {len(two)} of 3, after {one[0]:.2f}"
+        assert f"{told} and {statistics.median(two):.2f}" in bullet("CIFAR-10")
+
+    def test_mnist(self) -> None:
+        base, same, text = of("all-reduce", "mnist"), of("all-reduce fp16", "mnist"), bullet("MNIST")
+        switch, fp16, start = (of(arm, "mnist") for arm in (SWITCH, SWITCH_FP16, "async fp16"))
+        assert f"takes {part(time(switch, base))} of all-reduce's time" in text
+        assert f"with fp16 {part(time(fp16, base))}, beside all-reduce with fp16 {part(time(fp16, same))}" in text
+        told = f"+{shown(points(switch, base))}, with fp16 +{shown(points(fp16, base))}, beside all-reduce with fp16"
+        assert f"{told} {shown(points(fp16, same))}" in text
+        ratio = statistics.fmean(time(start, base))
+        assert f"from the start: {ratio:.3f} of the time at {shown(points(start, base))} points" in text
+        middle = [f"{statistics.median(points(arm, base)):.2f}".replace("-", "−") for arm in (switch, fp16)]
+        assert f"{middle[0]} and, with fp16, {middle[1]} points" in text
+        assert sum(row["setback_epoch"] is not None for row in base.values()) == 1 and "One of six runs" in text
+
+    def test_every_sample_was_used_once_and_every_run_finished(self) -> None:
+        rows = records("switching")
+        assert all(row["audit"] == {"missing": 0, "repeated": 0} and row["status"] == "finished" for row in rows)
+        assert f"all {len(rows)} runs every sample" in said("switching")
+
+    def test_images_and_what_they_leave_open(self) -> None:
+        for setting in ("cifar", "mnist"):
+            rows = of("all-reduce", setting)
+            share, row = statistics.fmean(map(accuracy, rows.values())) / 100, rows[0]
+            error = 196 * math.sqrt(share * (1 - share) / row["test"])
+            assert f"{row['train']:,} training images, {row['test']:,} test images" in said("switching")
+            assert f"±{plain(error, 2)} points" in said("switching")
+
+    def test_what_it_took(self) -> None:
+        for device, text in (("cuda", "28 runs, half of them in less than"), ("cpu", "96 runs, half of them in")):
+            took = [row["wall_s"] for row in records("switching") if row["config"]["device"] == device]
+            assert f"{len(took)} runs" in text and text in said("switching")
+            assert f"{statistics.median(took):.0f} s" in said("switching").partition(text)[2][:30]
+
+
+def step_ms(arm: str, setting: str) -> float:
+    (row,) = of(arm, setting).values()
+    return float(row["global_step_ms"])
+
+
+def switch_share(setting: str) -> float:
+    """The median share of the budget at which the setting's runs switched."""
+    rows = [row for row in records("switching") if row["levels"]["setting"] == setting]
+    return statistics.median(row["switch_share"] for row in rows if "switch_share" in row)
+
+
+def mixed(setting: str, timed: str, before: str, after: str, against: str) -> float:
+    """Time of a run that is `before` up to the switch and `after` from it on, over that of `against`."""
+    share = switch_share(setting)
+    both = share * step_ms(before, timed) + (1 - share) * step_ms(after, timed)
+    return both / step_ms(against, timed)
+
+
+class TestTheClock:
+    def test_with_overlap_on_both_sides(self) -> None:
+        small, text = "all-reduce, small buckets", bullet("What that all-reduce lacks")
+        usual = mixed("cifar", "timed-cifar", small, "async", small)
+        core = mixed("cifar", "timed-cifar-core", small, "async", small)
+        assert f"takes {usual:.3f} of all-reduce's time with small buckets on both sides, and {core:.3f} at" in text
+
+    def test_with_parts_by_speed(self) -> None:
+        base, even = step_ms("all-reduce", "timed-cifar"), step_ms("all-reduce, equal-finish", "timed-cifar")
+        both, text = step_ms("all-reduce, equal-finish, small buckets", "timed-cifar"), bullet("What that all-reduce")
+        assert f"takes {even / base:.3f} of all-reduce's time without a switch: {even:.0f} ms a step" in text
+        assert f"instead of {base:.0f}, and {both:.0f} with small buckets" in text
+
+    def test_when_other_rules_would_have_ended(self) -> None:
+        base, fp16, start = (of(arm, "cifar") for arm in ("all-reduce", "all-reduce fp16", "async fp16"))
+        before, after = statistics.fmean(time(fp16, base)), statistics.fmean(time(start, base))
+
+        def ended(rule: str) -> str:
+            fired = [one["epoch"] / 30 for row in of(SWITCH_FP16, "cifar").values() for one in row["rules"]
+                     if one["rule"] == rule and not one["in_force"]]  # fmt: skip
+            share = statistics.median(fired)
+            return f"{share * before + (1 - share) * after:.2f}"
+
+        sixteenth, eighth, half, decay, loss = map(
+            ended, ("share:at=0.0625", "share:at=0.125", "share:at=0.5", "rate-decay", "plateau:on=validation")
         )
+        assert half == decay
+        told = f"would end at {sixteenth} of all-reduce's time, at an eighth at {eighth}, at half of it or at the"
+        assert f"{told} learning rate's decay at {half}, with the validation loss at {loss}" in said("switching")
 
-    def test_a_switched_run_is_put_together_from_its_phases(self) -> None:
-        rows = example()
-        (timing,) = timings(rows, panels(rows))
-        assert timing.share == pytest.approx(0.25)
-        assert timing.ratio("all-reduce", "async", "all-reduce") == pytest.approx(0.25 + 0.75 * 300 / 660)
-        assert timing.ratio("all-reduce", "nobody", "all-reduce") is None
-
-
-class TestPage:
-    def test_what_the_baseline_lacks_is_said_beside_the_ratio_that_it_gives(self) -> None:
-        text = page(divided(example()))
-        answer = next(line for line in text.splitlines() if line.startswith("- **CIFAR-10, ResNet-20.**"))
-        assert "its gradients leave in one bucket" in answer and "equal parts although one is slower" in answer
-        share = 0.25  # of the budget, where the example switches
-        overlap = (share * 530 + (1 - share) * 300) / 530
-        assert f"a switch takes {overlap:.3f} of all-reduce's time with small buckets on both sides" in answer
-        assert f"(`equal-finish`) {310 / 660:.3f} of it without a switch (660 to 310 ms a step, 230 with" in answer
-
-    def test_without_such_timings_it_says_nothing_of_them(self) -> None:
-        assert "lacks two things" not in page(example())
-
-    def test_versions_of_all_runs_are_told(self) -> None:
-        rows = divided(example())
-        rows[-1]["versions"] = {"python": "3.11.0", "torch": "2.13.0"}
-        assert "python 3.11.0, torch 2.13.0: 1" in page(rows)
-
-    def test_targets_are_judged_by_the_mean_and_by_the_interval(self) -> None:
-        text = page(example())
-        assert "time 0.590 ± 0.025 (met, not settled by these seeds)" in text
-        assert "time 0.500 (met), accuracy +0.10" in text
-
-    def test_a_missed_target_is_said_to_be_missed(self) -> None:
-        rows = [{**row, "seconds": 95.0} if row["cell"] == SWITCH.name else row for row in example()]
-        assert "time 0.950 (missed)" in page(rows)
-        assert "−3.80 ± 0.50 points (missed)" in page(rows)  # DiLoCo
-
-    def test_a_sample_that_was_not_used_once_is_told(self) -> None:
-        rows = example()
-        assert "every sample was used once" in page(rows)
-        rows[0]["audit"] = {"missing": 3, "repeated": 0}
-        assert "'missing': 3" in page(rows)
-
-    def test_the_figure_is_svg_with_a_panel_per_setting(self) -> None:
-        rows = example()
-        text = figure(panels(rows), rows)
-        ElementTree.fromstring(text)
-        assert text.count("in parts of all-reduce's") == 2
-
-    def test_nothing_to_draw_is_an_error(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="all-reduce"):
-            draw(tmp_path)
-
-    def test_the_committed_page_is_made_from_the_committed_rows(self) -> None:
-        rows = open_store(COMMITTED).rows()
-        assert page(rows) == (COMMITTED / "switching.md").read_text(encoding="utf-8")
-        assert figure(panels(rows), rows).startswith("<?xml")
-
-    def test_the_committed_rows_are_those_of_the_design(self) -> None:
-        rows = open_store(COMMITTED).rows()
-        known = {(r["setting"], r["cell"], int(r["seed"])): r["accuracy"] for r in rows if is_final(r)}
-        wanted = {cell.key: identity(cell, STUDY.options(cell))["config"] for cell in STUDY.cells(known)}
-        assert wanted.keys() == known.keys()
-        for row in rows:
-            ours = wanted[row["setting"], row["cell"], int(row["seed"])]
-            assert {**row["config"], "device": "cpu"} == json.loads(json.dumps(ours))
+    def test_the_rule_as_published_fired_in_none_of_these_runs(self) -> None:
+        published = "plateau:against=last;threshold=0.01;floor=0;fallen=1"
+        rules = [rule for row in records("switching") for rule in row["rules"] if rule["rule"] == published]
+        assert not any(rule["epoch"] for rule in rules) and "fired in none of these runs" in said("switching")
 
 
-class TestRunning:
-    SMALL = dataclasses.replace(DIGITS, epochs=3, machines=Machines(workers=2))
+class TestMoments:
+    SETTINGS = ("cifar", "mnist", "mnist-adam", "digits-momentum")
 
-    def test_a_run_leaves_what_the_page_needs(self, tmp_path: Path) -> None:
-        cell = Cell(self.SMALL, SWITCH_FP16, 0)
-        options = STUDY.options(cell)
-        row = train_one(identity(cell, options), options, tmp_path)
-        assert row["status"] == "finished", row
-        (switch,) = row["switches"]
-        assert switch["epoch"] == pytest.approx(0.35 * 3, abs=0.1)
-        assert math.isfinite(switch["loss_after"])
-        assert row["audit"] == {"missing": 0, "repeated": 0}
-        assert len(row["train_loss"]) == 3
-        base = {**row, "cell": ALL_REDUCE.name, "switches": [], "rules": []}
-        store = open_store(tmp_path)
-        for one in (base, row):
-            store.append(one)
-        draw(tmp_path)
-        assert "## When and why it switched" in (tmp_path / "switching.md").read_text(encoding="utf-8")
+    def pairs(self, setting: str, value: Callable[[dict[str, Any]], Any], *, same_place: bool) -> list[float]:
+        """Kept minus dropped, by seed; of losses only where the two runs switched at the same place."""
+        kept, dropped = of(SWITCH_FP16, setting), of(DROPPED, setting)
+        return [
+            value(kept[seed]) - value(dropped[seed])
+            for seed in kept
+            if not same_place or kept[seed]["switches"][0]["position"] == dropped[seed]["switches"][0]["position"]
+        ]
+
+    def differences(self) -> dict[tuple[str, str], list[float]]:
+        found: dict[tuple[str, str], list[float]] = {}
+        for setting in self.SETTINGS:
+            found[setting, "accuracy"] = self.pairs(setting, accuracy, same_place=False)
+            for name in ("loss_after", "loss_later"):
+                found[setting, name] = self.pairs(setting, lambda row, name=name: row[name], same_place=True)  # type: ignore[misc]
+        return {key: values for key, values in found.items() if len(values) > 2}
+
+    def test_no_accuracy_differs_and_two_losses_do(self) -> None:
+        tests = self.differences()
+        assert len(tests) == 10 and "over all ten tests" in said("switching")
+        alone = [float(scipy_stats.ttest_1samp(values, 0.0).pvalue) for values in tests.values()]
+        p = dict(zip(tests, holm(alone), strict=True))
+        assert not any(p[setting, "accuracy"] < 0.05 for setting in self.SETTINGS)
+        assert {key for key, value in p.items() if value < 0.05} == {
+            ("mnist-adam", "loss_later"), ("digits-momentum", "loss_after"), ("digits-momentum", "loss_later"),
+        }  # fmt: skip
+        later = tests["mnist-adam", "loss_later"]
+        assert f"by {shown(later)} (p {p['mnist-adam', 'loss_later']:.3f} after Holm's" in said("switching")
+        first, next_ = (shown(tests["digits-momentum", name]).lstrip("−") for name in ("loss_after", "loss_later"))
+        assert f"by {first} over the first epoch and {next_} over the next three" in said("switching")
+
+    def test_on_cifar_the_runs_of_one_seed_switched_at_other_places(self) -> None:
+        kept, dropped = of(SWITCH_FP16, "cifar"), of(DROPPED, "cifar")
+        assert [s for s in kept if kept[s]["switches"][0]["position"] != dropped[s]["switches"][0]["position"]] == [2]
+
+
+class TestDiLoCo:
+    def test_the_best_outer_step_is_told_with_what_it_saves(self) -> None:
+        base, best = of("all-reduce", "cifar-equal"), of("diloco 1, 0.5", "cifar-equal")
+        tried = {row["levels"]["arm"]: accuracy(row) for row in records("switching")
+                 if row["levels"]["arm"].startswith("diloco") and row["seed"] == 0}  # fmt: skip
+        assert len(tried) == 5 and max(tried, key=lambda arm: tried[arm]) == "diloco 1, 0.5"
+        text = bullet("DiLoCo")
+        gap = mean_interval(points(best, base))
+        assert gap is not None and gap.high is not None and gap.mean < -1 < gap.high
+        assert f"ends {shown(points(best, base))} points below" in text
+        assert f"{best[0]['exchanges']} exchanges against {base[0]['exchanges']:,}" in text
+        ratio = best[0]["sent_bytes"] / base[0]["sent_bytes"]
+        assert f"{ratio:.3f} of the bytes and {statistics.fmean(time(best, base)):.3f} of the time" in text
+        ended = [statistics.fmean(row["train_loss"][-1] for row in rows.values()) for rows in (best, base)]
+        assert f"ends at {ended[0]:.2f}, all-reduce's at {ended[1]:.2f}" in text
+
+
+def module() -> Any:
+    spec = importlib.util.spec_from_file_location("switching_study", ROOT / "studies" / "switching.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+class TestTheStudy:
+    def test_the_records_are_of_the_studys_cells_and_seeds(self) -> None:
+        for name in ("switching.py", "switching-real.toml"):
+            design = read_study(ROOT / "studies" / name).resolved()
+            rows = records(name.partition(".")[0])
+            assert sorted((row["cell"], row["seed"]) for row in rows) == sorted(design.order())
+
+    def test_a_setback_is_a_high_loss_after_a_low_one(self) -> None:
+        row = {"seconds": 1.0, "steps": 1, "switches": []}
+        derived = module().derived
+        assert derived({**row, "train_loss": [1.0, 0.05, 0.3, 0.6, 0.7]})["setback_epoch"] == 4
+        assert derived({**row, "train_loss": [1.0, 0.6, 0.2]})["setback_epoch"] is None
+        found = [row for row in records("switching") if row["setback_epoch"] is not None]
+        assert {row["levels"]["setting"] for row in found} == {"mnist"} and len(found) == 18
 
     @pytest.mark.slow
-    def test_a_study_runs_and_resumes(self, tmp_path: Path) -> None:
-        study = Study(parts=(Part(setting=self.SMALL, arms=(ALL_REDUCE,), seeds=(0,)),), deadline_s=50.0)
-        said: list[str] = []
-        assert run(study, tmp_path, jobs=2, say=said.append) == 0
-        (row,) = open_store(tmp_path).rows()
-        assert row["status"] == "finished", row
-        assert row["exchanges"] == row["steps"]
-        said.clear()
-        assert run(study, tmp_path, jobs=1, say=said.append) == 0
-        assert not said
-        other = dataclasses.replace(self.SMALL, epochs=4)
-        with pytest.raises(ConfigError, match="epochs"):
-            run(Study(parts=(Part(setting=other, arms=(ALL_REDUCE,), seeds=(0,)),)), tmp_path, jobs=1)
+    def test_the_small_size_runs_and_rows_have_the_studys_own_numbers(self, tmp_path: Path) -> None:
+        study = read_study(ROOT / "studies" / "switching.py", "small").changed({}, seeds=1)
+        found = run_study(study, out=tmp_path, jobs=2)
+        assert found.failed == 0 and len(found.rows) == 6
+        switched = next(row for row in found.rows if row["levels"]["arm"] == SWITCH)
+        assert len(switched["train_loss"]) == 8 and switched["global_step_ms"] > 0 and switched["exchanges"] > 0
+        assert switched["loss_after"] is not None and 0 < switched["switch_share"] < 1
 
-    def test_a_run_that_takes_too_long_has_failed(self, tmp_path: Path) -> None:
-        study = Study(parts=(Part(setting=self.SMALL, arms=(ALL_REDUCE,), seeds=(0,)),), deadline_s=0.01)
-        assert run(study, tmp_path, jobs=1, say=lambda text: None) == 1
-        (row,) = open_store(tmp_path).rows()
-        assert "took longer than" in row["error"]
+    @pytest.mark.slow
+    def test_a_run_today_gives_the_committed_row(self, tmp_path: Path) -> None:
+        study = read_study(ROOT / "studies" / "switching.py").changed({}, seeds=1)
+        only = {"setting": ["digits-momentum"], "arm": [SWITCH_FP16]}
+        (row,) = run_study(study, out=tmp_path, only=only).rows
+        kept = of(SWITCH_FP16, "digits-momentum")[0]
+        for name in ("sent_bytes", "steps", "samples", "exchanges", "switch_share", "audit"):
+            assert row[name] == kept[name]
+        for name in ("seconds", "loss_after", "loss_later", "global_step_ms", "train_loss"):
+            assert row[name] == pytest.approx(kept[name], rel=1e-3)
 
-    def test_jobs_must_be_positive(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="jobs"):
-            run(QUICK, tmp_path, jobs=0)
+
+class TestRealProcesses:
+    def rows(self, strategy: str) -> Rows:
+        return {row["seed"]: row for row in records("switching-real") if row["cell"] == strategy}
+
+    def test_times(self) -> None:
+        start = "parameter-server:mode=async,servers=3,placement=colocated"
+        base, switch, server = (self.rows(name) for name in ("all-reduce", "strategy-switch", start))
+        text = said("switching-real")
+        assert f"A switch takes {part(time(switch, base))} of all-reduce's time" in text
+        assert f"from the start {part(time(server, base))}" in text
+        for rows, word in ((base, " of its whole time by all-reduce"), (switch, " by a switch"), (server, " by async")):
+            found = reached(rows, base, accuracy)
+            assert len(found) == 3 and f"{min(found):.2f} to {max(found):.2f}{word}" in text
+
+    def test_what_the_switch_cost_and_when_it_came(self) -> None:
+        found = [row["switches"][0] for _, row in sorted(self.rows("strategy-switch").items())]
+        epochs, costs = ([f"{one:.1f}" for one in (s["epoch"] for s in found)], [s["cost_ms"]["total"] for s in found])
+        text = said("switching-real")
+        assert f"at epochs {epochs[0]}, {epochs[1]} and {epochs[2]}" in text
+        assert f"cost {costs[0]:.0f}, {costs[1]:.0f} and {costs[2]:.0f} ms" in text
+
+    def test_every_sample_was_used_once_and_few_images_leave_accuracy_open(self) -> None:
+        rows = records("switching-real")
+        assert all(row["audit"] == {"missing": 0, "repeated": 0} for row in rows)
+        assert f"all {len(rows)} runs" in said("switching-real")
+        share = statistics.fmean(row["metrics"]["accuracy"] for row in rows)
+        assert f"{196 * math.sqrt(share * (1 - share) / 359):.1f} points" in said("switching-real")
+        assert all((359 * row["metrics"]["accuracy"]) % 1 < 1e-6 or (359 * row["metrics"]["accuracy"]) % 1 > 1 - 1e-6
+                   for row in rows)  # fmt: skip

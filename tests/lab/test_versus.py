@@ -14,6 +14,7 @@ import pytest
 from podium.errors import RecordError
 from podium.lab.report.versus import Set, Versus, compare_results, compare_sets, lines, welch, write_versus
 from podium.lab.study.store import Row, Store
+from podium.lab.study.study import Study
 from tests.lab.synthetic import STRATEGIES, failed_row, make_row, write_study
 
 stats = pytest.importorskip("scipy.stats")
@@ -238,7 +239,7 @@ def test_it_can_be_written_as_json(versus: Callable[..., Versus]) -> None:
 @pytest.mark.slow
 def test_where_nothing_changed_few_cells_are_said_to(tmp_path: Path) -> None:
     """At a level of 5 % for all cells of a measure, 2 or 3 of 50 may err; 10 would come 2 times in 10,000."""
-    study = write_study(tmp_path, []).read_study()
+    study = Study.from_dict(write_study(tmp_path, []).read_study())
     wrong = 0
     for draw in range(50):
         sets = [Set("x", tmp_path, study, rows, rows) for rows in (some_rows(draw=draw), some_rows(draw=1000 + draw))]

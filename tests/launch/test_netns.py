@@ -16,16 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.errors import ConfigError
+from podium.launch.clusters.commands import find_tool, run_command
+from podium.launch.clusters.cpu_quota import CpuQuota
 from podium.launch.clusters.description import Cluster, Link, Node, uniform
-from podium.launch.clusters.namespaces import (
-    CpuQuota,
-    ShapedNetwork,
-    burst_bytes,
-    find_tool,
-    in_thread,
-    run_command,
-    warnings_of,
-)
+from podium.launch.clusters.namespaces import ShapedNetwork, burst_bytes, in_thread, warnings_of
 from podium.launch.rendezvous import rendezvous_folder
 
 ROOT_FOLDER = Path(__file__).parents[2]
@@ -298,7 +292,7 @@ def test_nodes_without_cpus_need_no_control_group() -> None:
 def test_a_quota_that_cannot_be_set_is_refused_and_says_what_to_do() -> None:
     script = (
         "import os\nfrom podium.launch.clusters.description import Cluster, Node\n"
-        "from podium.launch.clusters.namespaces import CpuQuota\n"
+        "from podium.launch.clusters.cpu_quota import CpuQuota\n"
         "from podium.errors import ConfigError\n"
         "if os.geteuid() == 0: os.seteuid(65534)\n"
         "try: CpuQuota(Cluster(nodes=(Node(name='a', cpus=1.0),))).__enter__()\n"

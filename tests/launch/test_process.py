@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from podium.config import RunConfig
-from podium.launch.base import Plan
+from podium.launch.base import ScriptPlan
 from podium.launch.local import endpoints_of, rules_of
-from podium.launch.process import NodeSpec, cut_torn_line
+from podium.launch.process import NodeSpec
 from podium.records.recorder import Recorder, read_records
 from podium.strategies import make_strategy
 
@@ -30,16 +30,15 @@ def test_a_replacement_writes_on_behind_the_last_whole_record(
     path = tmp_path / "rank-2.jsonl"
     if before is not None:
         path.write_text(before)
-    cut_torn_line(path)
     recorder = Recorder(2, path)
     recorder.write("end", 5)
     recorder.close()
     assert [row["kind"] for row in read_records(path)] == [*kept, "end"]
 
 
-def planned(**options: object) -> Plan:
+def planned(**options: object) -> ScriptPlan:
     config = RunConfig(**options)  # type: ignore[arg-type]  # each option has its own type
-    return Plan(config, make_strategy(config.strategy, config.strategy_options, config.workers), Path("run"))
+    return ScriptPlan(config, make_strategy(config.strategy, config.strategy_options, config.workers), Path("run"))
 
 
 def test_the_role_of_a_process_is_that_of_its_first_endpoint() -> None:

@@ -4,70 +4,66 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from pathlib import Path
 
 import pytest
 
 import podium
-from podium.comm.memory import SlowClock, WallClock
+from podium.comm.clocks import SlowClock
 from podium.errors import ConfigError
 from podium.launch.clusters.description import Cluster, Node
 from podium.launch.shaped import too_fast
 from podium.records.manifest import read_manifest
 from podium.records.recorder import read_records
+from tests.manual_clock import ManualClock
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 
 PASS_S = 0.02
 
 
-def taken(clock: WallClock, *fractions: float) -> float:
-    """Seconds of a pass that computes for PASS_S, an equal part of it before each of these fractions is reached."""
-    began = time.monotonic()
-    clock.begin_pass(8)
-    for fraction in fractions:
-        time.sleep(PASS_S / len(fractions))
-        clock.reach(fraction)
-    return time.monotonic() - began
+def slow(speed: float) -> tuple[SlowClock, ManualClock]:
+    """A slow clock, and the wall's, on which sleeping takes exactly as long as was asked."""
+    wall = ManualClock()
+    return SlowClock(wall, speed=speed, sleep=wall.advance), wall
 
 
 @pytest.mark.parametrize("fractions", [(1.0,), (0.3, 0.9, 1.0)])
 @pytest.mark.parametrize("speed", [1.0, 0.5, 0.2])
 def test_a_pass_takes_as_much_longer_as_the_node_is_slower(speed: float, fractions: tuple[float, ...]) -> None:
-    assert taken(SlowClock(speed=speed), *fractions) >= PASS_S / speed
+    clock, wall = slow(speed)
+    clock.begin_pass(8)
+    for fraction in fractions:
+        wall.advance(PASS_S / len(fractions))
+        clock.reach(fraction)
+    assert clock.now_s() == pytest.approx(PASS_S / speed, rel=1e-6)
 
 
 def test_gradients_come_as_late_as_they_would() -> None:
     """What is done halfway through is there halfway through the longer pass, not before all of the sleep."""
-    clock = SlowClock(speed=0.25)
+    clock, wall = slow(0.25)
     clock.begin_pass(8)
-    time.sleep(PASS_S)
-    clock.reach(0.5)
-    halfway = clock.now_ns()
-    time.sleep(PASS_S)
-    clock.reach(1.0)
-    assert halfway >= 4 * PASS_S * 1e9
-    assert clock.now_ns() - halfway >= 4 * PASS_S * 1e9
+    for part in (1, 2):
+        wall.advance(PASS_S)
+        clock.reach(part / 2)
+        assert clock.now_s() == pytest.approx(part * 4 * PASS_S, rel=1e-6)
 
 
 def test_between_passes_nothing_is_drawn_out() -> None:
-    """A clock of a thousandth of the speed would sleep for seconds."""
-    clock = SlowClock(speed=0.001)
+    clock, wall = slow(0.001)
     clock.reach(1.0)
     clock.begin_pass(8)
     clock.reach(1.0)
-    time.sleep(PASS_S)
-    began = time.monotonic()
+    wall.advance(PASS_S)
     clock.reach(0.7)
     clock.reach(1.0)
-    assert time.monotonic() - began < PASS_S * 1000 / 2
+    assert clock.now_s() == pytest.approx(PASS_S)
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, 1.5])
 def test_a_clock_cannot_be_faster_than_the_machine(speed: float) -> None:
     with pytest.raises(ConfigError, match="above 0 and at most 1"):
-        SlowClock(speed=speed)
+        SlowClock(ManualClock(), speed=speed)
 
 
 def test_a_speed_above_one_is_a_warning() -> None:

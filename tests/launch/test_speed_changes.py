@@ -7,19 +7,19 @@ import itertools
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import podium
-from podium.comm.memory import SlowClock
+from podium.comm.clocks import SlowClock
 from podium.comm.virtual import VirtualWorld
 from podium.errors import ConfigError, UnknownName
 from podium.launch.clusters.description import Change, Cluster, Node, read_cluster, uniform
 from podium.launch.shaped import speeds_of, too_fast
 from podium.records.recorder import read_records
+from tests.manual_clock import ManualClock
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 NODES = '[[node]]\nname = "usual"\n[[node]]\nname = "slow"\nspeed = 0.5\n'
@@ -155,30 +155,24 @@ def test_in_virtual_time_only_the_changed_node_is_slower_and_only_for_as_long(wr
 
 
 def test_a_slow_clock_changes_its_speed_with_the_time() -> None:
-    clock = SlowClock(speed=1.0, changes=((30_000_000, 0.25), (150_000_000, 1.0)))
+    wall = ManualClock()
+    clock = SlowClock(wall, speed=1.0, changes=((30_000_000, 0.25), (150_000_000, 1.0)), sleep=wall.advance)
 
-    def taken() -> float:
-        began = time.monotonic()
+    def seconds_at(begin_s: float) -> float:
+        wall.advance(begin_s - wall.now_s())
         clock.begin_pass(1)
-        while time.monotonic() - began < 0.02:
-            pass
+        wall.advance(0.02)
         clock.reach(1.0)
-        return time.monotonic() - began
+        return wall.now_s() - begin_s
 
-    before = taken()
-    while clock.now_ns() < 30_000_000:
-        time.sleep(0.001)
-    slow = taken()
-    while clock.now_ns() < 150_000_000:
-        time.sleep(0.001)
-    after = taken()
-    assert slow >= 0.08
-    assert max(before, after) < 0.08  # 0.02 where nobody else computes
+    assert [seconds_at(begin_s) for begin_s in (0.0, 0.029, 0.06, 0.149, 0.3)] == pytest.approx(
+        [0.02, 0.02, 0.08, 0.08, 0.02]
+    )
 
 
 def test_a_slow_clock_cannot_become_faster_than_the_machine() -> None:
     with pytest.raises(ConfigError, match=r"above 0 and at most 1, got 1\.5"):
-        SlowClock(speed=0.5, changes=((1, 1.5),))
+        SlowClock(ManualClock(), speed=0.5, changes=((1, 1.5),))
 
 
 def test_on_real_processes_no_change_makes_a_node_faster_than_the_machine() -> None:

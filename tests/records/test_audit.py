@@ -6,7 +6,7 @@ from typing import Any
 
 from podium.records.audit import audit
 from podium.strategies import make_strategy
-from tests.toys import SAMPLES, toy, train
+from podium.testing.toys import SAMPLES, toy, train
 
 BEGIN = [{"kind": "begin", "rank": rank, "role": "worker", "position": 0} for rank in (0, 1)]
 END = [{"kind": "end", "rank": rank, "position": 20, "param_hash": "x"} for rank in (0, 1)]

@@ -2,48 +2,123 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from podium.errors import ConfigError, MissingExtra, UnknownName
-from podium.records.nvml import GPM_METRICS, Backend, Gpm, Gpu, open_board, visible_device, why_absent
+from podium.errors import ConfigError
+from podium.records import manifest, nvml
+from podium.records.nvml import GPM_METRICS, Gpm, Gpu, open_gpu, open_gpus, visible_device, why_absent
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def has_pynvml() -> bool:
-    try:
-        import pynvml  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 # Anywhere.
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_without_a_driver_there_is_no_board_and_the_reason_says_so() -> None:
-    assert open_board() is None and open_board(backend="ctypes") is None
-    assert "no NVIDIA driver" in why_absent() and "libnvidia-ml.so.1" in why_absent(backend="ctypes")
+def test_without_a_driver_there_is_no_gpu_and_the_reason_says_so() -> None:
+    assert open_gpu() is None and list(open_gpus()) == []
+    assert "no NVIDIA driver" in why_absent()
 
 
-def test_asking_for_a_package_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
-    with pytest.raises(MissingExtra, match=r"podium\[sweep\]"):
-        open_board(backend="pynvml")
-    assert why_absent() == why_absent(backend="ctypes")
+def test_without_the_package_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "pynvml", None)  # as if it were not installed
+    assert open_gpu() is None and "podium[sweep]" in why_absent()
+
+
+def test_without_the_package_a_manifest_names_the_gpus_that_the_driver_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "pynvml", None)
+    monkeypatch.setattr(manifest, "_DRIVER", tmp_path)
+    assert "gpus" not in manifest.hardware()
+    for bus in ("0000:00:06.0", "0000:00:07.0"):
+        (tmp_path / "gpus" / bus).mkdir(parents=True)
+        (tmp_path / "gpus" / bus / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:  \t\t 0\n")
+    assert manifest.hardware()["gpus"] == ["NVIDIA H200", "NVIDIA H200"]
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UnknownName, match="ctypes"):
-        open_board(backend="ctype")  # type: ignore[arg-type]  # what a user may write
     with pytest.raises(ConfigError, match="index must be at least 0, got -1"):
-        open_board(-1)
+        open_gpu(-1)
+
+
+class Twins:
+    """A fake pynvml with two GPUs that answer everything but their energy."""
+
+    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = 0, 1, 2
+
+    class NVMLError(Exception):
+        """What the package raises."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.opened = names, 0
+
+    def nvmlInit(self) -> None:
+        self.opened += 1
+
+    def nvmlShutdown(self) -> None:
+        self.opened -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.1"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.names)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return self.names[handle]
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}{handle}"
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: int) -> int:
+        return 700_000
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return 80_500
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        return 41
+
+    def nvmlDeviceGetClockInfo(self, handle: int, which: int) -> int:
+        return which * 1000
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
+        raise self.NVMLError("Not Supported")
+
+
+def test_a_figure_that_nvml_refuses_is_absent_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins("H200", "H200")
+    monkeypatch.setattr(nvml, "pynvml", twins)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with open_gpu(1) or pytest.fail(why_absent(1)) as gpu:
+        assert (gpu.name, gpu.uuid, gpu.driver, gpu.power_limit_w) == ("H200", "GPU-11", "580.1", 700.0)
+        assert (gpu.power_w(), gpu.temperature_c(), gpu.clocks_mhz()) == (80.5, 41.0, (1000.0, 2000.0))
+        assert gpu.energy_mj() is None
+        assert gpu.absent == {"energy_mj": "nvmlDeviceGetTotalEnergyConsumption: Not Supported"}
+    assert gpu.power_w() is None and gpu.absent["power_w"] == "the GPU was closed"
+    assert [gpu.index for gpu in open_gpus()] == [0, 1]
+    assert "device 2 is none of them" in why_absent(2) and twins.opened == 0
+
+
+def test_gpus_of_several_kinds_have_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "pynvml", Twins("H200", "L4"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in why_absent()
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert why_absent() == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+    with open_gpu() or pytest.fail(why_absent()) as gpu:
+        assert gpu.name == "L4"
 
 
 @pytest.mark.parametrize(
@@ -69,13 +144,9 @@ def test_devices_are_counted_as_cuda_counts_them(visible: str | None, found: lis
 # On a GPU.
 
 
-def backends() -> list[Backend]:
-    return ["ctypes", "pynvml"] if has_pynvml() else ["ctypes"]
-
-
 @pytest.fixture
-def board() -> Iterator[Gpu]:
-    found = open_board()
+def gpu() -> Iterator[Gpu]:
+    found = open_gpu()
     assert found is not None, why_absent()
     with found:
         yield found
@@ -94,58 +165,41 @@ def load(seconds: float) -> None:
 
 @pytest.mark.gpu
 @on_a_gpu
-@pytest.mark.parametrize("backend", ["ctypes", "pynvml"])
-def test_every_figure_is_there_and_within_reason(backend: Backend) -> None:
-    if backend not in backends():
-        pytest.skip("nvidia-ml-py is not installed")
-    with open_board(backend=backend) or pytest.fail(why_absent()) as board:
-        assert board.backend == backend and board.name == torch.cuda.get_device_name(0)
-        assert board.driver and board.power_limit_w and 50 < board.power_limit_w < 2000
-        assert (board.energy_mj() or 0) > 0 and 5 < (board.power_w() or 0) < 2000
-        assert 0 < (board.memory_used_bytes() or 0) < torch.cuda.get_device_properties(0).total_memory * 1.05
-        assert 0 <= (board.utilisation() or 0) <= 100 and 10 < (board.temperature_c() or 0) < 120
-        clocks = board.clocks_mhz()
-        assert clocks is not None and clocks.sm_mhz > 0 and clocks.memory_mhz > 0
-        assert board.absent == {}
-    assert board.energy_mj() is None and board.absent == {"energy_mj": "the board was closed"}
+def test_every_figure_is_there_and_within_reason(gpu: Gpu) -> None:
+    assert gpu.name == torch.cuda.get_device_name(0)
+    assert gpu.driver and gpu.power_limit_w and 50 < gpu.power_limit_w < 2000
+    assert (gpu.energy_mj() or 0) > 0 and 5 < (gpu.power_w() or 0) < 2000
+    assert 0 < (gpu.memory_used_bytes() or 0) < torch.cuda.get_device_properties(0).total_memory * 1.05
+    assert 0 <= (gpu.utilisation() or 0) <= 100 and 10 < (gpu.temperature_c() or 0) < 120
+    clocks = gpu.clocks_mhz()
+    assert clocks is not None and clocks.sm_mhz > 0 and clocks.memory_mhz > 0
+    assert gpu.absent == {}
+    gpu.close()
+    assert gpu.energy_mj() is None and gpu.absent == {"energy_mj": "the GPU was closed"}
 
 
 @pytest.mark.gpu
 @on_a_gpu
-@pytest.mark.skipif(not has_pynvml(), reason="needs nvidia-ml-py")
-def test_both_ways_to_ask_agree() -> None:
-    first, second = open_board(backend="ctypes"), open_board(backend="pynvml")
-    assert first is not None and second is not None
-    with first, second:
-        same = [(b.name, b.uuid, b.driver, b.power_limit_w, b.memory_used_bytes()) for b in (first, second)]
-        assert same[0] == same[1]
-        earlier, middle, later = first.energy_mj(), second.energy_mj(), first.energy_mj()
-        assert earlier is not None and middle is not None and later is not None
-        assert earlier <= middle <= later
-
-
-@pytest.mark.gpu
-@on_a_gpu
-def test_a_board_is_found_by_number_by_uuid_and_by_the_beginning_of_one(
-    board: Gpu, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_is_found_by_number_by_uuid_and_by_the_beginning_of_one(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert board.uuid is not None
-    for visible in ("0", board.uuid, board.uuid[:12]):
+    assert gpu.uuid is not None
+    for visible in ("0", gpu.uuid, gpu.uuid[:12]):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        with open_board() or pytest.fail(why_absent()) as again:
-            assert again.uuid == board.uuid
+        with open_gpu() or pytest.fail(why_absent()) as again:
+            assert again.uuid == gpu.uuid
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00000000-no-such")
-    assert open_board() is None and "0 GPUs have a UUID" in why_absent()
+    assert open_gpu() is None and "0 GPUs have a UUID" in why_absent()
 
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_memory_that_is_taken_is_seen(board: Gpu) -> None:
+def test_memory_that_is_taken_is_seen(gpu: Gpu) -> None:
     torch.zeros(1, device="cuda")
     torch.cuda.empty_cache()  # or memory that earlier tests let go of would be taken again
-    before = board.memory_used_bytes()
+    before = gpu.memory_used_bytes()
     taken = torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
-    after = board.memory_used_bytes()
+    after = gpu.memory_used_bytes()
     del taken
     torch.cuda.empty_cache()
     assert before is not None and after is not None
@@ -154,10 +208,9 @@ def test_memory_that_is_taken_is_seen(board: Gpu) -> None:
 
 @pytest.mark.gpu
 @on_a_gpu
-@pytest.mark.skipif(not has_pynvml(), reason="needs nvidia-ml-py")
-def test_the_chips_counters_tell_work_from_rest(board: Gpu) -> None:
+def test_the_chips_counters_tell_work_from_rest(gpu: Gpu) -> None:
     load(0.5)
-    gpm = Gpm(board)
+    gpm = Gpm(gpu)
     gpm.begin()
     load(1.5)
     busy = gpm.end()
@@ -174,14 +227,3 @@ def test_the_chips_counters_tell_work_from_rest(board: Gpu) -> None:
         assert gpm.end() == dict.fromkeys(GPM_METRICS) and "between its two samples" in gpm.absent["sm_util"]
     else:
         assert torch.cuda.get_device_capability() < (9, 0), gpm.absent
-
-
-@pytest.mark.gpu
-@on_a_gpu
-def test_without_the_package_the_counters_are_absent_with_a_reason() -> None:
-    with open_board(backend="ctypes") or pytest.fail(why_absent()) as board:
-        gpm = Gpm(board)
-        assert gpm.end() == dict.fromkeys(GPM_METRICS) and gpm.absent["sm_util"] == "GPM was not begun"
-        gpm.begin()
-        assert gpm.end() == dict.fromkeys(GPM_METRICS)
-        assert "nvidia-ml-py" in gpm.absent["sm_util"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from podium.records.phases import COST, MOST_READINGS, other_rules, switches
 from podium.records.recorder import Record
 from podium.strategies import make_strategy
-from tests.toys import BATCH, SAMPLES, toy, train_in
-from tests.worlds import Virtual
+from podium.testing.toys import BATCH, SAMPLES, toy, train_in
+from podium.testing.worlds import Virtual
 
 PER_EPOCH = -(-SAMPLES // BATCH)
 

@@ -22,7 +22,7 @@ from podium.records.recorder import merge_records, read_records, to_json
 from podium.records.summary import summarise
 from podium.records.tables import Column, Table
 from podium.records.trace import write_trace
-from tests.toys import toy
+from podium.testing.toys import toy
 
 
 def write(run_dir: Path, rows: list[dict[str, Any]]) -> None:

@@ -161,8 +161,9 @@ def test_a_folder_without_a_run_and_a_place_that_cannot_be_written_are_refused(
 ) -> None:
     with pytest.raises(RecordError):
         write_trace(tmp_path)
+    (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match="cannot be written"):
-        write_trace(folders["all-reduce"], tmp_path / "absent" / "trace.json")
+        write_trace(folders["all-reduce"], tmp_path / "file" / "trace.json")
 
 
 def test_a_timeline_shows_twelve_steps_from_the_middle(folder: Path) -> None:

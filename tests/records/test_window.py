@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from podium.errors import ConfigError
-from podium.records.nvml import Gpu, open_board, why_absent
+from podium.records.nvml import Gpu, open_gpu, why_absent
 from podium.records.window import ENERGY_WINDOW_S, Reading, Window, measure_idle
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -173,15 +173,15 @@ def test_a_window_can_be_used_again_but_not_twice_at_once() -> None:
 
 
 @pytest.fixture
-def board() -> Iterator[Gpu]:
+def gpu() -> Iterator[Gpu]:
     torch.zeros(1, device="cuda")
-    found = open_board()
+    found = open_gpu()
     assert found is not None, why_absent()
     with found:
         yield found
 
 
-def multiply(seconds: float, board: Gpu) -> list[tuple[float, float]]:
+def multiply(seconds: float, gpu: Gpu) -> list[tuple[float, float]]:
     """Keep the tensor cores busy; when, and what power was read then."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     b, found = torch.empty_like(a), []
@@ -190,17 +190,17 @@ def multiply(seconds: float, board: Gpu) -> list[tuple[float, float]]:
         for _ in range(30):
             torch.mm(a, a, out=b)
         torch.cuda.synchronize()
-        found.append((time.perf_counter(), board.power_w() or 0.0))
+        found.append((time.perf_counter(), gpu.power_w() or 0.0))
     return found
 
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_the_energy_counter_agrees_with_power_integrated_over_time(board: Gpu) -> None:
-    idle = measure_idle(board, 2.0)
-    multiply(2.0, board)  # until the board's own average over a second is one over work alone
-    with Window(board, idle=idle) as window:
-        powers = multiply(8.0, board)
+def test_the_energy_counter_agrees_with_power_integrated_over_time(gpu: Gpu) -> None:
+    idle = measure_idle(gpu, 2.0)
+    multiply(2.0, gpu)  # until the board's own average over a second is one over work alone
+    with Window(gpu, idle=idle) as window:
+        powers = multiply(8.0, gpu)
     reading = window.reading
     area = sum((t1 - t0) * (p0 + p1) / 2 for (t0, p0), (t1, p1) in itertools.pairwise(powers))
     integrated = area / (powers[-1][0] - powers[0][0]) * reading.seconds
@@ -216,8 +216,8 @@ def test_the_energy_counter_agrees_with_power_integrated_over_time(board: Gpu) -
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_device_memory_is_measured_at_its_peak_over_the_baseline(board: Gpu) -> None:
-    with Window(board, gpm=False) as window:
+def test_device_memory_is_measured_at_its_peak_over_the_baseline(gpu: Gpu) -> None:
+    with Window(gpu, gpm=False) as window:
         taken = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
         time.sleep(0.4)
         del taken
@@ -229,11 +229,11 @@ def test_device_memory_is_measured_at_its_peak_over_the_baseline(board: Gpu) -> 
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_a_window_waits_for_the_kernels_that_were_launched_in_it(board: Gpu) -> None:
+def test_a_window_waits_for_the_kernels_that_were_launched_in_it(gpu: Gpu) -> None:
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     torch.mm(a, a)
     torch.cuda.synchronize()
-    with Window(board) as window:
+    with Window(gpu) as window:
         for _ in range(200):
             torch.mm(a, a)
     assert window.reading.seconds > 200 * 2 * 8192**3 / 1.2e15  # no faster than the chip can
@@ -241,12 +241,12 @@ def test_a_window_waits_for_the_kernels_that_were_launched_in_it(board: Gpu) -> 
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_a_window_on_a_hopper_tells_how_busy_the_chip_was(board: Gpu) -> None:
+def test_a_window_on_a_hopper_tells_how_busy_the_chip_was(gpu: Gpu) -> None:
     pytest.importorskip("pynvml")
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs Hopper or newer")
-    with Window(board) as window:
-        multiply(1.5, board)
+    with Window(gpu) as window:
+        multiply(1.5, gpu)
     reading = window.reading
     assert (reading.sm_util or 0) > 50 and (reading.any_tensor_util or 0) > 30, reading
     assert reading.sm_occupancy is not None and reading.dram_bw_util is not None

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podium.data.order import GlobalOrder, share_of
-from podium.servers.cursor import Cursor, Lease
+from podium.servers.leases.cursor import Cursor
+from podium.servers.leases.lease import Lease, number_of
 
 
 def cursor(samples: int = 10, end: int = 20, count: int = 4, position: int = 0) -> Cursor:
@@ -27,7 +28,7 @@ def drain(source: Cursor, worker: int = 0) -> list[Lease]:
 
 def test_slices_follow_one_another_and_stop_at_the_end_of_an_epoch() -> None:
     leases = drain(cursor())
-    assert [(x.piece.position, x.piece.count, x.piece.epoch) for x in leases] == [
+    assert [(x.slice.position, x.slice.count, x.slice.epoch) for x in leases] == [
         (0, 4, 0),
         (4, 4, 0),
         (8, 2, 0),
@@ -35,12 +36,12 @@ def test_slices_follow_one_another_and_stop_at_the_end_of_an_epoch() -> None:
         (14, 4, 1),
         (18, 2, 1),
     ]
-    assert [lease.number for lease in leases] == [x.piece.position for x in leases]
+    assert [lease.number for lease in leases] == [x.slice.position for x in leases]
 
 
 def test_it_begins_and_ends_where_it_is_told() -> None:
     leases = drain(cursor(position=6, end=13))
-    assert [(x.piece.position, x.piece.count) for x in leases] == [(6, 2), (8, 2), (10, 3)]
+    assert [(x.slice.position, x.slice.count) for x in leases] == [(6, 2), (8, 2), (10, 3)]
 
 
 @settings(deadline=None)
@@ -59,7 +60,7 @@ def test_every_sample_is_applied_once_whoever_draws_dies_or_dawdles(
         elif worker in held:
             lease = held.pop(worker)
             source.applied(lease.number)
-            applied += range(lease.piece.position, lease.piece.position + lease.piece.count)
+            applied += range(lease.slice.position, lease.slice.position + lease.slice.count)
         elif (lease := source.draw(worker)) is not None:
             held[worker] = lease
         assert source.drained == (not held and len(applied) == end)
@@ -130,7 +131,7 @@ def test_the_slices_of_a_step_are_the_shares_that_workers_would_have(
         shares = [share_of(step, [1.0] * parts, i) for i in range(parts)]
         for i, share in enumerate(shares):
             if share.count or empty:
-                assert source.draw(0) == Lease(share, step.count, i)
+                assert source.draw(0) == Lease(number_of(share, i), share, step.count, share=i)
         position += step.count
     assert source.draw(0) is None
     assert source.position == position
@@ -142,7 +143,7 @@ def test_every_slice_has_a_name_of_its_own(samples: int, end: int, batch: int, p
     names = [lease.number for lease in leases]
     assert len(set(names)) == len(names)
     assert -1 not in names, "that says 'none'"
-    assert [n for n in names if n >= 0] == [x.piece.position for x in leases if x.piece.count]
+    assert [n for n in names if n >= 0] == [x.slice.position for x in leases if x.slice.count]
 
 
 @given(*SHAPES, st.integers(0, 2**32))
@@ -162,7 +163,7 @@ def test_closing_keeps_what_came_back_and_drops_what_was_never_lent(
     again += [lease.number for lease in drain(source, worker=3)]
     assert sorted([*again, *done]) == sorted(lease.number for lease in lent)
     assert source.drained
-    assert source.position == sum(lease.piece.count for lease in lent)
+    assert source.position == sum(lease.slice.count for lease in lent)
 
 
 # A restart from a copy that is out of date.
@@ -271,7 +272,7 @@ def test_a_slice_that_the_copy_does_not_know_is_lent_again_if_its_worker_dies() 
     source.heard_of(0, (4,))
     first = source.draw(1)
     source.lost(0)
-    assert [first.piece.position if first else None] + [x.number for x in drain(source, 1)] == [0, 4]
+    assert [first.slice.position if first else None] + [x.number for x in drain(source, 1)] == [0, 4]
 
 
 def test_a_slice_that_the_copy_does_not_know_is_waited_for() -> None:
@@ -298,7 +299,7 @@ def test_a_slice_that_came_back_in_the_copy_belongs_to_the_worker_that_has_it() 
 
 
 def test_closing_after_a_restart_goes_as_far_as_anything_was_lent() -> None:
-    """Were it to end before, the next stretch would begin there and use those samples a second time."""
+    """Were it to end before, the next segment would begin there and use those samples a second time."""
     source = cursor(end=20)
     source.load(source.state())
     source.heard_of(0, (8,))

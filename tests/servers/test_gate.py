@@ -309,7 +309,7 @@ def test_backups_are_not_waited_for_and_come_too_late() -> None:
 @given(rules_that_gather())
 def test_rules_travel_as_plain_values(rules: Rules) -> None:
     assert Rules.from_dict(rules.to_dict()) == rules
-    assert not rules.streams or rules == Rules(wait=rules.wait)
+    assert not rules.immediate or rules == Rules(wait=rules.wait)
 
 
 @pytest.mark.parametrize("fields", [{"tempo": 3}, None, [1]])

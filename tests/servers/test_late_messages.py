@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from podium.comm.base import Meta
-from podium.comm.channel import Channel
-from podium.comm.memory import WallClock
-from podium.comm.real import RealCommunicator
+from podium.comm.clocks import WallClock
+from podium.comm.real.channel import Channel
+from podium.comm.real.communicator import RealCommunicator
 from podium.records.recorder import Recorder
-from podium.servers.copies import Copies
 from podium.servers.gate import Rules
-from podium.servers.server import Server
+from podium.servers.pushes.gathered import GatheredPushes
+from podium.servers.pushes.immediate import ImmediatePushes
+from podium.servers.server import CopyOptions, Server, ServerOptions
 from tests.servers.test_server_protocol import IN_STEP, Fake, make_flat
 
 WAIT_S = 20.0
@@ -86,8 +87,10 @@ class Set:
         self.servers, threads = {}, []
         for rank in (FIRST, SECOND):
             flat, optimizer = make_flat()
-            copies = Copies(replicas=replicas)
-            server = Server(self.comm(rank), flat, optimizer, recorder=Recorder(rank), copies=copies)
+            copies = CopyOptions(replicas=replicas)
+            server = Server(
+                self.comm(rank), flat, optimizer, recorder=Recorder(rank), options=ServerOptions(copies=copies)
+            )
             self.servers[rank] = server
             threads.append(threading.Thread(target=server.serve, daemon=True))
             threads[-1].start()
@@ -129,36 +132,46 @@ def wait_for(come_true: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def stretch(*name: int, **other: Any) -> Meta:
-    return {"stretch": list(name), **other}
+def segment(*name: int, **other: Any) -> Meta:
+    return {"segment": list(name), **other}
+
+
+def gathered(server: Server) -> GatheredPushes:
+    assert isinstance(server.segment.policy, GatheredPushes)
+    return server.segment.policy
+
+
+def immediate(server: Server) -> ImmediatePushes:
+    assert isinstance(server.segment.policy, ImmediatePushes)
+    return server.segment.policy
 
 
 def test_word_of_a_loss_that_comes_after_the_survivors_began_anew_is_not_taken_for_another_loss(tmp_path: Path) -> None:
     """Otherwise the second server would answer that the step did not happen, and all would regroup for nothing."""
     with two_servers(tmp_path) as two:
         survivor = two.fakes[0]
-        survivor.seed(IN_STEP, slices=4, **stretch(0, 0, leases=False))
+        survivor.seed(IN_STEP, slices=4, **segment(0, 0, leases=False))
         two.gate.open.clear()
         two.channels[1].close()
         assert two.gate.held.wait(WAIT_S), "the first server tells the second of the loss"
-        survivor.seed(IN_STEP, slices=4, workers=[0], **stretch(1, 0, leases=False))
+        survivor.seed(IN_STEP, slices=4, workers=[0], **segment(1, 0, leases=False))
         two.let_through()
         answer = survivor.push(0)
         assert "lost" not in answer
-        assert two.servers[SECOND].intake._lost is None  # type: ignore[attr-defined]  # it gathers
+        assert gathered(two.servers[SECOND]).execution.lost is None
         survivor.leave()
 
 
-def test_word_of_a_worker_that_rests_is_not_taken_for_the_next_stretch(tmp_path: Path) -> None:
+def test_word_of_a_worker_that_rests_is_not_taken_for_the_next_segment(tmp_path: Path) -> None:
     """Otherwise nobody would wait for it at the second server, and the others could run ahead as far as they like."""
     rules = Rules(bound=1)
     with two_servers(tmp_path) as two:
         first, second = two.fakes[0], two.fakes[1]
-        first.seed(rules, slices=2, **stretch(0, 0))
+        first.seed(rules, slices=2, **segment(0, 0))
         two.gate.open.clear()
         leases = [first.draw()["lease"], second.draw()["lease"]]
         assert "lease" not in first.push(leases[0])
-        waiting = first.comm.call(FIRST, "draw", {"done": leases[0], "wishes": first.wishes})
+        waiting = first.comm.call(FIRST, "draw", {"done": leases[0], "votes": first.votes})
         assert two.gate.held.wait(WAIT_S), "the first server tells the second that there is nothing left for it"
         second.push(leases[1])
         assert "lease" not in second.draw(done=leases[1])
@@ -166,29 +179,29 @@ def test_word_of_a_worker_that_rests_is_not_taken_for_the_next_stretch(tmp_path:
         calls = [fake.comm.call(rank, "leave", {}) for fake in (first, second) for rank in (FIRST, SECOND)]
         first.wait(*calls[:2])
         second.wait(*calls[2:])
-        first.seed(rules, slices=8, **stretch(0, 1))
+        first.seed(rules, slices=8, **segment(0, 1))
         two.let_through()
-        assert two.servers[SECOND].intake.clocks.resting == set()  # type: ignore[attr-defined]  # it streams
+        assert immediate(two.servers[SECOND]).clocks.resting == set()
 
 
 def test_acknowledgements_to_a_lost_server_are_not_for_the_one_in_its_place(tmp_path: Path) -> None:
     """It would answer a worker before the copy is there."""
     with two_servers(tmp_path, replicas=2) as two:
-        two.fakes[0].seed(Rules(), slices=8, **stretch(0, 0))
-        copies = two.servers[SECOND].copies
-        for life in (copies._life + 1, copies._life):
-            two.channels[FIRST].send(SECOND, "mirrored", {"number": 100 + life, "life": life, "stretch": [0, 0]})
-        wait_for(lambda: FIRST in copies._acks and copies._acks[FIRST] >= 100)
-        assert copies._acks[FIRST] == 100 + copies._life
+        two.fakes[0].seed(Rules(), slices=8, **segment(0, 0))
+        replicas = two.servers[SECOND].parts.replicas
+        for life in (replicas.life + 1, replicas.life):
+            two.channels[FIRST].send(SECOND, "mirrored", {"number": 100 + life, "life": life, "segment": [0, 0]})
+        wait_for(lambda: replicas.acks.get(FIRST, 0) >= 100)
+        assert replicas.acks[FIRST] == 100 + replicas.life
 
 
 @pytest.mark.parametrize("late", [[0, 5], [1, 0]])
-def test_what_is_of_a_later_stretch_waits_until_that_begins(tmp_path: Path, late: list[int]) -> None:
+def test_what_is_of_a_later_segment_waits_until_that_begins(tmp_path: Path, late: list[int]) -> None:
     with two_servers(tmp_path) as two:
         fake, server = two.fakes[0], two.servers[SECOND]
-        fake.seed(IN_STEP, slices=4, **stretch(0, 4, leases=False))
-        two.channels[FIRST].send(SECOND, "decision", {"abort": 1, "stretch": late})
-        wait_for(lambda: bool(server._not_yet))
-        assert server.intake._lost is None  # type: ignore[attr-defined]  # it gathers
-        fake.seed(IN_STEP, slices=4, workers=[0], **{"stretch": late, "leases": False})
-        wait_for(lambda: server.intake._lost == 1)  # type: ignore[attr-defined]  # it gathers
+        fake.seed(IN_STEP, slices=4, **segment(0, 4, leases=False))
+        two.channels[FIRST].send(SECOND, "decision", {"abort": 1, "segment": late})
+        wait_for(lambda: bool(server.peers.early))
+        assert gathered(server).execution.lost is None
+        fake.seed(IN_STEP, slices=4, workers=[0], **{"segment": late, "leases": False})
+        wait_for(lambda: gathered(server).execution.lost == 1)

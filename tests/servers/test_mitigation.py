@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from podium.errors import UnknownName
-from podium.servers.mitigation import (
+from podium.servers.pushes.mitigation import (
     ADAPTIVE_STRENGTH,
     CONSTANT_STRENGTH,
     MITIGATIONS,

@@ -14,10 +14,10 @@ from torch.optim import SGD
 
 from podium.engine.flat import Flat
 from podium.errors import ConfigError
-from podium.servers.moments import pack, unpack
 from podium.servers.outer import DelayedNesterov, make_outer
 from podium.servers.ranges import lay_out
 from podium.servers.shard import Shard
+from podium.servers.wire.moments import pack, unpack
 
 
 def deltas(count: int, seed: int = 0) -> list[Tensor]:
@@ -74,7 +74,7 @@ def test_between_two_uses_of_momentum_deltas_are_applied_plainly() -> None:
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_it_runs_on_any_range_as_on_the_whole_and_goes_on_from_its_state(servers: int) -> None:
-    """Ranges cut through parameters; halfway the state goes to other servers, as it does between two stretches."""
+    """Ranges cut through parameters; halfway the state goes to other servers, as it does between two segments."""
     model = nn.Linear(5, 4)
     flat = Flat(model, SGD(model.parameters(), lr=1.0), bucket_bytes=1 << 20)
     began = [p.clone() for p in flat.params]

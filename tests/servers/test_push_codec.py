@@ -16,22 +16,23 @@ from torch.optim import SGD
 
 from podium.comm.base import Communicator, Message
 from podium.config import RunConfig, parse_spec
-from podium.engine.build import Job, build_worker, make_server
+from podium.engine.batch import Batch
+from podium.engine.build import Job, build_worker
 from podium.engine.flat import Flat
 from podium.engine.training import run_server
-from podium.engine.worker import Batch
 from podium.errors import CommError, ConfigError
 from podium.exchange.codecs import CODECS, make_codec
-from podium.exchange.codecs.base import Memory, Turn
+from podium.exchange.codecs.base import Memory, StepContext
 from podium.exchange.codecs.dense import Dense
-from podium.exchange.reducing import span_of
+from podium.exchange.spans import span_of
 from podium.records.recorder import Recorder
-from podium.servers.push_codec import Wires
+from podium.servers.build import make_server
 from podium.servers.ranges import Range, lay_out
+from podium.servers.wire.push_codec import PushCodec
 from podium.strategies.parameter_server import ParameterServer
-from tests.toys import CLASSES, FEATURES, toy
-from tests.worlds import Memory as Threads
-from tests.worlds import Real, Virtual, World
+from podium.testing.toys import CLASSES, FEATURES, toy
+from podium.testing.worlds import Memory as Threads
+from podium.testing.worlds import Real, Virtual, World
 
 FED_BACK = {
     "fp16": "fp16:feedback=true",
@@ -94,8 +95,9 @@ def push_often(comm: Communicator, spec: str, pull: str, servers: int, mode: str
         run_server(make_server(job, comm, Recorder(comm.rank)))
         return None
     worker = build_worker(job, comm, STEPS, torch.device("cpu"))
-    worker.samples, worker.batch_size, worker.horizon = 12 * STEPS, 12, 12 * STEPS
-    worker.outgoing.prepare()
+    worker.progress.train_on(12 * STEPS, 12)
+    worker.progress.run_until(12 * STEPS)
+    worker.sender.prepare()
     state, began = strategy.init(worker), worker.params[0].clone()
     pushed, mid = torch.zeros_like(began, dtype=torch.float64), []
     for step in range(STEPS):
@@ -104,13 +106,13 @@ def push_often(comm: Communicator, spec: str, pull: str, servers: int, mode: str
             grads[piece.start : piece.stop] = noise(piece.stop - piece.start, comm.rank, step, piece.start)
             pushed[piece.start : piece.stop] += grads[piece.start : piece.stop]
         for i in range(len(worker.flat.pieces)):
-            worker._backward.used[i] = True
+            worker.gradients.used[i] = True
         batch = Batch(None, None, 12 // comm.size, 1.0 / comm.size, end=12 * (step + 1))
         strategy.exchange(worker, state, batch)
         worker.advance(batch)
         mid.append(worker.params[0].clone())
     strategy.finish(worker, state)
-    flats = worker.outgoing.memory.of_span.get("unsent" if "dgc" in spec else "residual")
+    flats = worker.sender.memory.of_span.get("unsent" if "dgc" in spec else "residual")
     kept = torch.zeros_like(pushed) if flats is None else flats[0][: pushed.numel()].double()
     return Held(began, pushed, kept, mid, worker.params[0].clone())
 
@@ -151,19 +153,19 @@ def answers(pull: str, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Some answers to one worker: what the server has, what it thinks the worker has, what that really has."""
     flat = flat_of()
     ranges, codec = ranges_of(flat), make_codec(*parse_spec(pull))
-    wires, spans = Wires(flat, Dense(), codec), [span_of(flat, r) for r in ranges]
+    server, spans = PushCodec(flat, Dense(), codec), [span_of(flat, r) for r in ranges]
     params, mine = [r.of(flat.params).clone() for r in ranges], [r.of(flat.params).clone() for r in ranges]
     found = []
     for version in range(steps):
         for i, p in enumerate(params):
             p += noise(p.numel(), version, i) * 0.1
-        body, held = wires.pack(4, 0, ranges, params, version)
-        turn = Turn(step=version, rank=4)
+        body, held = server.pack(4, 0, ranges, params, version)
+        context = StepContext(step=version, rank=4)
         for wire, now, span in zip(body, mine, spans, strict=True):
             if body is params:
                 now.copy_(wire)
             else:
-                codec.decode_add(wire, now, span, turn)
+                codec.decode_add(wire, now, span, context)
         found.append((torch.cat(list(params)), torch.cat(list(held)), torch.cat(mine)))
     return found
 
@@ -179,14 +181,14 @@ def test_what_an_answer_left_out_comes_with_the_next_ones(pull: str) -> None:
     """Without a new update, answers bring the worker ever closer."""
     flat = flat_of()
     ranges = ranges_of(flat)
-    wires = Wires(flat, Dense(), make_codec(*parse_spec(pull)))
+    server = PushCodec(flat, Dense(), make_codec(*parse_spec(pull)))
     params = [r.of(flat.params).clone() for r in ranges]
-    wires.pack(0, 0, ranges, params, 0)
+    server.pack(0, 0, ranges, params, 0)
     for i, p in enumerate(params):
         p += noise(p.numel(), i)
     first = 0.0
     for version in range(1, 60):
-        _, held = wires.pack(0, 0, ranges, params, version)
+        _, held = server.pack(0, 0, ranges, params, version)
         apart = max(float((p - h).abs().max()) for p, h in zip(params, held, strict=True))
         first = first or apart
     assert apart < 0.3 * first or apart < 1e-6
@@ -195,27 +197,27 @@ def test_what_an_answer_left_out_comes_with_the_next_ones(pull: str) -> None:
 def test_workers_and_units_are_kept_apart() -> None:
     flat = flat_of()
     ranges = ranges_of(flat)
-    wires = Wires(flat, Dense(), make_codec("int8"))
+    server = PushCodec(flat, Dense(), make_codec("int8"))
     params = [r.of(flat.params).clone() for r in ranges]
-    assert wires.pack(0, 0, ranges, params, 0)[0] is params
-    assert wires.pack(1, 0, ranges, params, 0)[0] is params
-    assert wires.pack(0, 1, ranges, params, 0)[0] is params
-    assert wires.pack(0, 0, ranges, params, 1)[0] is not params
-    wires.begin(None)
-    assert wires.pack(0, 0, ranges, params, 0)[0] is params, "a new stretch begins with whole answers"
+    assert server.pack(0, 0, ranges, params, 0)[0] is params
+    assert server.pack(1, 0, ranges, params, 0)[0] is params
+    assert server.pack(0, 1, ranges, params, 0)[0] is params
+    assert server.pack(0, 0, ranges, params, 1)[0] is not params
+    server.begin(None)
+    assert server.pack(0, 0, ranges, params, 0)[0] is params, "a new segment begins with whole answers"
 
 
 def test_what_is_answered_whole_is_not_changed_by_later_answers() -> None:
     """The server goes on moving its own parameters."""
     flat = flat_of()
     ranges = ranges_of(flat)
-    wires = Wires(flat, Dense(), make_codec("top-k", {"ratio": 0.5}))
+    server = PushCodec(flat, Dense(), make_codec("top-k", {"ratio": 0.5}))
     params = [r.of(flat.params).clone() for r in ranges]
-    wires.pack(0, 0, ranges, params, 0)
+    server.pack(0, 0, ranges, params, 0)
     before = [p.clone() for p in params]
     for p in params:
         p += 1.0
-    _, held = wires.pack(0, 0, ranges, params, 1)
+    _, held = server.pack(0, 0, ranges, params, 1)
     assert all(not torch.equal(h, b) for h, b in zip(held, before, strict=True))
     assert all(torch.equal(p, b + 1.0) for p, b in zip(params, before, strict=True)), "the server's own are its own"
 
@@ -226,19 +228,24 @@ def test_what_is_answered_whole_is_not_changed_by_later_answers() -> None:
 def packed(codec: str, flat: Flat, ranges: list[Range]) -> list[Tensor]:
     made = make_codec(*parse_spec(codec))
     memory = Memory(flat.grads)
-    return [made.encode(noise(r.stop - r.start, i), span_of(flat, r), Turn(), memory) for i, r in enumerate(ranges)]
+    return [
+        made.encode(noise(r.stop - r.start, i), span_of(flat, r), StepContext(), memory) for i, r in enumerate(ranges)
+    ]
 
 
-def push(body: list[Tensor], **meta: Any) -> Message:
-    return Message(7, "push", {"turn": list(Turn()), **meta}, tuple(body))
+CONTEXT = list(StepContext())
+
+
+def push(body: list[Tensor]) -> Message:
+    return Message(7, "push", {}, tuple(body))
 
 
 @pytest.mark.parametrize("codec", [*PULLS, "dgc"])
 def test_a_push_is_unpacked_as_it_was_meant(codec: str) -> None:
     flat = flat_of()
     ranges = ranges_of(flat)
-    wires = Wires(flat, make_codec(codec), Dense())
-    grads = wires.unpack(push(packed(codec, flat, ranges)), ranges).body
+    server = PushCodec(flat, make_codec(codec), Dense())
+    grads = server.unpack(push(packed(codec, flat, ranges)), CONTEXT, ranges).body
     assert [g.numel() for g in grads] == [r.stop - r.start for r in ranges]
     for i, grad in enumerate(grads):
         meant = noise(grad.numel(), i)
@@ -250,7 +257,7 @@ def test_a_push_of_another_size_is_refused(codec: str) -> None:
     flat = flat_of()
     ranges = ranges_of(flat)
     good = packed(codec, flat, ranges)
-    wires = Wires(flat, make_codec(codec), Dense())
+    server = PushCodec(flat, make_codec(codec), Dense())
     for body in (
         [torch.cat([good[0], good[0][:3]]), *good[1:]],
         [good[0][: len(good[0]) // 2], *good[1:]],
@@ -261,7 +268,7 @@ def test_a_push_of_another_size_is_refused(codec: str) -> None:
         [],
     ):
         with pytest.raises(CommError, match="a push of rank 7 is not packed as"):
-            wires.unpack(push(body), ranges)
+            server.unpack(push(body), CONTEXT, ranges)
 
 
 @pytest.mark.parametrize("codec", [*PULLS, "dgc"])
@@ -269,27 +276,27 @@ def test_a_push_of_another_type_is_refused(codec: str) -> None:
     flat = flat_of()
     ranges = ranges_of(flat)
     good = packed(codec, flat, ranges)
-    wires = Wires(flat, make_codec(codec), Dense())
+    server = PushCodec(flat, make_codec(codec), Dense())
     other = torch.int64 if good[0].dtype != torch.int64 else torch.float32
     with pytest.raises(CommError, match="a push of rank 7 is not packed as"):
-        wires.unpack(push([wire.to(other) for wire in good]), ranges)
+        server.unpack(push([wire.to(other) for wire in good]), CONTEXT, ranges)
 
 
-@pytest.mark.parametrize("turn", [None, 3, [0] * 9, ["a"] * 5, [0, "x", 0, 0, 1], [0, float("nan"), 0, 0, 1]])
-def test_a_push_with_a_strange_turn_is_refused(turn: Any) -> None:
+@pytest.mark.parametrize("context", [None, 3, [0] * 9, ["a"] * 5, [0, "x", 0, 0, 1], [0, float("nan"), 0, 0, 1]])
+def test_a_push_with_a_strange_context_is_refused(context: Any) -> None:
     flat = flat_of()
     ranges = ranges_of(flat)
-    wires = Wires(flat, make_codec("dgc"), Dense())
+    server = PushCodec(flat, make_codec("dgc"), Dense())
     with pytest.raises(CommError, match="a push of rank 7 is not packed as dgc"):
-        wires.unpack(push(packed("dgc", flat, ranges), turn=turn), ranges)
+        server.unpack(push(packed("dgc", flat, ranges)), context, ranges)
 
 
-def test_a_turn_long_before_the_beginning_is_refused() -> None:
+def test_a_context_long_before_the_beginning_is_refused() -> None:
     flat = flat_of()
     ranges = ranges_of(flat)
-    wires = Wires(flat, make_codec("dgc"), Dense())
+    server = PushCodec(flat, make_codec("dgc"), Dense())
     with pytest.raises(CommError):
-        wires.unpack(push(packed("dgc", flat, ranges), turn=[0, -1e6, 0, 0, 1]), ranges)
+        server.unpack(push(packed("dgc", flat, ranges)), [0, -1e6, 0, 0, 1], ranges)
 
 
 UNCHECKED = """
@@ -321,34 +328,34 @@ def test_a_wire_that_says_that_it_holds_more_than_it_does_breaks_nothing() -> No
 @given(
     codec=st.sampled_from([*PULLS, "dgc"]),
     data=st.binary(min_size=0, max_size=400),
-    turn=st.integers(-3, 1 << 70),
+    context=st.integers(-3, 1 << 70),
 )
-def test_whatever_bytes_come_the_server_takes_them_or_refuses_them(codec: str, data: bytes, turn: int) -> None:
+def test_whatever_bytes_come_the_server_takes_them_or_refuses_them(codec: str, data: bytes, context: int) -> None:
     """A peer has the run's secret, but may be broken: it must not break the server, nor what it holds."""
     flat = flat_of()
     ranges = ranges_of(flat)[:1]
-    wires = Wires(flat, make_codec(codec), Dense())
+    server = PushCodec(flat, make_codec(codec), Dense())
     (good,) = packed(codec, flat, ranges)
     raw = good.view(torch.uint8).clone()
     given_ = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
     count = min(len(raw), len(given_))
     raw[:count] = given_[:count]
     try:
-        (grad,) = wires.unpack(push([raw.view(good.dtype)], turn=[turn, 0.5, 1, 2, 3]), ranges).body
+        (grad,) = server.unpack(push([raw.view(good.dtype)]), [context, 0.5, 1, 2, 3], ranges).body
     except CommError:
         return
     assert grad.shape == (ranges[0].stop - ranges[0].start,)
 
 
 def test_only_podiums_own_codecs_may_be_chosen_over_the_network() -> None:
-    wires = Wires(flat_of(), Dense(), Dense())
-    for name in ("os:system", "tests.servers.test_push_codec:Wires", "nothing"):
+    server = PushCodec(flat_of(), Dense(), Dense())
+    for name in ("os:system", "tests.servers.test_push_codec:PushCodec", "nothing"):
         with pytest.raises(ConfigError, match="unknown codec"):
-            wires.begin(name)
-    wires.begin("top-k:ratio=0.5")
-    wires.begin(None)
+            server.begin(name)
+    server.begin("top-k:ratio=0.5")
+    server.begin(None)
 
 
-def test_a_chosen_codec_may_say_who_feeds_back() -> None:
+def test_a_chosen_servermay_say_who_feeds_back() -> None:
     """That is the workers' business, and stands in the same text."""
-    Wires(flat_of(), Dense(), Dense()).begin("top-k:ratio=0.5;feedback=false")
+    PushCodec(flat_of(), Dense(), Dense()).begin("top-k:ratio=0.5;feedback=false")

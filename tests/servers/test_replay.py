@@ -11,8 +11,10 @@ import pytest
 import podium
 from podium.config import RunResult
 from podium.errors import ConfigError, RecordError
+from podium.launch.replay import as_recorded
+from podium.strategies import make_strategy
 
-TASK = "tests.toys:toy"
+TASK = "podium.testing.toys:toy"
 
 
 def run(where: Path, launcher: str, servers: int = 1, **options: Any) -> RunResult:
@@ -67,6 +69,12 @@ def test_what_cannot_be_replayed_is_refused(options: str, tmp_path: Path) -> Non
     raced = podium.train(TASK, launcher="threads", run_dir=str(tmp_path / "raced"), **fields)
     with pytest.raises(ConfigError, match="cannot be replayed"):
         podium.train(TASK, launcher="virtual", run_dir=str(tmp_path / "again"), replay=raced.run_dir, **fields)
+
+
+def test_a_run_with_phases_is_refused_in_words(tmp_path: Path) -> None:
+    phases = make_strategy("phases", {"run": "all-reduce until step:at=2 | parameter-server:mode=async"}, 2)
+    with pytest.raises(ConfigError, match="a run with phases cannot be replayed"):
+        as_recorded(phases, tmp_path)
 
 
 def test_the_order_of_arrivals_is_what_decides(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ or else a slice was lost, used twice, or used on one server and not on another.
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,20 +15,22 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from podium.comm.base import DEPARTED, Communicator, Handle, Message, Meta
 from podium.engine.flat import Flat
-from podium.errors import DeadlineExceeded
+from podium.errors import CommError, DeadlineExceeded
 from podium.records.recorder import Record, Recorder
-from podium.servers.copies import Copies
 from podium.servers.gate import Rules
-from podium.servers.options import options_of
-from podium.servers.parcels import Assembly
 from podium.servers.ranges import lay_out
-from podium.servers.server import Server
-from tests.worlds import Memory
+from podium.servers.server import CopyOptions, Server, ServerOptions
+from podium.servers.wire.messages import State, decode
+from podium.servers.wire.optimizer_settings import options_of
+from podium.servers.wire.parcels import Assembly
+from podium.testing.worlds import Memory
 
 WAIT_S = 20.0
 SLICE = 2
@@ -49,6 +50,14 @@ MODES: dict[str, Rules] = {
     "gba": Rules(samples=4, freshest=2),
     "async, dropping": Rules(wait=True, freshest=1),
 }
+
+
+A_MODE, SERVERS = st.sampled_from(sorted(MODES)), st.sampled_from([1, 2])
+
+
+def a_few(examples: int) -> settings:
+    """Each example plays real threads: few of them, and an example that failed is not made smaller."""
+    return settings(deadline=None, max_examples=examples, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
 class Died(Exception):
@@ -85,7 +94,7 @@ class Fake:
     """Units that it pushes before it dies, …"""
     dies_waiting: bool = False
     """… before the answer to the last of them where that ends a push."""
-    wishes: list[bool] = field(default_factory=lambda: [False, False, False])
+    votes: list[bool] = field(default_factory=lambda: [False, False, False])
     ending: Meta = field(default_factory=dict)
     """What it was told when nothing was left."""
     versions: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -101,6 +110,9 @@ class Fake:
         return [answer for answer in self.comm.wait(*handles, deadline_s=self.wait_s) if answer is not None]
 
     def seed(self, rules: Rules, slices: int, workers: Sequence[int] | None = None, **other: Any) -> None:
+        self.wait(*self.send_seed(rules, slices, workers, **other))
+
+    def send_seed(self, rules: Rules, slices: int, workers: Sequence[int] | None = None, **other: Any) -> list[Handle]:
         self.versions.clear()
         work = {
             "workers": list(self.comm.workers if workers is None else workers),
@@ -123,10 +135,10 @@ class Fake:
         for server, layout in zip(self.comm.servers, self.layouts, strict=True):
             body = [r.of(self.flat.params) for r in layout.ranges]
             calls.append(self.comm.call(server, "seed", {**work, **other}, body))
-        self.wait(*calls)
+        return calls
 
     def draw(self, done: int = -1) -> Meta:
-        return self.wait(self.comm.call(self.comm.servers[0], "draw", {"done": done, "wishes": self.wishes}))[0].meta
+        return self.wait(self.comm.call(self.comm.servers[0], "draw", {"done": done, "votes": self.votes}))[0].meta
 
     def push_unit(self, m: int, u: int, lease: int, done: int = -1) -> Handle:
         if self.dies_after <= 0:
@@ -146,7 +158,7 @@ class Fake:
         }
         if last:
             facts = {"loss": 0.0, "samples": SLICE if lease >= 0 else 0, "weight": 0.0, "lend": True}
-            meta.update({"done": done, "wishes": self.wishes, **facts})
+            meta.update({"done": done, "votes": self.votes, **facts})
         value = self.power ** (lease // SLICE) if lease >= 0 else 0.0
         body = [torch.full((r.stop - r.start,), value) for r in layout.units[u].of(layout.ranges)]
         return self.comm.call(self.comm.servers[m], "push", meta, body)
@@ -198,7 +210,7 @@ class Fake:
                 continue
             assembly = Assembly()
             while True:
-                for unit, kept in assembly.take(answer.meta, answer.body):
+                for unit, kept in assembly.take(decode(State, answer), answer.body):
                     for r, tensor in zip(layout.units[unit].of(layout.ranges), kept.params, strict=True):
                         r.of(flats).copy_(tensor)
                 if assembly.expects is None:
@@ -214,10 +226,10 @@ def _used(flat: Flat, flats: Sequence[Tensor]) -> list[float]:
 def serve(comm: Communicator, replicas: int) -> Served:
     flat, optimizer = make_flat()
     recorder = Recorder(comm.rank)
-    copies = Copies(replicas=replicas)
-    server = Server(comm, flat, optimizer, recorder=recorder, copies=copies)
+    copies = CopyOptions(replicas=replicas)
+    server = Server(comm, flat, optimizer, recorder=recorder, options=ServerOptions(copies=copies))
     server.serve()
-    return Served(recorder.kept, [x for p in server.shard.params for x in p.tolist()], server)
+    return Served(recorder.kept, [x for p in server.store.shard.params for x in p.tolist()], server)
 
 
 def play(
@@ -271,36 +283,35 @@ def test_a_lease_that_is_pushed_twice_is_applied_once(mode: str, servers: int) -
     assert set(params) == all_of(4)
     for server in served:
         done = [(row["lease"], row["range"]) for row in server.of("update")]
-        assert len(done) == len(set(done)) == 4 * len(server.server.shard.units)
+        assert len(done) == len(set(done)) == 4 * len(server.server.store.shard.units)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_worker_dies_after_some_units_of_its_push(mode: str, servers: int) -> None:
+@a_few(30)
+@given(mode=A_MODE, servers=SERVERS, units=st.integers(1, 3))
+def test_a_worker_dies_after_some_units_of_its_push(mode: str, servers: int, units: int) -> None:
     """Whoever does its slice again moves only what it had not yet moved, or all of it: every unit once."""
-    for units in range(1, 4):
-        drawn = threading.Event()
+    drawn = threading.Event()
 
-        def survivor(fake: Fake, drawn: threading.Event = drawn) -> list[float]:
-            fake.seed(MODES[mode], slices=6)
-            fake.comm.barrier()
-            lease = fake.draw()
-            assert drawn.wait(WAIT_S)  # or all slices may be done before the other has one
-            fake.work(lease)
-            return fake.home()
+    def survivor(fake: Fake) -> list[float]:
+        fake.seed(MODES[mode], slices=6)
+        fake.comm.barrier()
+        lease = fake.draw()
+        assert drawn.wait(WAIT_S)  # or all slices may be done before the other has one
+        fake.work(lease)
+        return fake.home()
 
-        def victim(fake: Fake, drawn: threading.Event = drawn, units: int = units) -> None:
-            assert units <= len(fake.units), "it is to die in its first push"
-            fake.comm.barrier()
-            lease = fake.draw()
-            drawn.set()
-            fake.dies_after, fake.dies_waiting = units, True
-            fake.work(lease)
+    def victim(fake: Fake) -> None:
+        assert units <= len(fake.units), "it is to die in its first push"
+        fake.comm.barrier()
+        lease = fake.draw()
+        drawn.set()
+        fake.dies_after, fake.dies_waiting = units, True
+        fake.work(lease)
 
-        (params, death), served = play(survivor, victim, servers=servers)
-        assert isinstance(death, Died)
-        assert set(params) == all_of(6)
-        assert all(set(server.params) == all_of(6) for server in served)
+    (params, death), served = play(survivor, victim, servers=servers)
+    assert isinstance(death, Died)
+    assert set(params) == all_of(6)
+    assert all(set(server.params) == all_of(6) for server in served)
 
 
 @pytest.mark.parametrize("m", [0, 1])
@@ -326,7 +337,7 @@ def test_an_update_happens_on_both_servers_or_on_none(mode: str, m: int) -> None
 
     (params, _), served = play(survivor, victim, servers=2)
     assert set(params) == all_of(6)
-    versions = [server.server.versions for server in served]
+    versions = [server.server.store.versions for server in served]
     assert len({v for each in versions for v in each}) == 1, "servers differ in how often they were moved"
     for server in served:
         assert len(server.of("worker_lost")) == 1
@@ -340,7 +351,7 @@ def test_a_push_that_waits_is_not_taken_up_again_when_a_server_says_once_more_th
         fake.comm.barrier()
         lease = fake.draw()["lease"]
         handles = [fake.push_unit(m, u, lease) for m, u in fake.units]
-        fake.comm.send(fake.comm.servers[0], "have", {"source": fake.comm.rank, "lease": lease, "unit": fake.comm.rank})
+        fake.comm.send(fake.comm.servers[0], "have", {"source": fake.comm.rank, "lease": lease})
         fake.comm.barrier()
         answer = fake.wait(*handles)[len(fake.layouts[0].units) - 1].meta
         fake.versions = dict.fromkeys(fake.units, 1)
@@ -396,35 +407,36 @@ def test_nothing_is_lent_to_the_dead(mode: str) -> None:
 
     _, (served,) = play(survivor, dies_waiting)
     assert [row["worker"] for row in served.of("update") if row["range"] == 0] == [0, 1]
-    assert served.server.cursor is not None
-    assert served.server.cursor.held_by(1) == []
+    assert served.server.segment.lending is not None
+    assert served.server.segment.lending.cursor.held_by(1) == []
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
-def test_whoever_dies_and_when_every_slice_moves_every_parameter_once(mode: str, servers: int) -> None:
-    chance = random.Random(f"{mode} {servers}")
-    for _ in range(6):
-        deaths = [float("inf"), *(chance.randrange(-1, 14) for _ in range(3))]
+@a_few(60)
+@given(mode=A_MODE, servers=SERVERS, units=st.tuples(*[st.integers(-1, 13)] * 3))
+def test_whoever_dies_and_when_every_slice_moves_every_parameter_once(
+    mode: str, servers: int, units: tuple[int, int, int]
+) -> None:
+    """`units`: after how many pushed units each of the other workers dies; -1: before it has begun."""
+    deaths = [float("inf"), *units]
 
-        def worker(fake: Fake, deaths: Sequence[float] = deaths) -> list[float]:
-            if fake.comm.rank == 0:
-                fake.seed(MODES[mode], slices=16)
-            fake.comm.barrier()
-            fake.dies_after = deaths[fake.comm.rank]
-            if fake.dies_after < 0:
-                raise Died
-            fake.dies_waiting = True
-            fake.work()
-            return fake.home()
+    def worker(fake: Fake) -> list[float]:
+        if fake.comm.rank == 0:
+            fake.seed(MODES[mode], slices=16)
+        fake.comm.barrier()
+        fake.dies_after = deaths[fake.comm.rank]
+        if fake.dies_after < 0:
+            raise Died
+        fake.dies_waiting = True
+        fake.work()
+        return fake.home()
 
-        outcomes, served = play(*[worker] * 4, servers=servers)
-        assert set(outcomes[0]) == all_of(16), f"deaths after {deaths} units"
-        assert all(set(server.params) == all_of(16) for server in served)
+    outcomes, served = play(*[worker] * 4, servers=servers)
+    assert set(outcomes[0]) == all_of(16)
+    assert all(set(server.params) == all_of(16) for server in served)
 
 
-@pytest.mark.parametrize("message_bytes", [None, 100, 16], ids=["one message", "parcels", "a tensor each"])
-@pytest.mark.parametrize("mode", MODES)
+@a_few(18)
+@given(mode=A_MODE, message_bytes=st.sampled_from([None, 100, 16]))  # in one message, in parcels, a tensor each
 def test_a_copy_is_what_it_is_a_copy_of(mode: str, message_bytes: int | None) -> None:
     """Also of what a worker did that dies on the way; and nobody is answered before the copy is there."""
 
@@ -439,12 +451,12 @@ def test_a_copy_is_what_it_is_a_copy_of(mode: str, message_bytes: int | None) ->
     (params, _, other), served = play(*[worker] * 3, servers=3, replicas=2, message_bytes=message_bytes)
     assert set(params) == set(other) == all_of(10)
     for n, copied in enumerate(served):
-        holder, mine = served[(n + 1) % 3].server.copies, copied.server
-        twin = holder._twins[mine.comm.rank]
-        assert twin.assembly is None
-        assert all(torch.equal(p, q) for p, q in zip(twin.shard.params, mine.shard.params, strict=True))
-        assert twin.facts["versions"] == mine.versions
-        assert twin.facts["once"] == mine.intake.once
+        keeper, mine = served[(n + 1) % 3].server.keeper, copied.server
+        copy = keeper.copies[mine.comm.rank]
+        assert copy.is_whole
+        assert all(torch.equal(p, q) for p, q in zip(copy.shard.params, mine.store.shard.params, strict=True))
+        assert copy.facts["versions"] == mine.store.versions
+        assert copy.facts["once"] == mine.store.applied
 
 
 @pytest.mark.parametrize("message_bytes", [None, 100], ids=["one message", "parcels"])
@@ -461,8 +473,18 @@ def test_a_server_in_a_lost_ones_place_becomes_what_its_neighbour_kept(mode: str
         if comm.rank == comm.servers[0]:
             before.append(serve(comm, replicas=2).server)
             flat, optimizer = make_flat()
-            after.append(Server(comm, flat, optimizer, recorder=Recorder(comm.rank), copies=Copies(replicas=2)))
-            assert after[0].copies.restore() == f"replica at {comm.servers[1]}"
+            after.append(
+                Server(
+                    comm,
+                    flat,
+                    optimizer,
+                    recorder=Recorder(comm.rank),
+                    options=ServerOptions(copies=CopyOptions(replicas=2)),
+                )
+            )
+            after[0].restore()
+            (record,) = [row for row in after[0].recorder.kept if row["kind"] == "restored"]
+            assert record["source"] == f"replica at {comm.servers[1]}"
             return ended.set()
         fake = Fake(comm)
         fake.seed(MODES[mode], slices=10)
@@ -471,13 +493,14 @@ def test_a_server_in_a_lost_ones_place_becomes_what_its_neighbour_kept(mode: str
         assert ended.wait(WAIT_S)
 
     Memory().run(main, 1, 2)
-    assert {x for p in before[0].shard.params for x in p.tolist()} == all_of(10)
-    assert all(torch.equal(p, q) for p, q in zip(before[0].shard.params, after[0].shard.params, strict=True))
-    assert before[0].versions == after[0].versions and before[0].updates == after[0].updates
-    assert before[0].intake.once == after[0].intake.once
+    lost, restored = before[0].store, after[0].store
+    assert {x for p in lost.shard.params for x in p.tolist()} == all_of(10)
+    assert all(torch.equal(p, q) for p, q in zip(lost.shard.params, restored.shard.params, strict=True))
+    assert lost.versions == restored.versions and lost.updates == restored.updates
+    assert lost.applied == restored.applied
 
 
-def test_a_seed_waits_until_all_have_taken_the_last_stretchs_state_home() -> None:
+def test_a_seed_waits_until_all_have_taken_the_last_segments_state_home() -> None:
     """Where that takes several messages: otherwise the slower one would take home what the faster one has brought."""
     seeded = threading.Event()
 
@@ -488,10 +511,11 @@ def test_a_seed_waits_until_all_have_taken_the_last_stretchs_state_home() -> Non
         first = fake.home()
         for p in fake.flat.params:
             p.fill_(77.0)
-        seeding = threading.Timer(0.2, seeded.set)  # the seed is on its way by then; it is not answered yet
-        seeding.start()
-        fake.seed(STREAM, slices=2)
-        seeding.join()
+        seeding = fake.send_seed(STREAM, slices=2)
+        fake.wait(fake.comm.call(fake.comm.servers[0], "probe", {}))  # what comes after the seed is answered, …
+        assert not any(call.done for call in seeding), "… and the seed is not"
+        seeded.set()
+        fake.wait(*seeding)
         return first
 
     def slow(fake: Fake) -> list[float]:
@@ -517,16 +541,17 @@ def test_what_a_server_remembers_does_not_grow_with_the_pushes(tmp_path: Path, m
     def main(comm: Communicator) -> Any:
         if comm.rank in comm.servers:
             flat, optimizer = make_flat()
-            copies = Copies(replicas=2, snapshot=tmp_path / str(comm.rank), every=2)
-            server = Server(comm, flat, optimizer, recorder=Recorder(comm.rank), copies=copies)
+            copies = CopyOptions(replicas=2, snapshot=tmp_path / str(comm.rank), every=2)
+            server = Server(comm, flat, optimizer, recorder=Recorder(comm.rank), options=ServerOptions(copies=copies))
             sizes = grown.setdefault(comm.rank, [])
-            write = copies._write
+            snapshots = server.parts.snapshots
+            write = snapshots._write
 
             def written(path: Path, state: Any) -> None:
                 write(path, state)
                 sizes.append(path.stat().st_size)
 
-            copies._write = written  # type: ignore[method-assign]  # to see how large each one is
+            snapshots._write = written  # type: ignore[method-assign]  # to see how large each one is
             return server.serve()
         fake = Fake(comm)
         if comm.rank == 0:
@@ -614,8 +639,8 @@ def test_leaving_waits_for_all_and_all_take_the_same_home() -> None:
     assert set(first) == all_of(2), "what the later one did is in what the earlier one takes home"
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@a_few(12)
+@given(mode=A_MODE, servers=SERVERS)
 def test_one_that_dies_before_it_leaves_keeps_nobody(mode: str, servers: int) -> None:
     def survivor(fake: Fake) -> list[float]:
         fake.seed(MODES[mode], slices=4)
@@ -637,10 +662,9 @@ def test_servers_that_were_never_seeded_say_so() -> None:
     assert facts == [{"empty": True}, {"empty": True}]
 
 
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("mode", ["async", "ssp(1)", "in step", "softsync"])
-@pytest.mark.parametrize("servers", [1, 2])
-def test_a_worker_departs_between_two_stretches(mode: str, servers: int, named: bool) -> None:
+@a_few(12)
+@given(mode=st.sampled_from(["async", "ssp(1)", "in step", "softsync"]), servers=SERVERS, named=st.booleans())
+def test_a_worker_departs_between_two_segments(mode: str, servers: int, named: bool) -> None:
     """Whether or not the one who seeds the next has heard of it."""
 
     def stays(fake: Fake) -> tuple[list[float], list[float], Any]:
@@ -695,12 +719,12 @@ def test_a_step_that_lost_a_worker_did_not_happen(servers: int) -> None:
 
 @pytest.mark.parametrize("kind", range(3), ids=["stop", "pause", "switch"])
 @pytest.mark.parametrize("mode", ["async", "in step", "softsync"])
-def test_a_wish_to_end_closes_the_cursor_and_reaches_all(mode: str, kind: int) -> None:
-    def wishes(fake: Fake) -> Meta:
+def test_a_vote_to_end_closes_the_cursor_and_reaches_all(mode: str, kind: int) -> None:
+    def votes(fake: Fake) -> Meta:
         fake.seed(MODES[mode], slices=16)
         fake.comm.barrier()
         lease = fake.draw()["lease"]
-        fake.wishes[kind] = True
+        fake.votes[kind] = True
         fake.work(fake.push(lease), done=lease)
         return fake.ending
 
@@ -709,7 +733,7 @@ def test_a_wish_to_end_closes_the_cursor_and_reaches_all(mode: str, kind: int) -
         fake.work()
         return fake.ending
 
-    facts, (served,) = play(wishes, goes_on)
+    facts, (served,) = play(votes, goes_on)
     assert facts[0] == facts[1]
     assert facts[0]["agreed"] == [i == kind for i in range(3)]
     slices = facts[0]["position"] // SLICE
@@ -719,14 +743,35 @@ def test_a_wish_to_end_closes_the_cursor_and_reaches_all(mode: str, kind: int) -
 def test_fakes_that_wait_in_vain_are_noticed() -> None:
     """Otherwise these tests could not fail."""
 
+    gave_up = threading.Event()
+
     def stuck(fake: Fake) -> None:
         fake.seed(IN_STEP, slices=4)
         fake.comm.barrier()
-        fake.draw()
+        try:
+            fake.draw()
+        finally:
+            gave_up.set()
 
     def idle(fake: Fake) -> None:
         fake.comm.barrier()
-        threading.Event().wait(0.4)
+        assert gave_up.wait(WAIT_S)
 
     with pytest.raises(DeadlineExceeded):
         play(stuck, idle, wait_s=0.1)
+
+
+def test_a_server_answers_or_refuses_every_kind_of_message_by_name() -> None:
+    """What it does not know, and what lacks a field, names the sender."""
+
+    def strange(fake: Fake) -> None:
+        fake.comm.send(fake.comm.servers[0], "gossip", {})
+        fake.outlive()
+
+    def broken(fake: Fake) -> None:
+        fake.comm.send(fake.comm.servers[0], "take", {})
+        fake.outlive()
+
+    for script, said in ((strange, "rank 0 sent an unknown 'gossip'"), (broken, "a take of rank 0 must have at")):
+        with pytest.raises(CommError, match=said):
+            play(script, wait_s=0.5)

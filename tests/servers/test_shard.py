@@ -14,10 +14,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from podium.engine.flat import Flat
 from podium.errors import ConfigError
-from podium.servers.moments import pack, parts_of, unpack
-from podium.servers.options import options_of
 from podium.servers.ranges import Layout, Unit, lay_out
 from podium.servers.shard import Shard, unit_of
+from podium.servers.wire.moments import pack, parts_of, unpack
+from podium.servers.wire.optimizer_settings import options_of
 
 Make = Callable[..., Optimizer]
 
@@ -163,7 +163,7 @@ def test_pieces_that_nobody_used_are_left_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_moments_travel_in_the_middle_of_it(kind: str) -> None:
-    """Home from one shard and out to the next, as when a stretch ends and another begins."""
+    """Home from one shard and out to the next, as when a segment ends and another begins."""
     both = Servers(partial(two_groups, make=OPTIMIZERS[kind]))
     for unused in ((), ("first.bias",), ()):
         both.step(unused)

@@ -29,12 +29,12 @@ from podium.servers.ranges import divide_ranges, lay_out
 from podium.strategies import make_strategy
 from podium.strategies.async_local_sgd import AsyncLocalSGD
 from podium.strategies.parameter_server import ParameterServer
-from tests.integration.faults import Faults, Gate
+from podium.testing.faults import Faults, Gate
+from podium.testing.toys import assert_close, assert_same_bits, hashes, toy, train
+from podium.testing.worlds import Memory
 from tests.integration.runs import at_gate, distance, pid_of, records_of
 from tests.integration.runs import train as train_in_processes
 from tests.servers.test_ranges import WIDTHS, elements, pieces_of_a_model
-from tests.toys import assert_close, assert_same_bits, hashes, toy, train
-from tests.worlds import Memory
 
 weights = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=7)
 
@@ -175,15 +175,15 @@ def test_local_steps_meet_servers_with_weighted_ranges() -> None:
 
 
 def bytes_held(comm: Communicator, job: Job) -> int:
-    from podium.engine.build import make_server
     from podium.engine.training import Training, run_server
     from podium.records.recorder import Recorder
-    from tests.toys import Uncontrolled
+    from podium.servers.build import make_server
+    from podium.testing.toys import Uncontrolled
 
     if comm.rank in comm.servers:
         server = make_server(job, comm, Recorder(comm.rank))
         run_server(server)
-        return server.shard.nbytes
+        return server.store.shard.nbytes
     Training(job, comm, Recorder(comm.rank), Uncontrolled()).run()
     return 0
 

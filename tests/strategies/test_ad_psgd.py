@@ -12,22 +12,24 @@ from torch import Tensor, nn
 
 import podium
 from podium.comm.base import Communicator
-from podium.data.order import Slice
-from podium.engine.generators import generator_state
-from podium.engine.worker import Batch, Worker
+from podium.engine.batch import Batch
+from podium.engine.gradient_pass import PassOptions
+from podium.engine.replica import Replica
+from podium.engine.worker import Worker
 from podium.errors import ConfigError, Lost
 from podium.launch.clusters.description import Cluster, Node
 from podium.records.recorder import Recorder
+from podium.servers.leases.lease import Lease
 from podium.servers.server import Server
 from podium.strategies.ad_psgd import ADPSGD
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.task import Task
-from tests.integration.faults import TASK, Faults
+from podium.testing.faults import TASK, Faults
+from podium.testing.strategies import ClippingContract, OneWorkerContract
+from podium.testing.toys import Branching, Trained, assert_same_bits, everything_model, hashes, toy, train, train_in
+from podium.testing.worlds import Memory, Real, Virtual, World
 from tests.integration.runs import FIELDS, audit_samples, records_of
-from tests.strategies.contract import ClippingContract, OneWorkerContract
-from tests.toys import Branching, Trained, assert_same_bits, everything_model, hashes, toy, train, train_in
-from tests.worlds import Memory, Real, Virtual, World
 
 SAMPLES = 2 * 44
 
@@ -101,17 +103,18 @@ def _walk(comm: Communicator, strategy: ADPSGD, lr: float) -> Course | None:
     """Begin at one's own rank and go down an even slope: every step is the same wherever one is."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    worker = Worker(model, optimizer, comm, loss=_downhill)
+    worker = Worker(Replica(model, optimizer), comm, PassOptions(loss=_downhill))
     if comm.rank in comm.servers:
         Server(comm, worker.flat, optimizer, recorder=Recorder(comm.rank)).serve()
         return None
-    worker.samples, worker.batch_size, worker.horizon = 400, comm.size, 400
-    worker.rng = generator_state(worker.device)
+    worker.progress.train_on(400, comm.size)
+    worker.progress.run_until(400)
+    worker.generators.fork(numpy_and_python=False)
     worker.params[0].fill_(float(comm.rank))
     state = strategy.init(worker)
-    while worker.next_lease is not None and "lease" in worker.next_lease:
-        lease, count = worker.next_lease["lease"], Slice(*worker.next_lease["piece"]).count
-        batch = Batch(torch.ones(count, 3), None, count, count / worker.next_lease["of"], lease=lease)
+    while isinstance(lease := worker.leases.next, Lease):
+        count = lease.slice.count
+        batch = Batch(torch.ones(count, 3), None, count, count / lease.step, lease=lease.number)
         strategy.step(worker, state, batch)
     last = worker.params[0][0].item()
     strategy.finish(worker, state)

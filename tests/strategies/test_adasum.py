@@ -14,9 +14,9 @@ from podium.errors import ConfigError
 from podium.strategies.adasum import Adasum, adasum, adasum_tree
 from podium.strategies.base import Strategy
 from podium.task import Task
-from tests.strategies.contract import OneWorkerContract
-from tests.strategies.test_local_sgd import Replicas, RoundsContract, flat_of
-from tests.toys import assert_same_bits, toy, train
+from podium.testing.strategies import OneWorkerContract, RoundsContract
+from podium.testing.toys import assert_same_bits, toy, train
+from tests.strategies.test_local_sgd import Replicas, flat_of
 
 
 class TestAdasum(RoundsContract, OneWorkerContract):

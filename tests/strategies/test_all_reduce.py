@@ -10,13 +10,16 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from podium.comm.base import Communicator
-from podium.engine.worker import Batch, Worker
+from podium.engine.batch import Batch
+from podium.engine.gradient_pass import PassOptions
+from podium.engine.replica import Replica
+from podium.engine.worker import Worker
 from podium.errors import CommError, ConfigError
 from podium.launch.clusters.description import uniform
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
-from tests.strategies.contract import SynchronousClippingContract, SynchronousContract
-from tests.toys import (
+from podium.testing.strategies import SynchronousClippingContract, SynchronousContract
+from podium.testing.toys import (
     CLASSES,
     FEATURES,
     assert_close,
@@ -28,7 +31,7 @@ from tests.toys import (
     train_in,
     train_plainly,
 )
-from tests.worlds import Memory, Real, Virtual
+from podium.testing.worlds import Memory, Real, Virtual
 
 
 class TestAllReduce(SynchronousContract, SynchronousClippingContract):
@@ -102,8 +105,9 @@ def _bucket_order(comm: Communicator) -> list[int]:
     with comm.computing():
         torch.manual_seed(0)
         model = plain_model()
-        worker = Worker(model, SGD(model.parameters(), lr=0.1), comm, loss=cross_entropy, bucket_bytes=1)
-        worker.rng = (torch.get_rng_state(),)
+        replica = Replica(model, SGD(model.parameters(), lr=0.1), bucket_bytes=1)
+        worker = Worker(replica, comm, PassOptions(loss=cross_entropy))
+        worker.generators.fork(numpy_and_python=False)
     announced: list[int] = []
     samples = 4 if comm.rank == 0 else 0  # a rank without samples announces the same buckets, all at once
     inputs, targets = torch.ones(samples, FEATURES), torch.arange(samples) % CLASSES

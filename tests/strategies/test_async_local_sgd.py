@@ -26,17 +26,16 @@ from podium.data.order import GlobalOrder
 from podium.engine.build import Job
 from podium.errors import ConfigError
 from podium.launch.clusters.description import Cluster, Node
-from podium.servers.cursor import Cursor, Lease
+from podium.servers.leases.cursor import Cursor
+from podium.servers.leases.lease import Lease
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.async_elastic import AsyncElastic
 from podium.strategies.async_local_sgd import AsyncLocalSGD, Leasing
 from podium.strategies.base import Strategy
 from podium.task import Task
 from podium.tasks.digits import digits_mlp
-from tests.integration.faults import EPOCHS, SAMPLES, Faults, Gate
-from tests.integration.runs import at_gate, pid_of, records_of
-from tests.integration.runs import train as launch
-from tests.toys import (
+from podium.testing.faults import EPOCHS, SAMPLES, Faults, Gate
+from podium.testing.toys import (
     UNUSUAL,
     Trained,
     assert_close,
@@ -50,7 +49,9 @@ from tests.toys import (
     train_plainly,
     train_rank,
 )
-from tests.worlds import Memory, Real, Virtual, World
+from podium.testing.worlds import Memory, Real, Virtual, World
+from tests.integration.runs import at_gate, pid_of, records_of
+from tests.integration.runs import train as launch
 
 PLAIN = partial(AsyncLocalSGD, outer_lr=1.0, outer_momentum=0.0)
 DIGITS = digits_mlp(epochs=10)
@@ -150,7 +151,7 @@ def test_without_elasticity_workers_and_centre_never_meet() -> None:
 def outcomes(world: World, task: Task, strategy: Strategy[Any], workers: int) -> list[Any]:
     """What every rank came to, servers too."""
     job = Job(RunConfig(task="toy", workers=workers, eval_every=0), task, strategy, task_is_named=False)
-    return world.run(partial(train_rank, job=job), workers, strategy.server_count)
+    return world.run(partial(train_rank, job=job), workers, strategy.server_spec.count)
 
 
 def audit(trained: list[Trained], servers: list[Any], samples: int, epochs: int = 2) -> None:
@@ -244,9 +245,13 @@ def test_any_optimizer_may_run_on_the_workers() -> None:
 def test_a_recorded_run_happens_again_in_virtual_time(tmp_path: Path) -> None:
     for name in ("async-local-sgd", "async-elastic"):
         fields: dict[str, Any] = {"strategy": f"{name}:period=2,servers=2", "workers": 3, "epochs": 3}
-        raced = podium.train("tests.toys:toy", launcher="threads", run_dir=str(tmp_path / name), **fields)
+        raced = podium.train("podium.testing.toys:toy", launcher="threads", run_dir=str(tmp_path / name), **fields)
         again = podium.train(
-            "tests.toys:toy", launcher="virtual", run_dir=str(tmp_path / f"{name}-2"), replay=raced.run_dir, **fields
+            "podium.testing.toys:toy",
+            launcher="virtual",
+            run_dir=str(tmp_path / f"{name}-2"),
+            replay=raced.run_dir,
+            **fields,
         )
         assert again.param_hash == raced.param_hash
 
@@ -305,12 +310,12 @@ def test_leases_of_any_length_are_used_once_whoever_dies(
         else:
             done.append(held.pop(worker))
             source.applied(done[-1].number)
-    pieces = sorted(lease.piece for lease in done)
+    pieces = sorted(lease.slice for lease in done)
     assert [p.position for p in pieces] == [0, *(p.position + p.count for p in pieces[:-1])]
     assert pieces[-1].position + pieces[-1].count == end
     for lease in done:
-        assert lease.piece.offset + lease.piece.count <= samples, "none crosses the end of an epoch"
-        assert not lease.cuts or sum(count for count, _ in lease.cuts) == lease.piece.count
+        assert lease.slice.offset + lease.slice.count <= samples, "none crosses the end of an epoch"
+        assert not lease.cuts or sum(count for count, _ in lease.cuts) == lease.slice.count
 
 
 @settings(deadline=None, max_examples=100)
@@ -330,7 +335,7 @@ def test_a_cursor_that_is_restored_from_an_old_copy_lends_all_that_is_not_done(
         if worker in held:
             through = held.pop(worker)
             before.applied(through.number)
-            done |= set(range(through.piece.position, through.piece.position + through.piece.count))
+            done |= set(range(through.slice.position, through.slice.position + through.slice.count))
         elif (drawn := before.draw(worker, length)) is not None:
             held[worker] = drawn
         if chance.random() < 0.3:
@@ -339,13 +344,13 @@ def test_a_cursor_that_is_restored_from_an_old_copy_lends_all_that_is_not_done(
     after.load(copy)
     for worker in range(3):
         mine = held.get(worker)
-        after.heard_of(worker, () if mine is None else (mine.number,), 0 if mine is None else mine.piece.count)
+        after.heard_of(worker, () if mine is None else (mine.number,), 0 if mine is None else mine.slice.count)
     for lease in held.values():
         after.applied(lease.number)
-        done |= set(range(lease.piece.position, lease.piece.position + lease.piece.count))
-    kept = {n for lease in held.values() for n in range(lease.piece.position, lease.piece.position + lease.piece.count)}
+        done |= set(range(lease.slice.position, lease.slice.position + lease.slice.count))
+    kept = {n for lease in held.values() for n in range(lease.slice.position, lease.slice.position + lease.slice.count)}
     while (again := after.draw(0, length)) is not None:
-        span = set(range(again.piece.position, again.piece.position + again.piece.count))
+        span = set(range(again.slice.position, again.slice.position + again.slice.count))
         assert not span & kept, "what a worker has said that it did is not lent again"
         done |= span
         after.applied(again.number)
@@ -364,7 +369,7 @@ def test_the_same_servers_take_deltas_in_one_phase_and_gradients_in_the_next(lau
         "parameter-server:mode=async;servers=2 until epoch:at=3 | async-elastic:period=2;servers=2"
     )
     result = podium.train(
-        "tests.toys:toy",
+        "podium.testing.toys:toy",
         strategy="phases",
         strategy_options={"run": run},
         workers=3,

@@ -13,20 +13,24 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from podium.comm.base import Communicator
-from podium.engine.worker import Batch, Worker
+from podium.engine.batch import Batch
+from podium.engine.gradient_pass import PassOptions
+from podium.engine.replica import Replica
+from podium.engine.worker import Worker
 from podium.errors import Lost
 from podium.strategies.averaging import Anchor, mean_moments
-from tests.toys import BATCH, CLASSES, FEATURES, OPTIMIZERS, Scaled
-from tests.worlds import Memory
+from podium.testing.toys import BATCH, CLASSES, FEATURES, OPTIMIZERS, Scaled
+from podium.testing.worlds import Memory
 
 
 def make_worker(comm: Communicator, optimizer: str = "sgd") -> Worker:
     with comm.computing():
         torch.manual_seed(1)
         model = Scaled()
-    worker = Worker(model, OPTIMIZERS[optimizer](model.parameters()), comm, loss=cross_entropy)
-    worker.rng = (torch.get_rng_state(),)
-    worker.samples, worker.batch_size = 40, BATCH
+    replica = Replica(model, OPTIMIZERS[optimizer](model.parameters()))
+    worker = Worker(replica, comm, PassOptions(loss=cross_entropy))
+    worker.generators.fork(numpy_and_python=False)
+    worker.progress.train_on(40, BATCH)
     return worker
 
 
@@ -93,8 +97,8 @@ def _loses_a_peer(comm: Communicator) -> bool:
 def _counts_steps(comm: Communicator) -> None:
     worker = make_worker(comm)  # 40 samples in steps of 12: four to an epoch
     for position, step in ((0, 0), (11, 0), (12, 1), (39, 3), (40, 4), (53, 5), (80, 8)):
-        worker.position = position
-        assert worker.global_step == step
+        worker.progress.move_to(position)
+        assert worker.progress.global_step == step
 
 
 def moments_of(
@@ -157,8 +161,9 @@ def _partly_used(comm: Communicator) -> set[str]:
             return out + self.rare(x) if comm.rank == 1 else out
 
     model = Two()
-    worker = Worker(model, OPTIMIZERS["momentum"](model.parameters()), comm, loss=cross_entropy)
-    worker.rng = (torch.get_rng_state(),)
+    replica = Replica(model, OPTIMIZERS["momentum"](model.parameters()))
+    worker = Worker(replica, comm, PassOptions(loss=cross_entropy))
+    worker.generators.fork(numpy_and_python=False)
     worker.train_locally(batch(1, 4, 8))
     assert len(worker.state()["optimizer"]) == (4 if comm.rank == 1 else 2)
     mean_moments(worker, 0.5)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
@@ -18,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 import podium
 from podium.comm.base import Communicator
 from podium.config import RunConfig, parse_spec, resolve
-from podium.engine.build import Job, make_server
+from podium.engine.build import Job
 from podium.engine.checkpoint import find_checkpoint
 from podium.engine.files import load_tree, save_tree
 from podium.engine.recovery import Control, Regroup
@@ -26,14 +28,15 @@ from podium.engine.training import Training, run_server
 from podium.engine.worker import Worker
 from podium.errors import ConfigError, UnknownName
 from podium.exchange.codecs import CODECS
-from podium.exchange.reducing import make_packing
+from podium.exchange.packing import make_packing
 from podium.records.recorder import Recorder
+from podium.servers.build import make_server
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import ParameterServer
 from podium.task import Task
 from podium.tasks.digits import digits_mlp
-from tests.toys import (
+from podium.testing.toys import (
     CLASSES,
     FEATURES,
     UNUSUAL,
@@ -49,7 +52,7 @@ from tests.toys import (
     train_in,
     train_plainly,
 )
-from tests.worlds import Memory, Real, Virtual, World
+from podium.testing.worlds import Memory, Real, Virtual, World
 
 DEADLINE_S = 2.0
 """Of a wait; servers and those who wait for them put up with some of these."""
@@ -98,13 +101,13 @@ def learns(losses: list[float]) -> bool:
 # Every codec with every strategy.
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@settings(max_examples=2)
+@given(st.sampled_from(list(WAYS.values())), st.sampled_from(["all-reduce", "parameter-server 2"]))
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-def test_replicas_agree_after_synchronous_training(spec: str, way: dict[str, Any]) -> None:
-    for strategy in (SYNCHRONOUS["all-reduce"], SYNCHRONOUS["parameter-server 2"]):
-        trained = train(task_of(samples=36, epochs=1), strategy, 3, codec=spec, **way)
-        assert len(hashes(trained)) == 1
-        assert all(value.isfinite().all() for value in trained[0].state.values())
+def test_replicas_agree_after_synchronous_training(spec: str, way: dict[str, Any], strategy: str) -> None:
+    trained = train(task_of(samples=36, epochs=1), SYNCHRONOUS[strategy], 3, codec=spec, **way)
+    assert len(hashes(trained)) == 1
+    assert all(value.isfinite().all() for value in trained[0].state.values())
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
@@ -160,8 +163,16 @@ def test_dgc_that_sends_everything_is_the_optimizers_own_momentum(optimizer: str
         assert learns(mine[0].losses)
 
 
-@pytest.mark.parametrize("model", [*UNUSUAL, "half"])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+MODELS = [*UNUSUAL, "half"]
+# Fast: every codec with some model and every model with some codec; all pairs are slow.
+PAIRS = [
+    pytest.param(spec, model, id=f"{name}-{model}", marks=[] if (i - k) % len(MODELS) == 0 else pytest.mark.slow)
+    for i, (name, spec) in enumerate(SPECS.items())
+    for k, model in enumerate(MODELS)
+]
+
+
+@pytest.mark.parametrize(("spec", "model"), PAIRS)
 def test_any_model_travels_in_any_codec(spec: str, model: str) -> None:
     task = toy(model=UNUSUAL.get(model, Half), epochs=1, samples=24)
     strategy = AllReduce() if len(spec + model) % 2 else ParameterServer(servers=2)  # each with half of them
@@ -193,9 +204,9 @@ def test_real_processes_give_the_bits_of_threads(world: World) -> None:
 def test_a_recorded_run_with_a_codec_replays_to_the_same_bits(tmp_path: Path, options: str) -> None:
     fields: dict[str, Any] = {"strategy": f"parameter-server:{options},lease=3", "codec": "top-k:ratio=0.2"}
     fields |= {"workers": 3, "epochs": 2}
-    raced = podium.train("tests.toys:toy", launcher="threads", run_dir=str(tmp_path / "raced"), **fields)
+    raced = podium.train("podium.testing.toys:toy", launcher="threads", run_dir=str(tmp_path / "raced"), **fields)
     again = podium.train(
-        "tests.toys:toy", launcher="virtual", run_dir=str(tmp_path / "again"), replay=raced.run_dir, **fields
+        "podium.testing.toys:toy", launcher="virtual", run_dir=str(tmp_path / "again"), replay=raced.run_dir, **fields
     )
     assert again.param_hash == raced.param_hash
 
@@ -406,13 +417,13 @@ class Watching(Control):
 
     def stop_requested(self) -> bool:
         if len(self.after) < len(self.before):
-            self.latest = self.worker.outgoing.leftovers()
+            self.latest = self.worker.sender.residuals.state()
             self.after.append(self.latest)
         return False
 
     def progress(self, facts: dict[str, Any]) -> None:
         if facts["event"] == "progress":
-            self.latest = self.worker.outgoing.leftovers()
+            self.latest = self.worker.sender.residuals.state()
 
     def change_requested(self) -> bool:
         self._batches += 1
@@ -448,7 +459,8 @@ def live(comm: Communicator, job: Job, fate: Fate, meeting: Meeting) -> Seen | N
     control = Watching(comm.rank, meeting, fate.asks)
     control.training = Training(job, comm, recorder, control, late=late)
     if comm.rank == fate.dies[0]:
-        control.worker.loss = _dying(control.worker.loss, fate.dies[1])
+        gradients = control.worker.gradients
+        gradients.use_loss(_dying(gradients.loss, fate.dies[1]))
     report = control.training.run()
     return Seen(control.before, control.after, report.param_hash)
 
@@ -471,7 +483,7 @@ def run_fate(fate: Fate, strategy: Strategy[Any], spec: str, **config: Any) -> l
     job = Job(settings, task_of(epochs=4), strategy, task_is_named=False)
     meeting = Meeting(fate.plans, fate.left)
     main = partial(live, job=job, fate=fate, meeting=meeting)
-    outcomes = Memory().attempt(main, ranks, strategy.server_count, deadline_s=DEADLINE_S)
+    outcomes = Memory().attempt(main, ranks, strategy.server_spec.count, deadline_s=DEADLINE_S)
     for rank, outcome in enumerate(outcomes):
         if isinstance(outcome, BaseException) and not isinstance(outcome, _Death):
             raise outcome
@@ -513,11 +525,18 @@ def test_a_lost_worker_changes_nothing_in_what_the_others_keep(strategy: Strateg
         assert_same_bits(after["named"], before["named"])
 
 
-@pytest.mark.parametrize("spec", RESIDUAL.values(), ids=RESIDUAL.keys())
-@pytest.mark.parametrize("fate", [LEAVE, JOIN, SWAP], ids=["leave", "join", "swap"])
-@pytest.mark.parametrize(
-    "strategy", [AllReduce(), ParameterServer(), ParameterServer(mode="ssp", staleness=1)], ids=["ar", "sync", "ssp"]
-)
+FATES = {"leave": LEAVE, "join": JOIN, "swap": SWAP}
+CHANGING = {"ar": AllReduce(), "sync": ParameterServer(), "ssp": ParameterServer(mode="ssp", staleness=1)}
+# Fast: any two of strategy, fate and codec meet; all three are slow.
+CHANGES = [
+    pytest.param(strategy, fate, spec, id=f"{who}-{how}-{name}", marks=[] if (i + j + k) % 3 == 0 else pytest.mark.slow)
+    for i, (who, strategy) in enumerate(CHANGING.items())
+    for j, (how, fate) in enumerate(FATES.items())
+    for k, (name, spec) in enumerate(RESIDUAL.items())
+]
+
+
+@pytest.mark.parametrize(("strategy", "fate", "spec"), CHANGES)
 def test_nothing_is_lost_when_workers_join_and_leave(strategy: Strategy[Any], fate: Fate, spec: str) -> None:
     seen = run_fate(fate, strategy, spec)
     check_kept(seen)
@@ -630,7 +649,7 @@ class TestNames:
         self, tmp_path: Path, fields: dict[str, str], message: str
     ) -> None:
         with pytest.raises(ConfigError, match=message):
-            podium.train("tests.toys:toy", workers=2, out=str(tmp_path), **fields)  # type: ignore[arg-type]  # text all
+            podium.train("podium.testing.toys:toy", workers=2, out=str(tmp_path), **fields)  # type: ignore[arg-type]  # text all
         assert not list(tmp_path.iterdir())
 
     def test_servers_cannot_choose_how_they_answer(self) -> None:

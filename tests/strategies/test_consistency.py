@@ -23,9 +23,9 @@ from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import ParameterServer
 from podium.task import Task
-from tests.strategies.contract import OneWorkerContract
-from tests.toys import assert_close, assert_same_bits, hashes, toy, train, train_in, train_plainly, train_rank
-from tests.worlds import Memory, Real, Virtual, World
+from podium.testing.strategies import OneWorkerContract
+from podium.testing.toys import assert_close, assert_same_bits, hashes, toy, train, train_in, train_plainly, train_rank
+from podium.testing.worlds import Memory, Real, Virtual, World
 
 MODES: dict[str, dict[str, Any]] = {
     "async": {"mode": "async"},
@@ -90,7 +90,9 @@ def test_softsync_with_as_many_groups_as_workers_is_asp() -> None:
     assert_close(soft[0].state, asp[0].state)
 
 
-@pytest.mark.parametrize("world", [Memory(), Virtual(), Real()], ids=lambda w: w.name)
+@pytest.mark.parametrize(
+    "world", [Virtual(), *(pytest.param(w, marks=pytest.mark.slow) for w in (Memory(), Real()))], ids=lambda w: w.name
+)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
 def test_every_slice_is_applied_once_by_every_range_and_all_end_alike(world: World, options: dict[str, Any]) -> None:
     run = _records(world, toy(samples=47, epochs=3), ParameterServer(servers=2, **options), 4)
@@ -264,7 +266,7 @@ class _Run:
 
 def _records(world: World, task: Task, strategy: Strategy[Any], workers: int) -> _Run:
     job = Job(RunConfig(task="toy", workers=workers, eval_every=0), task, strategy, task_is_named=False)
-    return _Run(world.run(partial(train_rank, job=job), workers, strategy.server_count), workers)
+    return _Run(world.run(partial(train_rank, job=job), workers, strategy.server_spec.count), workers)
 
 
 def _samples(run: _Run, lease: int) -> int:

@@ -20,12 +20,25 @@ from podium.strategies.base import Strategy
 from podium.strategies.diloco import MOMENTUM, DiLoCo
 from podium.strategies.local_sgd import LocalSGD
 from podium.task import Task
-from tests.strategies.test_local_sgd import UNEVEN, Replicas, RoundsContract, flat_of, samples_used, waiting
-from tests.toys import BATCH, Uncontrolled, assert_close, assert_same_bits, toy, train, train_in, train_plainly
-from tests.worlds import Memory, Virtual
+from podium.testing.strategies import BetweenRoundsContract, RoundsContract
+from podium.testing.toys import (
+    BATCH,
+    Uncontrolled,
+    assert_close,
+    assert_same_bits,
+    samples_used,
+    toy,
+    train,
+    train_in,
+    train_plainly,
+)
+from podium.testing.worlds import Memory, Virtual
+from tests.strategies.test_local_sgd import UNEVEN, Replicas, flat_of, waiting
 
 
-class TestDiLoCo(RoundsContract):
+class TestDiLoCo(RoundsContract, BetweenRoundsContract):
+    period = 2
+
     @pytest.fixture
     def strategy(self) -> Strategy[Any]:
         return DiLoCo(sync_every=2)
@@ -90,7 +103,7 @@ def momentum_of_resumed(comm: Communicator, task: Task, strategy: DiLoCo, resume
     )
     training._begin_alike()
     strategy.init(training.worker)
-    return torch.cat(training.worker.kept[MOMENTUM])
+    return torch.cat(training.worker.strategy_state[MOMENTUM])
 
 
 def test_unequal_nodes_are_through_with_a_round_together() -> None:

@@ -13,8 +13,9 @@ from podium.strategies.base import Strategy
 from podium.strategies.elastic_averaging import ElasticAveraging
 from podium.strategies.local_sgd import LocalSGD
 from podium.task import Task
-from tests.strategies.test_local_sgd import Replicas, RoundsContract, flat_of
-from tests.toys import assert_close, toy, train
+from podium.testing.strategies import RoundsContract
+from podium.testing.toys import assert_close, toy, train
+from tests.strategies.test_local_sgd import Replicas, flat_of
 
 
 class TestElasticAveraging(RoundsContract):

@@ -16,17 +16,18 @@ from torch import nn
 
 import podium
 from podium.comm.base import Communicator
-from podium.engine.generators import generator_state
-from podium.engine.worker import Batch, Worker
+from podium.engine.batch import Batch
+from podium.engine.gradient_pass import PassOptions
+from podium.engine.replica import Replica
+from podium.engine.worker import Worker
 from podium.errors import ConfigError, Lost
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.gossip import Gossip
 from podium.strategies.graphs import Graph, mixing
-from tests.integration.faults import TASK, Faults
-from tests.integration.runs import FIELDS
-from tests.strategies.contract import ClippingContract, OneWorkerContract
-from tests.toys import (
+from podium.testing.faults import TASK, Faults
+from podium.testing.strategies import ClippingContract, OneWorkerContract
+from podium.testing.toys import (
     UNUSUAL,
     Branching,
     assert_close,
@@ -40,7 +41,8 @@ from tests.toys import (
     train_in,
     train_plainly,
 )
-from tests.worlds import Memory, Real, Virtual
+from podium.testing.worlds import Memory, Real, Virtual
+from tests.integration.runs import FIELDS
 
 BALANCED: tuple[Graph, ...] = ("ring", "exponential", "one-peer", "complete")
 GRAPHS: tuple[Graph, ...] = (*BALANCED, "random")
@@ -107,7 +109,8 @@ def test_one_peer_rounds_over_a_power_of_two_are_exact(size: int) -> None:
 
 def _worker(comm: Communicator) -> Worker:
     model = nn.Linear(3, 1)
-    return Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), comm, loss=nn.functional.mse_loss)
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return Worker(replica, comm, PassOptions(loss=nn.functional.mse_loss))
 
 
 def _mix_only(comm: Communicator, strategy: Gossip, starts: list[float], steps: int) -> tuple[list[Any], list[Any]]:
@@ -279,14 +282,14 @@ def test_all_hear_of_the_mean_loss_and_of_a_stop_at_the_same_step(agree_every: i
 
 def _stop_in_third_step(comm: Communicator, strategy: Gossip) -> tuple[int, float | None]:
     worker = _worker(comm)
-    worker.rng = generator_state(worker.device)
+    worker.generators.fork(numpy_and_python=False)
     state = strategy.init(worker)
     batch = Batch(torch.ones(2, 3), torch.ones(2, 1) * comm.rank, 2, 1 / 3)
-    while not worker.stop_agreed:
-        worker.stop_requested = comm.rank == 1 and worker.steps_done >= 2
+    while not worker.votes.agreed.stop:
+        worker.votes.request(stop=comm.rank == 1 and worker.steps_done >= 2)
         strategy.step(worker, state, batch)
         assert worker.steps_done < 30
-    steps, loss = worker.steps_done, worker.step_loss
+    steps, loss = worker.steps_done, worker.votes.mean_loss
     strategy.finish(worker, state)
     return steps, loss
 
@@ -294,7 +297,7 @@ def _stop_in_third_step(comm: Communicator, strategy: Gossip) -> tuple[int, floa
 def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
     options: dict[str, Any] = {"workers": 3, "launcher": "threads", "checkpoint_every": 3}
     options["strategy"] = Gossip(graph="random", push_sum=True)
-    task = "tests.toys:toy"
+    task = "podium.testing.toys:toy"
     whole = podium.train(task, run_dir=str(tmp_path / "whole"), **options)
     podium.train(task, run_dir=str(tmp_path / "part"), steps=6, **options)
     resumed = podium.train(task, run_dir=str(tmp_path / "rest"), resume=str(tmp_path / "part"), **options)

@@ -9,7 +9,7 @@ import pytest
 import podium
 from podium.records.recorder import read_records
 
-TASK = "tests.toys:toy"
+TASK = "podium.testing.toys:toy"
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ What holds for every strategy with rounds is in `RoundsContract`, which the test
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -27,36 +27,34 @@ from podium.data.order import GlobalOrder, share_of
 from podium.engine.build import Job
 from podium.engine.checkpoint import folder_for
 from podium.engine.feed import make_feed, parts_from, plan_round
+from podium.engine.recovery import share_from_first
 from podium.engine.training import Training
 from podium.errors import ConfigError
 from podium.launch.clusters.description import Cluster, Node
 from podium.records.recorder import Record, Recorder
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
-from podium.strategies.local_sgd import LOSSES, LocalSGD, Pace
+from podium.strategies.local_sgd import LOSSES, LocalSGD
+from podium.strategies.pace import Pace
 from podium.task import Task
-from tests.integration.faults import EPOCHS, SAMPLES, Faults
-from tests.integration.runs import records_of
-from tests.integration.runs import train as train_faulty
-from tests.strategies.contract import OneWorkerContract
-from tests.toys import (
+from podium.testing.faults import EPOCHS, SAMPLES, Faults
+from podium.testing.strategies import BetweenRoundsContract, OneWorkerContract, RoundsContract
+from podium.testing.toys import (
     BATCH,
-    UNUSUAL,
-    Branching,
-    Half,
     Trained,
     Uncontrolled,
     assert_close,
     assert_same_bits,
-    everything_model,
     halve_every_third,
-    hashes,
+    samples_used,
     toy,
     train,
     train_in,
     train_plainly,
 )
-from tests.worlds import Memory, Real, Virtual
+from podium.testing.worlds import Memory, Virtual
+from tests.integration.runs import records_of
+from tests.integration.runs import train as train_faulty
 
 UNEVEN = Cluster(
     nodes=tuple(Node(name=f"n{i}", speed=speed, up_mbit=1000, down_mbit=1000) for i, speed in enumerate((4, 1, 1))),
@@ -116,94 +114,9 @@ def flat_of(trained: Trained) -> Tensor:
     return torch.cat([value.reshape(-1) for value in trained.state.values()])
 
 
-def assert_alike(trained: Sequence[Trained]) -> None:
-    """In parameters and in the optimizer's state, in bits."""
-    assert len(hashes(trained)) == 1
-    for other in trained[1:]:
-        assert other.optimizer.keys() == trained[0].optimizer.keys()
-        for name, state in trained[0].optimizer.items():
-            assert_same_bits(other.optimizer[name], state)
+class TestLocalSGD(RoundsContract, BetweenRoundsContract, OneWorkerContract):
+    period = 4
 
-
-def samples_used(trained: Sequence[Trained]) -> int:
-    return sum(row["samples"] for worker in trained for row in worker.records if row["kind"] == "step")
-
-
-class RoundsContract:
-    """What every strategy promises whose workers step by themselves and meet now and then."""
-
-    @pytest.mark.parametrize(
-        ("model", "optimizer"),
-        [(UNUSUAL["scalar"], "adamw"), (UNUSUAL["two-dtypes"], "momentum"), (Branching, "adamw"), (Half, "momentum")],
-    )
-    def test_replicas_are_alike_at_the_end_and_every_sample_is_used_once(
-        self, strategy: Strategy[Any], model: Callable[[], nn.Module], optimizer: str
-    ) -> None:
-        trained = train(toy(model=model, optimizer=optimizer), strategy, 3)
-        assert_alike(trained)
-        assert samples_used(trained) == trained[0].position == 2 * 44
-
-    def test_a_worker_without_samples_is_like_the_others_in_the_end(self, strategy: Strategy[Any]) -> None:
-        if strategy.feed == "step":
-            assert_alike(train(toy(optimizer="adamw"), strategy, 3, shares=(1, 0, 2)))
-        assert_alike(train(toy(samples=25), strategy, 3))  # the last step of an epoch has one sample
-
-    def test_a_parameter_that_nobody_uses_does_not_move(self, strategy: Strategy[Any]) -> None:
-        task = toy(model=UNUSUAL["unused"], optimizer="adamw")
-        torch.manual_seed(0)
-        before = task.model().state_dict()
-        for worker in train(task, strategy, 3):
-            assert torch.equal(worker.state["spare.weight"], before["spare.weight"])
-            assert not torch.equal(worker.state["first.weight"], before["first.weight"])
-
-    def test_threads_virtual_time_and_processes_give_the_same_bits(self, strategy: Strategy[Any]) -> None:
-        task = toy(model=everything_model, optimizer="adamw", schedule=halve_every_third)
-        threads, virtual = train(task, strategy, 3), train_in(Virtual(), task, strategy, 3)
-        for a, b in zip(threads, virtual, strict=True):
-            assert_same_bits(a.state, b.state)
-        again = train(task, strategy, 3)
-        assert hashes(threads) == hashes(again)
-        assert hashes(threads) != hashes(train(task, strategy, 3, seed=5))
-
-    def test_two_real_processes_give_the_bits_of_two_threads(self, strategy: Strategy[Any]) -> None:
-        task = toy(model=everything_model, optimizer="adamw", schedule=halve_every_third)
-        strategy = for_two(strategy)
-        for a, b in zip(train(task, strategy, 2), train_in(Real(), task, strategy, 2), strict=True):
-            assert_same_bits(a.state, b.state)
-
-    @pytest.mark.parametrize("codec", ["dense", "top-k:ratio=0.2"])
-    def test_a_run_resumed_in_mid_round_equals_the_unbroken_one(
-        self, strategy: Strategy[Any], codec: str, tmp_path: Path
-    ) -> None:
-        task = toy(model=everything_model, optimizer="adamw", schedule=halve_every_third, epochs=3)
-        options: dict[str, Any] = {"checkpoint_every": 3, "keep_checkpoints": 10, "codec": codec}
-        whole = train_in(Memory(), task, strategy, 3, run_dir=tmp_path / "whole", **options)
-        resume = str(folder_for(tmp_path / "whole", 6))
-        rest = train_in(Memory(), task, strategy, 3, run_dir=tmp_path / "rest", resume=resume, **options)
-        assert_alike(rest)
-        for a, b in zip(whole, rest, strict=True):
-            assert_same_bits(b.state, a.state)
-            for name, state in a.optimizer.items():
-                assert_same_bits(b.optimizer[name], state)
-        assert 0 < len(rest[0].losses) < len(whole[0].losses)
-
-    @pytest.mark.parametrize("codec", ["int8", "random-k:ratio=0.3", "power-sgd:min_rate=1"])
-    def test_any_codec_leaves_the_replicas_alike(self, strategy: Strategy[Any], codec: str) -> None:
-        assert_alike(train(toy(), strategy, 3, codec=codec))
-
-    def test_a_codec_that_wants_gradients_is_refused(self, strategy: Strategy[Any]) -> None:
-        with pytest.raises(ConfigError, match="no gradients travel"):
-            train(toy(), strategy, 3, codec="dgc")
-
-
-def for_two(strategy: Strategy[Any]) -> Strategy[Any]:
-    """The same for two workers, where it names three."""
-    if isinstance(strategy, LocalSGD) and strategy.steps == "2,1,1":
-        return LocalSGD(period=strategy.period, steps="2,1")
-    return strategy
-
-
-class TestLocalSGD(RoundsContract, OneWorkerContract):
     @pytest.fixture
     def strategy(self) -> Strategy[Any]:
         return LocalSGD(period=4)
@@ -216,6 +129,10 @@ class TestWithAllAveraged(RoundsContract):
 
 
 class TestWithUnequalSteps(RoundsContract, OneWorkerContract):
+    @pytest.fixture
+    def for_two_workers(self) -> Strategy[Any]:
+        return LocalSGD(period=2, steps="2,1")
+
     @pytest.fixture
     def strategy(self, request: pytest.FixtureRequest) -> Strategy[Any]:
         alone = request.function.__name__ in vars(OneWorkerContract) and "nobody_uses" not in request.function.__name__
@@ -321,7 +238,7 @@ def losses_of_resumed(comm: Communicator, task: Task, strategy: LocalSGD, resume
         Job(config, task, strategy, None, task_is_named=False), comm, Recorder(comm.rank), Uncontrolled()
     )
     training._begin_alike()
-    found = training.worker.outgoing.memory.get_named(LOSSES)
+    found = training.worker.sender.memory.get_named(LOSSES)
     assert found is not None
     assert strategy.init(training.worker).first_loss == found[0]
     return found
@@ -428,14 +345,14 @@ def rates_of(comm: Communicator, task: Task, strategy: LocalSGD) -> list[float]:
     job = Job(RunConfig(task=task.name, workers=comm.size), task, strategy, None, task_is_named=False)
     training, rates = Training(job, comm, Recorder(comm.rank), Uncontrolled()), []
     worker = training.worker
-    worker.share_from_first()
-    worker.horizon = training.end
-    feed = make_feed("round", training.data.train, training.order, worker, training.device)
+    share_from_first(worker)
+    worker.progress.run_until(training.end)
+    feed = make_feed("round", training.data.train, training.order, worker, worker.replica.device)
     state = strategy.init(worker)
     while (batch := feed.next()) is not None:
         rates.append(float(worker.optimizer.param_groups[0]["lr"]))
         strategy.step(worker, state, batch)
-    assert worker.schedule is not None and worker.schedule.last_epoch == training.total_steps
+    assert worker.replica.schedule is not None and worker.replica.schedule.last_epoch == training.total_steps
     return rates
 
 
@@ -466,7 +383,7 @@ def with_residual(comm: Communicator, task: Task, codec: str) -> tuple[Tensor, T
     training = Training(job, comm, Recorder(comm.rank), Uncontrolled())
     training.run()
     worker = training.worker
-    left = worker.flat.by_name(worker.outgoing.memory.of_span["residual"])
+    left = worker.flat.by_name(worker.sender.memory.of_span["residual"])
     names = [name for name, _ in worker.model.named_parameters()]
     flat = torch.cat([left[name] for name in names])
     return parameters_to_vector(worker.model.parameters()).detach().clone(), flat
@@ -535,7 +452,7 @@ def _happened(rows: list[Record], mark: int | None) -> list[Record]:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"period": 0}, "period must be at least 1, got 0"),
-    ({"warm_up": -1}, "warm_up must be 0 or more steps, got -1"),
+    ({"warm_up": -1}, "warm_up must be at least 0, got -1"),
     ({"alpha": 0.0}, "alpha must be above 0, got 0"),
     ({"adapt": "los"}, "loss"),
     ({"average": "parameters,momentum"}, "moments"),

@@ -12,42 +12,45 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from podium.comm.base import Communicator
+from podium.comm.base import Communicator, Message
 from podium.config import RunConfig
 from podium.data.order import GlobalOrder
-from podium.engine.build import Job, build_worker, make_server
+from podium.engine.build import Job, build_worker
 from podium.engine.feed import CursorFeed
 from podium.engine.training import run_server
 from podium.errors import ConfigError, DeadlineExceeded
-from podium.launch.base import Plan
+from podium.launch.base import ScriptPlan
 from podium.launch.clusters.description import uniform
 from podium.launch.local import endpoints_of
 from podium.records.recorder import Recorder
-from podium.servers.server import PATIENCE, Server
+from podium.servers.build import make_server
+from podium.servers.leases.lease import PATIENCE
+from podium.servers.leases.lending import Lending
+from podium.servers.wire.messages import Draw, DrawReply
 from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import ParameterServer
 from podium.task import Task
-from tests.integration.faults import EPOCHS, SAMPLES, Faults
+from podium.testing.faults import EPOCHS, SAMPLES, Faults
+from podium.testing.toys import assert_close, assert_same_bits, hashes, toy, train, train_plainly, train_rank
+from podium.testing.worlds import Memory, Real, Virtual, World
 from tests.integration.runs import records_of
 from tests.integration.runs import train as launch
-from tests.toys import assert_close, assert_same_bits, hashes, toy, train, train_plainly, train_rank
-from tests.worlds import Memory, Real, Virtual, World
 
 MODES = ["async", "ssp", "dssp", "softsync", "backup", "gba"]
 
 
-def served(mode: str = "async", *, sit: int = 2, servers: int = 2, **options: Any) -> ParameterServer:
-    return ParameterServer(mode=mode, servers=servers, placement="colocated", only_serve=sit, **options)  # type: ignore[arg-type]  # checked by itself
+def served(mode: str = "async", *, only_serve: int = 2, servers: int = 2, **options: Any) -> ParameterServer:
+    return ParameterServer(mode=mode, servers=servers, placement="colocated", only_serve=only_serve, **options)  # type: ignore[arg-type]  # checked by itself
 
 
 def outcomes(world: World, task: Task, strategy: Strategy[Any], workers: int, deadline_s: float = 20.0) -> list[Any]:
     job = Job(RunConfig(task="toy", workers=workers, eval_every=0), task, strategy, task_is_named=False)
-    return world.run(partial(train_rank, job=job), workers, strategy.server_count, deadline_s)
+    return world.run(partial(train_rank, job=job), workers, strategy.server_spec.count, deadline_s)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("world", [Memory(), Virtual(colocated=True)], ids=lambda w: w.name)
-def test_sitting_workers_train_nothing_and_the_others_use_all_samples(mode: str, world: World) -> None:
+def test_workers_that_only_serve_train_nothing_and_the_others_use_all_samples(mode: str, world: World) -> None:
     everybody = outcomes(world, toy(samples=47), served(mode), 5)
     found, servers = everybody[:5], everybody[5:]
     assert [bool(worker.losses) for worker in found] == [True, True, True, False, False]
@@ -60,7 +63,7 @@ def test_sitting_workers_train_nothing_and_the_others_use_all_samples(mode: str,
 
 
 def test_in_real_processes_too() -> None:
-    found = outcomes(Real(), toy(), served(sit=1), 3)[:3]
+    found = outcomes(Real(), toy(), served(only_serve=1), 3)[:3]
     assert [bool(worker.losses) for worker in found] == [True, True, False]
     assert len(hashes(found)) == 1
 
@@ -74,7 +77,7 @@ def test_those_who_train_count_alone() -> None:
 
 def test_in_step_they_are_not_waited_for() -> None:
     """SSP(0) is all-reduce among those who train."""
-    trained = train(toy(), served("ssp", staleness=0, sit=1), 4)
+    trained = train(toy(), served("ssp", staleness=0, only_serve=1), 4)
     assert_close(trained[0].state, train_plainly(toy()).state)
 
 
@@ -82,16 +85,16 @@ def test_nobody_times_out_however_long_it_lasts() -> None:
     """Many times as long as any wait is allowed to be."""
     deadline_s = 0.1
     began = time.monotonic()
-    found = outcomes(Memory(), toy(loss=_slow_loss, epochs=5), served(sit=1), 3, deadline_s)
+    found = outcomes(Memory(), toy(loss=_slow_loss, epochs=5), served(only_serve=1), 3, deadline_s)
     assert time.monotonic() - began > 1.5 * PATIENCE * deadline_s, "too short to show anything"
     assert not found[2].losses and len(hashes(found[:3])) == 1
 
 
 @pytest.mark.slow
-def test_without_being_told_to_ask_again_a_sitting_worker_does_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Server, "_hear_sitters", lambda _self: None)
+def test_without_being_told_to_ask_again_a_worker_that_only_serves_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lending, "pushed", lambda _self: None)
     with pytest.raises(DeadlineExceeded):
-        outcomes(Memory(), toy(loss=_slow_loss, epochs=5), served(sit=1), 3, 0.1)
+        outcomes(Memory(), toy(loss=_slow_loss, epochs=5), served(only_serve=1), 3, 0.1)
 
 
 def _slow_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -99,9 +102,9 @@ def _slow_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs, targets)
 
 
-def test_they_sit_only_where_others_train() -> None:
-    """With as many sitting as there are, all train."""
-    trained = train(toy(), served(sit=2), 2)
+def test_workers_only_serve_where_others_train() -> None:
+    """Where all workers were to serve only, all train."""
+    trained = train(toy(), served(only_serve=2), 2)
     assert all(worker.losses for worker in trained)
 
 
@@ -110,19 +113,19 @@ def test_they_sit_only_where_others_train() -> None:
 
 def test_servers_live_with_the_workers_that_only_serve() -> None:
     config = RunConfig(task="toy", workers=4)
-    assert endpoints_of(Plan(config, served(), None)) == [(0,), (1,), (2, 4), (3, 5)]
-    assert endpoints_of(Plan(config, served(sit=1), None)) == [(0,), (1,), (2,), (3, 4, 5)]
-    assert endpoints_of(Plan(config, served(sit=0), None)) == [(0, 4), (1, 5), (2,), (3,)]
+    assert endpoints_of(ScriptPlan(config, served(), None)) == [(0,), (1,), (2, 4), (3, 5)]
+    assert endpoints_of(ScriptPlan(config, served(only_serve=1), None)) == [(0,), (1,), (2,), (3, 4, 5)]
+    assert endpoints_of(ScriptPlan(config, served(only_serve=0), None)) == [(0, 4), (1, 5), (2,), (3,)]
     assert uniform(4).place(4, 3, colocated=True, hosts=(2, 3)) == (0, 1, 2, 3, 2, 3, 2)
 
 
 class Begun:
-    """What the beginning of a stretch cost, for each worker: virtual time, and bytes."""
+    """What the beginning of a segment cost, for each worker: virtual time, and bytes."""
 
     def __init__(self, strategy: ParameterServer, workers: int) -> None:
         job = Job(RunConfig(task="toy", workers=workers), toy(model=_large), strategy, task_is_named=False)
-        world = Virtual(uniform(workers, mbit=100, seconds_per_sample=1e-4), colocated=strategy.colocated)
-        found = world.run(partial(_begin, job=job), workers, strategy.server_count)[:workers]
+        world = Virtual(uniform(workers, mbit=100, seconds_per_sample=1e-4), colocated=strategy.server_spec.colocated)
+        found = world.run(partial(_begin, job=job), workers, strategy.server_spec.count)[:workers]
         self.ns, self.sent = max(ns for ns, _ in found), [sent for _, sent in found]
 
 
@@ -131,11 +134,12 @@ def _begin(comm: Communicator, job: Job) -> tuple[int, int] | None:
         run_server(make_server(job, comm, Recorder(comm.rank)))
         return None
     worker = build_worker(job, comm, 4, torch.device("cpu"))
-    worker.samples, worker.batch_size, worker.horizon = 44, 12, 44
+    worker.progress.train_on(44, 12)
+    worker.progress.run_until(44)
     began, sent = comm.clock.now_ns(), comm.traffic.sent
     state = job.strategy.init(worker)
     cost = comm.clock.now_ns() - began, comm.traffic.sent - sent
-    assert CursorFeed(job.task.data().train, GlobalOrder(44, 0), worker, worker.device).next() is None
+    assert CursorFeed(job.task.data().train, GlobalOrder(44, 0), worker, torch.device("cpu")).next() is None
     job.strategy.finish(worker, state)
     return cost
 
@@ -147,14 +151,14 @@ def _large() -> nn.Module:
 
 def test_colocated_servers_are_seeded_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every worker brings the server beside it what it holds, so the model crosses no link."""
-    monkeypatch.setattr(Server, "_draw", _nothing_to_lend)
+    monkeypatch.setattr(Lending, "draw", _nothing_to_lend)
     begun = Begun(ParameterServer(mode="async", servers=8, placement="colocated"), 8)
     assert begun.ns < 83e6 / 20
     assert max(begun.sent) < 1.1 * 1_040_000 / 8
 
 
-def _nothing_to_lend(self: Server, message: Any) -> None:
-    self.answer(message, {"position": 0, "agreed": [False] * 3})
+def _nothing_to_lend(self: Lending, message: Message, _: Draw) -> None:
+    self._outbox.answer(message, DrawReply(position=0))
 
 
 # Losses, in real processes.
@@ -188,6 +192,6 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ConfigError, match="only_serve"):
         ParameterServer(mode="sync", placement="colocated", only_serve=1)
     with pytest.raises(ConfigError, match="only_serve must be at least 0"):
-        served(sit=-1)
+        served(only_serve=-1)
     with pytest.raises(ConfigError, match="only_serve must be below"):
-        served(sit=2).check(2)
+        served(only_serve=2).check(2)

@@ -12,9 +12,10 @@ from podium.launch.clusters.description import Change, Cluster, Node
 from podium.records.recorder import Record
 from podium.strategies.base import Strategy
 from podium.strategies.diloco import DiLoCo
-from podium.strategies.local_sgd import LocalSGD, Pace, steps_by_speed
-from tests.toys import Trained, toy, train_in
-from tests.worlds import Virtual
+from podium.strategies.local_sgd import LocalSGD
+from podium.strategies.pace import Pace, steps_by_speed
+from podium.testing.toys import Trained, toy, train_in
+from podium.testing.worlds import Virtual
 
 BATCH = 16
 PER_SAMPLE_S = 1e-2

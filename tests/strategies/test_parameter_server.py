@@ -19,13 +19,13 @@ from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.parameter_server import ParameterServer
 from podium.task import Task
-from tests.strategies.contract import (
+from podium.testing.strategies import (
     ClippingContract,
     OneWorkerContract,
     SynchronousClippingContract,
     SynchronousContract,
 )
-from tests.toys import (
+from podium.testing.toys import (
     CLASSES,
     FEATURES,
     UNUSUAL,
@@ -39,7 +39,7 @@ from tests.toys import (
     train_rank,
     two_groups,
 )
-from tests.worlds import Memory, Real, Virtual, World
+from podium.testing.worlds import Memory, Real, Virtual, World
 
 
 class TestOneServer(SynchronousContract, SynchronousClippingContract):
@@ -104,7 +104,7 @@ def test_more_servers_than_elements_to_hold_still_train() -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "scalar", "channels-last", "two-dtypes"])
-def test_optimizer_state_travels_there_and_back_at_every_stretch(kind: str | None, tmp_path: Path) -> None:
+def test_optimizer_state_travels_there_and_back_at_every_segment(kind: str | None, tmp_path: Path) -> None:
     """With a checkpoint after every step, all of it goes to the servers and home again each time."""
     task = toy(optimizer="adamw", **({"model": UNUSUAL[kind]} if kind else {}))
     for servers in (1, 2, 5):
@@ -216,4 +216,4 @@ def _one_cycle(optimizer: Optimizer, total_steps: int) -> OneCycleLR:
 def _attempt(world: World, task: Task, strategy: Strategy[Any], workers: int) -> list[Any]:
     """What every rank came to, servers too."""
     job = Job(RunConfig(task="toy", workers=workers, eval_every=0), task, strategy, task_is_named=False)
-    return world.run(partial(train_rank, job=job), workers, strategy.server_count)
+    return world.run(partial(train_rank, job=job), workers, strategy.server_spec.count)

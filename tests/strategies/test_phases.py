@@ -15,17 +15,18 @@ from torch.optim.lr_scheduler import OneCycleLR
 import podium
 from podium.comm.base import Communicator
 from podium.config import RunConfig
-from podium.engine.build import Job, make_server
+from podium.engine.build import Job
 from podium.engine.checkpoint import find_checkpoint
 from podium.engine.training import Training, run_server
 from podium.errors import ConfigError
 from podium.launch.clusters.description import Cluster, uniform
 from podium.records.audit import audit
 from podium.records.recorder import Recorder
+from podium.servers.build import make_server
 from podium.strategies import make_strategy
 from podium.strategies.base import Strategy
 from podium.strategies.phases import Phases
-from tests.toys import (
+from podium.testing.toys import (
     SAMPLES,
     Trained,
     Uncontrolled,
@@ -40,7 +41,7 @@ from tests.toys import (
     train_in,
     train_plainly,
 )
-from tests.worlds import Memory, Real, Virtual
+from podium.testing.worlds import Memory, Real, Virtual
 
 WORKERS = 3
 
@@ -120,7 +121,15 @@ def test_synchronous_phases_equal_one_process(first: str, second: str, optimizer
     check_audit(trained)
 
 
-PAIRS = [*itertools.permutations([*SYNCHRONOUS[::2], *RELAXED], 2), *itertools.pairwise([*OTHERS, OTHERS[0]])]
+def circle(names: list[str]) -> list[tuple[str, str]]:
+    """Each is followed by another one, and follows one."""
+    return list(itertools.pairwise([*names, names[0]]))
+
+
+USUAL = [*SYNCHRONOUS[::2], *RELAXED]
+# Fast: every strategy follows some other; all pairs of the usual ones are slow.
+FAST = [*circle(USUAL), *circle(OTHERS)]
+PAIRS = [*FAST, *(pytest.param(*p, marks=pytest.mark.slow) for p in itertools.permutations(USUAL, 2) if p not in FAST)]
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
@@ -205,7 +214,7 @@ def test_presets_are_phases() -> None:
     for name in ("strategy-switch", "sync-switch", "post-local-sgd"):
         strategy = make_strategy(name, {}, 4)
         assert len(strategy.phases) == 2
-        trained = train_in(Virtual(colocated=strategy.colocated), toy(epochs=4), strategy, 4)
+        trained = train_in(Virtual(colocated=strategy.server_spec.colocated), toy(epochs=4), strategy, 4)
         (switch,) = of_kind(trained[0], "switch")
         assert switch["position"] < 4 * SAMPLES
         check_audit(trained)
@@ -260,7 +269,7 @@ def test_a_rule_that_raises_is_named() -> None:
         ("all-reduce until plateu | all-reduce", "plateau"),
         ("all-reduce until step | all-reduce", "at and after"),
         ("all-reduce until share:at=1.5 | all-reduce", "below 1"),
-        ("parameter-server:servers=1 until step:at=2 | parameter-server:servers=2", "server_count"),
+        ("parameter-server:servers=1 until step:at=2 | parameter-server:servers=2", "servers"),
         ("strategy-switch until step:at=2 | all-reduce", "phases"),
         ("all-reduce:collective=ring until step:at=2 | all-reduce", "collective"),
     ],
@@ -341,7 +350,7 @@ def stop_rank(comm: Communicator, job: Job, batches: int) -> int:
 def test_a_run_that_is_stopped_around_a_change_of_phase_ends(first: str, batches: int) -> None:
     strategy = phases(f"{first} until step:at=4 | all-reduce until step:at=5 | all-reduce")
     job = Job(RunConfig(workers=2, epochs=3), toy(epochs=3), strategy)
-    ended = Memory().run(partial(stop_rank, job=job, batches=batches), 2, strategy.server_count)
+    ended = Memory().run(partial(stop_rank, job=job, batches=batches), 2, strategy.server_spec.count)
     assert len(set(ended[:2])) == 1
     assert ended[0] < 3 * SAMPLES
 
@@ -394,7 +403,7 @@ def test_what_a_strategy_kept_does_not_go_to_another(tmp_path: Path) -> None:
         assert len(hashes(trained)) == 1
 
 
-def test_steps_stay_in_line_where_an_asynchronous_stretch_ended_in_mid_step(tmp_path: Path) -> None:
+def test_steps_stay_in_line_where_an_asynchronous_segment_ended_in_mid_step(tmp_path: Path) -> None:
     """Otherwise an epoch would have one step too many, and a schedule of steps would run out."""
     task, strategy = (
         toy(epochs=4, schedule=one_cycle),

@@ -10,8 +10,8 @@ from podium.errors import ConfigError
 from podium.strategies import make_strategy
 from podium.strategies.base import Strategy
 from podium.strategies.solo import Solo
-from tests.strategies.contract import ClippingContract, OneWorkerContract
-from tests.toys import Half, assert_same_bits, toy, train, train_plainly
+from podium.testing.strategies import ClippingContract, OneWorkerContract
+from podium.testing.toys import Half, assert_same_bits, toy, train, train_plainly
 
 
 class TestSolo(OneWorkerContract, ClippingContract):

@@ -15,9 +15,10 @@ from podium.strategies.base import Strategy
 from podium.strategies.diloco import DiLoCo
 from podium.strategies.streaming_diloco import StreamingDiLoCo, layers_of
 from podium.task import Task
-from tests.strategies.test_local_sgd import Replicas, RoundsContract, exchanges, flat_of
-from tests.toys import CLASSES, FEATURES, assert_same_bits, plain_model, toy, train, train_in
-from tests.worlds import Virtual
+from podium.testing.strategies import RoundsContract
+from podium.testing.toys import CLASSES, FEATURES, assert_same_bits, plain_model, toy, train, train_in
+from podium.testing.worlds import Virtual
+from tests.strategies.test_local_sgd import Replicas, exchanges, flat_of
 
 
 class TestStreamingDiLoCo(RoundsContract):

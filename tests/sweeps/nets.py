@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from podium import Task
 from podium.data.base import ArrayDataset, Data
 from podium.errors import ConfigError
-from podium.sweeps.executors.reference import ReferenceTrainer
 from podium.sweeps.fused.array import Array
 from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.recipe import Recipe
+from podium.sweeps.reference import ReferenceTrainer
 from podium.sweeps.trial import GO, Evaluation, Outcome, Trial, Verdict
 from podium.task import accuracy
 
@@ -435,14 +435,14 @@ def recipe_of(task: Any, **settings: Any) -> Recipe:
     return Recipe(**{"task": task, "device": "cpu", "dtype": "float64", **settings})
 
 
-def resident_of(recipe: Recipe, trial: Trial) -> DeviceData:
+def device_data_of(recipe: Recipe, trial: Trial) -> DeviceData:
     return DeviceData(recipe.data_of(recipe.task_of(trial)), recipe.torch_device, recipe.torch_dtype)
 
 
-def array_of(recipe: Recipe, trials: list[Trial], resident: DeviceData | None = None, **settings: Any) -> Array:
+def array_of(recipe: Recipe, trials: list[Trial], device_data: DeviceData | None = None, **settings: Any) -> Array:
     """An array with these trials loaded, ready for its first step."""
     parts = [recipe.make(trial) for trial in trials]
-    array = Array(recipe, parts[0], resident or resident_of(recipe, trials[0]), len(trials), **settings)
+    array = Array(recipe, parts[0], device_data or device_data_of(recipe, trials[0]), len(trials), **settings)
     for row, one in enumerate(parts):
         array.load(row, one)
     array.refill([0] * len(trials))
@@ -450,7 +450,7 @@ def array_of(recipe: Recipe, trials: list[Trial], resident: DeviceData | None = 
 
 
 def alone_after(recipe: Recipe, trial: Trial, steps: int) -> ReferenceTrainer:
-    alone = ReferenceTrainer(recipe, trial, resident_of(recipe, trial))
+    alone = ReferenceTrainer(recipe, trial, device_data_of(recipe, trial))
     for _ in range(steps):
         alone.step()
     return alone

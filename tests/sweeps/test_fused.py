@@ -17,15 +17,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from podium import Task
 from podium.errors import ConfigError
-from podium.sweeps.executors import auto
 from podium.sweeps.executors.auto import Auto
+from podium.sweeps.executors.candidate import REPEATS, Candidate
+from podium.sweeps.executors.choice import decide
 from podium.sweeps.executors.fused import Fused
 from podium.sweeps.executors.sequential import Sequential
 from podium.sweeps.executors.streams import Streams
+from podium.sweeps.executors.timing import Timing, step_timings
 from podium.sweeps.fused import slots
-from podium.sweeps.fused.array import Array, structure_of
-from podium.sweeps.fused.probe import TOLERANCE, Verified, probe
-from podium.sweeps.fused.stacked_optim import Place, stretches_of
+from podium.sweeps.fused.array import Array
+from podium.sweeps.fused.probe import TOLERANCE, ProbeResult, probe
+from podium.sweeps.fused.stacked_optim import Place, spans_of
 from podium.sweeps.trial import GO, Evaluation, Trial, Verdict
 from podium.tasks import TASKS
 from tests.sweeps import nets
@@ -198,7 +200,7 @@ class TestOneRow:
         trials = trials_of({"lr": 0.1}, {"lr": 0.2}, {"lr": 0.3})
         assert_equals_alone(nets.task_of(nets.Words), trials)
         recipe = recipe_of(nets.task_of(nets.Words))
-        found = probe(recipe, trials, nets.resident_of(recipe, trials[0]))
+        found = probe(recipe, trials, nets.device_data_of(recipe, trials[0]))
         assert found.fuses, found.why
 
     def test_schedules_of_different_kinds_in_one_array(self) -> None:
@@ -242,7 +244,7 @@ class TestOneRow:
     def test_recurrent_nets_go_through_the_gradient(self) -> None:
         trials = trials_of({"lr": 0.1}, {"lr": 0.2})
         recipe = recipe_of(nets.task_of(nets.Recurrent))
-        found = probe(recipe, trials, nets.resident_of(recipe, trials[0]))
+        found = probe(recipe, trials, nets.device_data_of(recipe, trials[0]))
         assert found.fuses and found.mode == "gradient"
         assert_equals_alone(nets.task_of(nets.Recurrent), trials, mode="gradient")
 
@@ -268,7 +270,7 @@ class TestSilentTraps:
             return nets.task_of(lambda: nn.Sequential(nn.Linear(12, 4), nn.LeakyReLU(slope)))
 
         recipe = recipe_of(make)
-        one, two = (structure_of(recipe.make(t)) for t in trials_of({"slope": 0.1}, {"slope": 0.2}))
+        one, two = (recipe.make(t).structure for t in trials_of({"slope": 0.1}, {"slope": 0.2}))
         assert one.model != two.model
         array = array_of(recipe, [Trial(number=0, options={"slope": 0.1})])
         with pytest.raises(ConfigError, match="must be like the array it joins, differs in"):
@@ -292,7 +294,7 @@ class TestSilentTraps:
 
         recipe = recipe_of(make)
         options = ({"slope": 1.0}, {"slope": 2.0}, {"slope": 1.0, "lr": 0.2})
-        one, other, same = (structure_of(recipe.make(trial)) for trial in trials_of(*options))
+        one, other, same = (recipe.make(trial).structure for trial in trials_of(*options))
         assert one != other and one.data == other.data
         assert one.model == same.model and one.data == same.data
 
@@ -309,7 +311,7 @@ class TestSilentTraps:
     def test_state_in_python_chance_and_branches_are_refused(self, model: type[nn.Module]) -> None:
         trials = trials_of({"lr": 0.1}, {"lr": 0.2})
         recipe = recipe_of(nets.task_of(model))
-        found = probe(recipe, trials, nets.resident_of(recipe, trials[0]))
+        found = probe(recipe, trials, nets.device_data_of(recipe, trials[0]))
         assert not found.fuses and found.why
 
     def test_running_statistics_move_in_rows_that_were_copied(self) -> None:
@@ -452,11 +454,11 @@ class TestNeighbours:
         recipe, queue = recipe_of(nets.toy), Queue(trials, look)
         if made:
             taken = [recipe.make(trial) for trial in trials]
-            timing = auto._Timing(recipe, taken, recipe.resident_of(taken[0].task), Verified(fuses=True), 0.01)
-            bundle = timing.made_for(timing.fused(5).executor)
-            assert bundle is not None
+            timing = Timing(recipe, taken, recipe.device_data_of(taken[0].task), ProbeResult(fuses=True), 0.01)
+            captured_step = timing.made_for(timing.fused(5).executor)
+            assert captured_step is not None
             queue.waiting = []
-            Fused(width=5).run_made(recipe, queue, lambda event: None, taken, bundle)
+            Fused(width=5).run_in(captured_step, recipe, queue, taken, lambda event: None)
         else:
             Fused(width=5).run(recipe, queue, lambda event: None)
         assert len(left) == 1 and alive[-1] == [False]
@@ -590,7 +592,7 @@ class TestWhatMustNotShareAnArray:
     def test_trials_that_differ_in(self, kind: str) -> None:
         recipe = recipe_of(partial(nets.odd, kind=kind))
         trials = trials_of({"k": 0.0}, {"k": 3.0}, {"k": 0.0, "lr": 0.2})
-        one, other, same = (structure_of(recipe.make(trial)) for trial in trials)
+        one, other, same = (recipe.make(trial).structure for trial in trials)
         assert one != other
         assert one == same
 
@@ -598,7 +600,7 @@ class TestWhatMustNotShareAnArray:
     def test_but_trials_that_differ_in_nothing_do_share_one(self, kind: str) -> None:
         recipe = recipe_of(partial(nets.odd, kind=kind))
         trials = trials_of({"k": 0.0}, {"k": 0.0, "lr": 0.2})
-        one, two = (structure_of(recipe.make(trial)) for trial in trials)
+        one, two = (recipe.make(trial).structure for trial in trials)
         assert one == two
         assert_equals_alone(partial(nets.odd, kind=kind), trials, steps=3)
 
@@ -608,7 +610,7 @@ class TestProbe:
         trials = trials_of({"lr": 0.1}, {"lr": 0.2})
         task = model if isinstance(model, Task) else nets.task_of(model)
         recipe = recipe_of(task, **{"dtype": "float32", **settings})
-        return probe(recipe, trials, nets.resident_of(recipe, trials[0]), rows=rows)
+        return probe(recipe, trials, nets.device_data_of(recipe, trials[0]), rows=rows)
 
     @pytest.mark.parametrize("rows", [1, 2])
     @pytest.mark.parametrize("model", [nets.Counting, nets.Late, nets.Judging, nets.Reassigning])
@@ -639,18 +641,18 @@ class TestProbe:
 
     @pytest.mark.parametrize(("model", "right"), [(nets.net, True), (nets.Shortened, False)])
     def test_in_the_sweeps_own_precision_a_wrong_kernel_is_seen(self, model: Any, right: bool) -> None:
-        from podium.sweeps.fused.probe import Verified, _in_own_precision, _Yardstick
+        from podium.sweeps.fused.probe import ProbeResult, _in_own_precision, _Yardstick
 
         trials = trials_of({"lr": 0.1}, {"lr": 0.2})
         recipe = recipe_of(nets.task_of(model), dtype="float32")
-        resident = nets.resident_of(recipe, trials[0])
-        found = _in_own_precision(recipe, _Yardstick(recipe, trials, resident), resident, Verified(fuses=True))
+        device_data = nets.device_data_of(recipe, trials[0])
+        found = _in_own_precision(recipe, _Yardstick(recipe, trials, device_data), device_data, ProbeResult(fuses=True))
         assert found.fuses is right, found.why
 
     def test_a_request_to_stop_is_heard_between_its_steps(self) -> None:
         trials = trials_of({"lr": 0.1}, {"lr": 0.2})
         recipe = recipe_of(nets.toy)
-        found = probe(recipe, trials, nets.resident_of(recipe, trials[0]), stop=lambda: True)
+        found = probe(recipe, trials, nets.device_data_of(recipe, trials[0]), stop=lambda: True)
         assert not found.fuses and "asked to stop" in found.why
 
     def test_a_nan_in_one_row_is_not_forgotten(self) -> None:
@@ -775,13 +777,13 @@ class TestFallBack:
         trials = trials_of(*[{"lr": 0.01 * (i + 1), "dropout": 0.1, "momentum": 0.9, "epochs": 3} for i in range(5)])
         recipe = recipe_of(nets.toy, eval_every=1)
         taken = [recipe.make(trial) for trial in trials[:3]]
-        timing = auto._Timing(recipe, taken, recipe.resident_of(taken[0].task), Verified(fuses=True), 0.01)
+        timing = Timing(recipe, taken, recipe.device_data_of(taken[0].task), ProbeResult(fuses=True), 0.01)
         timed = timing.fused(3)
         timing.sequential()
-        bundle = timing.made_for(timed.executor)
-        assert bundle is not None and bundle.arrays[0].loss.count_nonzero() == 3  # it has taken steps
+        captured_step = timing.made_for(timed.executor)
+        assert captured_step is not None and captured_step.arrays[0].loss.count_nonzero() == 3  # it has taken steps
         queue, alone = Queue(trials[3:]), Queue(trials)
-        timed.executor.run_made(recipe, queue, lambda event: None, taken, bundle)
+        timed.executor.run_in(captured_step, recipe, queue, taken, lambda event: None)
         Sequential().run(recipe, alone, lambda event: None)
         assert queue.outcomes.keys() == alone.outcomes.keys()
         assert all(apart(queue.states[i], alone.states[i]) < ROUNDING for i in range(5))
@@ -800,7 +802,7 @@ class TestFallBack:
 
     def test_a_ratio_comes_with_its_range_and_how_it_was_timed(self) -> None:
         one, best = self.candidates([1000.0, 1010.0, 990.0], [250.0, 260.0, 240.0])
-        choice = auto._decide([one, best], Verified(fuses=True), 30)
+        choice = decide([one, best], ProbeResult(fuses=True), 30)
         said = "predicted 4.0× (3.8 to 4.2 by 3 short timings of each) as fast as one after another over the 30 trials"
         assert said in choice.why and choice.executor.name == "fused"
 
@@ -808,14 +810,14 @@ class TestFallBack:
     def test_timings_that_a_busy_machine_held_up_give_no_ratio(self, held_up: int) -> None:
         times = [[1000.0] * 3, [250.0] * 3]
         times[held_up][1] *= 40
-        choice = auto._decide(self.candidates(*times), Verified(fuses=True), 30)
+        choice = decide(self.candidates(*times), ProbeResult(fuses=True), 30)
         assert "busy" in choice.why and "× as fast" not in choice.why
         assert "no ratio: timings differed by up to 40.0×" in choice.why
 
-    def candidates(self, alone: list[float], fused: list[float]) -> list[auto.Candidate]:
+    def candidates(self, alone: list[float], fused: list[float]) -> list[Candidate]:
         recipe = recipe_of(nets.toy)
         taken = [recipe.make(trial) for trial in trials_of(*[{"epochs": 3}] * 8)]
-        timing = auto._Timing(recipe, taken, recipe.resident_of(taken[0].task), Verified(fuses=True), 0.01)
+        timing = Timing(recipe, taken, recipe.device_data_of(taken[0].task), ProbeResult(fuses=True), 0.01)
         rows = Fused(width=8)
         return [timing._candidate(Sequential(), 1, 0.0, alone, 1.0), timing._candidate(rows, 8, 0.0, fused, 1.0)]
 
@@ -826,8 +828,8 @@ class TestFallBack:
             calls.append(steps)
             time.sleep(0.001 * steps if len(calls) != 2 else 0.1)  # the second try is held up
 
-        found = auto.step_timings(run, lambda: None, 0.02)
-        assert len(found) == auto.REPEATS and len(set(calls[-auto.REPEATS :])) == 1
+        found = step_timings(run, lambda: None, 0.02)
+        assert len(found) == REPEATS and len(set(calls[-REPEATS:])) == 1
         assert min(found) == pytest.approx(0.001, rel=0.9)
 
 
@@ -840,7 +842,7 @@ def test_every_built_in_task_fuses_to_rounding(name: str) -> None:
     task = make_task(name)
     trials = [Trial(number=i, seed=i, options={"lr": 0.01 * (i + 1)}) for i in range(2)]
     recipe = recipe_of(task, dtype="float32")
-    found = probe(recipe, trials, nets.resident_of(recipe, trials[0]))
+    found = probe(recipe, trials, nets.device_data_of(recipe, trials[0]))
     assert found.fuses, found.why
     assert found.worst <= TOLERANCE
 
@@ -867,5 +869,5 @@ def test_a_compiled_step_is_not_cut_where_a_parameter_is_large() -> None:
     places = [Place(f"p{i}", i << 20, (i + 1) << 20, torch.Size([1 << 20]), group=i // 2) for i in range(4)]
     flat = torch.empty(1, 4 << 20, device="meta").expand(1, -1)
     plain = torch.empty(1, 4 << 20)
-    assert [s.start >> 20 for s in stretches_of(places, plain)] == [0, 1, 2, 3]
-    assert [(s.start >> 20, s.group) for s in stretches_of(places, flat, compiled=True)] == [(0, 0), (2, 1)]
+    assert [s.start >> 20 for s in spans_of(places, plain)] == [0, 1, 2, 3]
+    assert [(s.start >> 20, s.group) for s in spans_of(places, flat, compiled=True)] == [(0, 0), (2, 1)]

@@ -12,7 +12,7 @@ from podium.sweeps.executors.fused import Fused
 from podium.sweeps.executors.sequential import Sequential
 from podium.sweeps.executors.streams import Streams
 from podium.sweeps.fused import slots
-from podium.sweeps.fused.bundle import Bundle
+from podium.sweeps.fused.captured_step import CapturedStep
 from podium.sweeps.fused.probe import probe
 from podium.sweeps.trial import Trial
 from tests.shared_data import shared_data
@@ -71,7 +71,7 @@ def test_a_poisoned_row_changes_no_bit_of_the_others_in_a_captured_graph() -> No
     arrays = [array_of(recipe, trials), array_of(recipe, trials)]
     arrays[1].flat[1, ::7] = float("nan")
     for array in arrays:
-        Bundle([array]).run(6)
+        CapturedStep([array]).run(6)
     clean, poisoned = arrays
     for row in (0, 2):
         assert torch.equal(clean.flat[row], poisoned.flat[row])
@@ -99,7 +99,7 @@ def test_built_in_tasks_fuse_on_a_gpu(task: str, folder: str | None, precision: 
     data_dir = None if folder is None else str(shared_data(folder))
     recipe = on_gpu(task, dtype="float32", precision=precision, data_dir=data_dir)
     trials = [Trial(number=i, seed=i, options={"lr": 0.01 * (i + 1)}) for i in range(2)]
-    found = probe(recipe, trials, nets.resident_of(recipe, trials[0]))
+    found = probe(recipe, trials, nets.device_data_of(recipe, trials[0]))
     assert found.fuses, found.why
 
 
@@ -108,7 +108,7 @@ def test_a_compiled_step_is_the_same_step(rows: int) -> None:
     recipe = on_gpu("digits-cnn", dtype="float32")
     trials = [Trial(number=i, seed=i, options={"lr": 0.05, "momentum": 0.9}) for i in range(rows)]
     plain, compiled = array_of(recipe, trials), array_of(recipe, trials, compiled=True)
-    Bundle([plain]).run(5)
-    Bundle([compiled]).run(5)
+    CapturedStep([plain]).run(5)
+    CapturedStep([compiled]).run(5)
     for row in range(rows):
         assert apart(plain.save(row), compiled.save(row)) < 1e-3

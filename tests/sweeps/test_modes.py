@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from podium.engine.build import derived_seed
+from podium.engine.generators import derived_seed
 from podium.sweeps.executors.base import Executor
 from podium.sweeps.executors.fused import Fused
 from podium.sweeps.executors.sequential import Sequential
 from podium.sweeps.executors.streams import Streams
-from podium.sweeps.fused.array import structure_of
 from podium.sweeps.fused.probe import probe
-from podium.sweeps.recipe import Parts, seeded
+from podium.sweeps.parts import Parts
+from podium.sweeps.seeds import seeded
 from podium.sweeps.trial import Trial
 from tests.sweeps import nets
 from tests.sweeps.nets import Queue, recipe_of
@@ -122,12 +122,12 @@ def test_a_trial_trains_in_the_modes_that_its_model_was_made_in(name: str, execu
 def test_modes_do_not_keep_trials_from_being_fused(name: str) -> None:
     recipe = recipe_of(nets.task_of(MODELS[name]))
     trials = [Trial(number=i, seed=i, options={"lr": 0.1 / (i + 1)}) for i in range(2)]
-    assert probe(recipe, trials, nets.resident_of(recipe, trials[0])).fuses
+    assert probe(recipe, trials, nets.device_data_of(recipe, trials[0])).fuses
 
 
 def test_trials_whose_modules_differ_in_mode_do_not_share_an_array() -> None:
     one, two = (recipe_of(nets.task_of(make)).make(Trial(number=0)) for make in (nets.net, frozen_batch_norm))
-    assert structure_of(one) != structure_of(two)
+    assert one.structure != two.structure
 
 
 @pytest.mark.slow

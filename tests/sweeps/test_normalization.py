@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 
@@ -36,13 +38,12 @@ def fused(modules: list[nn.Module], x: Tensor, training: bool) -> tuple[Tensor, 
     return out, params, buffers
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": 0.3, "eps": 1e-3}],
-    ids=["plain", "no-affine", "no-tracking", "own-numbers"],
+@given(
+    kind=st.sampled_from(list(SHAPES)),
+    training=st.booleans(),
+    options=st.sampled_from([{}, {"affine": False}, {"track_running_stats": False}, {"momentum": 0.3, "eps": 1e-3}]),
 )
+@settings(max_examples=16)
 def test_it_is_the_normalization_of_each_model(
     kind: type[nn.BatchNorm2d], training: bool, options: dict[str, object]
 ) -> None:

@@ -20,9 +20,9 @@ from podium.errors import ConfigError, TrainingError
 from podium.sweeps.executors.base import State
 from podium.sweeps.executors.mps import Mps
 from podium.sweeps.executors.processes import Processes
-from podium.sweeps.executors.reference import ReferenceTrainer, train_alone
 from podium.sweeps.fused.device_data import DeviceData
 from podium.sweeps.recipe import Recipe
+from podium.sweeps.reference import ReferenceTrainer, train_trial
 from podium.sweeps.trial import GO, Evaluation, Outcome, Trial, Verdict
 from podium.task import Task, load_task
 
@@ -102,7 +102,7 @@ def alone(recipe: Recipe, queue: ListQueue) -> ListQueue:
     """The oracle: the same trials, one after the other, in this process."""
     while (trial := queue.take()) is not None:
         runner = ReferenceTrainer(recipe, trial, DeviceData(recipe.data_of(recipe.task_of(trial)), recipe.torch_device))
-        outcome = train_alone(runner, queue.report, "sequential", lambda: False)
+        outcome = train_trial(runner, queue.report, "sequential", lambda: False)
         assert outcome is not None
         queue.hand_in(outcome, runner.state())
     return queue

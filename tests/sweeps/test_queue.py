@@ -19,8 +19,8 @@ from podium.sweeps.executors.base import Queue
 from podium.sweeps.queue import TrialQueue, read_outcomes
 from podium.sweeps.search import make_source
 from podium.sweeps.search.base import Source
-from podium.sweeps.search.crossed import Crossed
-from podium.sweeps.search.listed import Listed
+from podium.sweeps.search.crossed import CrossedSource
+from podium.sweeps.search.listed import PointList
 from podium.sweeps.stopping.asha import ASHA
 from podium.sweeps.stopping.wilcoxon import Wilcoxon
 from podium.sweeps.trial import Outcome, Trial
@@ -33,8 +33,8 @@ def quality(trial: Trial, epoch: int) -> float:
     return float(trial.options["q"]) * (epoch / 3)
 
 
-def source(qualities: list[float] | None = None, **crossing: Any) -> Crossed:
-    return make_source(Listed(rows=[{"q": q} for q in qualities or QUALITIES]), **crossing)
+def source(qualities: list[float] | None = None, **crossing: Any) -> CrossedSource:
+    return make_source(PointList(rows=[{"q": q} for q in qualities or QUALITIES]), **crossing)
 
 
 OPEN: list[TrialQueue] = []
@@ -64,7 +64,7 @@ class Hearing(Source):
     """A list that remembers what it was told."""
 
     def __init__(self) -> None:
-        self.inner = Listed(rows=[{"q": q} for q in QUALITIES])
+        self.inner = PointList(rows=[{"q": q} for q in QUALITIES])
         self.told: list[tuple[int, float | None]] = []
 
     @property
@@ -97,7 +97,6 @@ class TestWriting:
             weight = load_file(tmp_path / row["model"])["weight"]
             assert torch.equal(weight, state_of(Trial(number=row["trial"]["number"]))["weight"])
         assert [event["kind"] for event in events].count("outcome") == 6
-        assert queue.best is not None and queue.best.trial.options["q"] == 0.9
 
     def test_a_result_is_readable_the_moment_it_is_handed_in(self, tmp_path: Path) -> None:
         queue = queue_over(source(), tmp_path)
@@ -119,33 +118,10 @@ class TestWriting:
         (outcome,) = read_outcomes(tmp_path)
         assert outcome.evaluation is not None and math.isnan(outcome.evaluation.loss)
         assert outcome.status == "diverged" and outcome.model == "" and queue.score_of(outcome) is None
-        assert queue.best is None
 
     def test_with_none_no_model_is_kept(self, tmp_path: Path) -> None:
-        bank().run(queue_over(source(), tmp_path, keep_models="none"))
+        bank().run(queue_over(source(), tmp_path, keeps_models=False))
         assert not (tmp_path / "models").exists() and all(o.model == "" for o in read_outcomes(tmp_path))
-
-    def test_with_best_one_model_is_left_and_it_is_the_best(self, tmp_path: Path) -> None:
-        queue = queue_over(source(), tmp_path, keep_models="best")
-        bank().run(queue)
-        assert [path.name for path in (tmp_path / "models").iterdir()] == ["trial-00001.safetensors"]
-        assert [o.trial.number for o in read_outcomes(tmp_path) if o.model] == [1]
-        assert [o.trial.number for o in queue.outcomes if o.model] == [1]
-
-    def test_a_stopped_trial_is_no_best_one(self, tmp_path: Path) -> None:
-        queue = queue_over(source([0.3, 0.9]), tmp_path, keep_models="best")
-        for status in ("finished", "stopped"):
-            trial = queue.take()
-            assert trial is not None
-            queue.report(trial, evaluation(1, trial.options["q"]))
-            queue.hand_in(Outcome(trial=trial, status=status), state_of(trial))
-        assert [path.name for path in (tmp_path / "models").iterdir()] == ["trial-00000.safetensors"]
-        assert queue.best is not None and queue.best.trial.number == 0
-
-    def test_a_loss_is_better_when_it_is_lower(self) -> None:
-        queue = TrialQueue(source([0.3, 0.9, 0.6]))
-        bank(slots=3).run(queue)
-        assert queue.best is not None and queue.best.trial.options["q"] == 0.9  # its loss is the lowest
 
     def test_without_a_folder_nothing_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
@@ -153,9 +129,7 @@ class TestWriting:
         bank().run(queue)
         assert len(queue.outcomes) == 6 and not any(tmp_path.iterdir())
 
-    def test_an_unknown_metric_and_an_unknown_way_to_keep_models_are_refused(self) -> None:
-        with pytest.raises(UnknownName, match="best"):
-            queue_over(source(), keep_models="bets")  # no such way
+    def test_an_unknown_metric_is_refused(self) -> None:
         queue = TrialQueue(source(), metric="acuracy", maximize=True)
         trial = queue.take()
         assert trial is not None
@@ -177,7 +151,6 @@ class TestTakingUp:
             == sorted(o.trial.number for o in queue.outcomes)
         )
         assert [row["number"] for row in lines(tmp_path / "trials.jsonl")] == list(range(6))
-        assert queue.best is not None and queue.best.trial.number == 1  # from the earlier part
 
     def test_a_finished_sweep_has_nothing_left(self, tmp_path: Path) -> None:
         bank().run(queue_over(source(), tmp_path))
@@ -197,7 +170,7 @@ class TestTakingUp:
     def test_the_source_hears_of_what_is_done(self, tmp_path: Path) -> None:
         bank().run(queue_over(Hearing(), tmp_path), at_most=3)
         hearing = Hearing()
-        queue_over(hearing, tmp_path).sort_into(lambda trial: 0)
+        queue_over(hearing, tmp_path).waiting.sort_into(lambda trial: 0)
         assert hearing.told == [(0, 0.3), (1, 0.9)]
 
     @pytest.mark.parametrize("cut", [1, 5, 200])
@@ -239,12 +212,6 @@ class TestTakingUp:
         rest.run(queue_over(source(good), tmp_path, stopping=ASHA(grace=1, factor=2)))
         assert rest.ran == {3: 1, 4: 1, 5: 1}
 
-    def test_with_best_a_model_that_is_no_longer_best_goes_at_the_next_start(self, tmp_path: Path) -> None:
-        bank().run(queue_over(source(), tmp_path, keep_models="all"), at_most=3)
-        assert len(list((tmp_path / "models").iterdir())) == 2
-        queue_over(source(), tmp_path, keep_models="best")
-        assert [path.name for path in (tmp_path / "models").iterdir()] == ["trial-00001.safetensors"]
-
     @pytest.mark.slow
     def test_a_killed_process_leaves_what_it_had_finished(self, tmp_path: Path) -> None:
         script = (
@@ -265,7 +232,7 @@ class TestTakingUp:
     def test_optuna_goes_on_with_the_same_points(self, tmp_path: Path) -> None:
         optuna = pytest.importorskip("optuna")
 
-        def search(study: Any) -> Crossed:
+        def search(study: Any) -> CrossedSource:
             from podium.sweeps.search.optuna import OptunaSearch
             from podium.sweeps.search.space import read_space
 
@@ -285,9 +252,9 @@ class TestTakingUp:
 
 
 class TestSorting:
-    def widths(self, **crossing: Any) -> Crossed:
+    def widths(self, **crossing: Any) -> CrossedSource:
         rows = [{"q": 0.5, "width": width} for width in (16, 32, 16, 64, 32, 16)]
-        return make_source(Listed(rows=rows), **crossing)
+        return make_source(PointList(rows=rows), **crossing)
 
     def width(self, trial: Trial) -> Hashable:
         return int(trial.options["width"])
@@ -301,16 +268,16 @@ class TestSorting:
 
     def test_each_group_gets_its_own_trials_in_order(self) -> None:
         queue = queue_over(self.widths())
-        queue.sort_into(self.width)
-        assert queue.groups() == [16, 32, 64] and [t.number for t in queue.waiting(32)] == [1, 4]
+        queue.waiting.sort_into(self.width)
+        assert queue.waiting.groups() == [16, 32, 64] and [t.number for t in queue.waiting.of(32)] == [1, 4]
         assert self.numbers(queue.group_queue(32)) == [1, 4]
-        assert queue.groups() == [16, 64]
+        assert queue.waiting.groups() == [16, 64]
         assert self.numbers(queue.group_queue(16)) == [0, 2, 5] and self.numbers(queue.group_queue(64)) == [3]
-        assert queue.groups() == [] and len(queue.outcomes) == 6
+        assert queue.waiting.groups() == [] and len(queue.outcomes) == 6
 
     def test_the_whole_desk_serves_all_groups(self) -> None:
         queue = queue_over(self.widths())
-        queue.sort_into(self.width)
+        queue.waiting.sort_into(self.width)
         assert sorted(self.numbers(queue)) == list(range(6))
 
     def test_a_trial_whose_key_cannot_be_had_fails_and_the_others_go_on(self, tmp_path: Path) -> None:
@@ -320,8 +287,8 @@ class TestSorting:
             return self.width(trial)
 
         queue = queue_over(self.widths(), tmp_path)
-        queue.sort_into(key_of)
-        assert queue.groups() == [16, 64]
+        queue.waiting.sort_into(key_of)
+        assert queue.waiting.groups() == [16, 64]
         failed = [o for o in read_outcomes(tmp_path) if o.status == "failed"]
         assert [o.trial.number for o in failed] == [1, 4]
         assert all(o.why == "ConfigError: width must not be 32" and o.steps == 0 for o in failed)
@@ -330,17 +297,17 @@ class TestSorting:
     def test_other_errors_are_not_swallowed(self) -> None:
         queue = queue_over(self.widths())
         with pytest.raises(KeyError):
-            queue.sort_into(lambda trial: trial.options["depth"])
+            queue.waiting.sort_into(lambda trial: trial.options["depth"])
         assert not issubclass(KeyError, PodiumError)
 
     def test_a_group_asks_for_more_and_leaves_others_what_is_theirs(self) -> None:
         pytest.importorskip("optuna")
         given = make_source("optuna:sampler=random", ["width=16,32"], points=20, parallel=2, maximize=True)
         queue = queue_over(given)
-        queue.sort_into(self.width)
+        queue.waiting.sort_into(self.width)
         taken: dict[Hashable, list[int]] = {16: [], 32: []}
         for _ in range(40):
-            groups = queue.groups()
+            groups = queue.waiting.groups()
             if not groups:
                 break
             taken[groups[0]] += self.numbers(queue.group_queue(groups[0]))
@@ -350,13 +317,13 @@ class TestSorting:
 
     def test_sorting_again_loses_nobody(self) -> None:
         queue = queue_over(self.widths())
-        queue.sort_into(self.width)
-        queue.sort_into(lambda trial: "all")
-        assert queue.groups() == ["all"] and self.numbers(queue.group_queue("all")) == list(range(6))
+        queue.waiting.sort_into(self.width)
+        queue.waiting.sort_into(lambda trial: "all")
+        assert queue.waiting.groups() == ["all"] and self.numbers(queue.group_queue("all")) == list(range(6))
 
     def test_a_point_that_was_given_up_is_skipped_in_every_group(self) -> None:
         queue = queue_over(source([0.9, 0.1], folds=6), stopping=Wilcoxon(p=0.1, least=4))
-        queue.sort_into(lambda trial: trial.fold is not None and trial.fold % 2)
+        queue.waiting.sort_into(lambda trial: trial.fold is not None and trial.fold % 2)
         for key in (0, 1):
             trainer = Bank(lambda trial, epoch: trial.options["q"] + (trial.fold or 0) / 100, epochs=2, slots=1)
             trainer.run(queue.group_queue(key))

@@ -14,9 +14,9 @@ import pytest
 from podium.errors import ConfigError, MissingExtra, UnknownName
 from podium.sweeps.search import SOURCES, make_source
 from podium.sweeps.search.base import Source
-from podium.sweeps.search.crossed import Crossed
+from podium.sweeps.search.crossed import CrossedSource
 from podium.sweeps.search.grid import Grid
-from podium.sweeps.search.listed import Listed
+from podium.sweeps.search.listed import PointList
 from podium.sweeps.search.random import RandomDraws
 from podium.sweeps.search.space import read_space
 from podium.sweeps.trial import Outcome, Status, Trial
@@ -179,13 +179,13 @@ def test_a_file_of_points_reads_the_same_in_each_format(tmp_path: Path, name: st
 def test_a_bad_file_of_points_is_refused(tmp_path: Path, name: str, text: str, told: str) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as error:
-        Listed(file=str(tmp_path / name))
+        PointList(file=str(tmp_path / name))
     assert told in str(error.value)
 
 
 def test_a_point_is_told_once_with_the_mean_when_all_its_trials_are_in() -> None:
     inner = Told()
-    source = Crossed(inner, seeds=(0, 1), folds=2)
+    source = CrossedSource(inner, seeds=(0, 1), folds=2)
     trials = all_of(source)
     for trial in trials[:3]:
         source.tell(ended(trial), 0.5 + trial.number)
@@ -207,7 +207,7 @@ def test_a_point_is_as_bad_as_the_worst_of_its_trials(
     statuses: tuple[Status, ...], scores: tuple[float | None, ...], status: str, mean: float | None
 ) -> None:
     inner = Told()
-    source = Crossed(inner, folds=2)
+    source = CrossedSource(inner, folds=2)
     for each, score in zip(statuses, scores, strict=True):
         trial = source.ask()
         assert trial is not None
@@ -290,7 +290,7 @@ class TestOptuna:
 
     def test_folds_of_a_point_are_one_trial_of_the_study(self, optuna: Any) -> None:
         study = optuna.create_study()
-        source = Crossed(self.search(optuna, study=study, points=2), folds=3)
+        source = CrossedSource(self.search(optuna, study=study, points=2), folds=3)
         for trial in all_of(source):
             source.tell(ended(trial), float(trial.fold or 0))
         assert [t.value for t in study.trials] == [1.0, 1.0]

@@ -14,7 +14,7 @@ import pytest
 from podium.errors import ConfigError, UnknownName
 from podium.sweeps.queue import TrialQueue
 from podium.sweeps.search import make_source
-from podium.sweeps.search.listed import Listed
+from podium.sweeps.search.listed import PointList
 from podium.sweeps.search.space import read_space
 from podium.sweeps.stopping import STOPPINGS, find_stopping, make_stopping
 from podium.sweeps.stopping.asha import ASHA
@@ -41,7 +41,7 @@ def learning(trial: Trial, epoch: int) -> float:
 
 def sweep(stopping: Stopping, qualities: Sequence[float], *, slots: int, epochs: int = 27) -> tuple[TrialQueue, Bank]:
     queue = TrialQueue(
-        make_source(Listed(rows=[{"q": q} for q in qualities])), stopping=stopping, metric="accuracy", maximize=True
+        make_source(PointList(rows=[{"q": q} for q in qualities])), stopping=stopping, metric="accuracy", maximize=True
     )
     bank = Bank(learning, epochs=epochs, slots=slots)
     bank.run(queue)
@@ -72,7 +72,7 @@ def judged(stopping: Stopping, curves: Sequence[Sequence[float]], maximize: bool
 def test_trials_that_report_together_are_judged_whatever_their_order(stopping: Stopping, order: int) -> None:
     """As in a grid from bad to good, all in one array: the first must not go on because it is judged first."""
     qualities = [0.05, 0.06, 0.07, 0.9, 0.95, 0.96][::order]
-    source = make_source(Listed(rows=[{"q": q} for q in qualities]), folds=4)
+    source = make_source(PointList(rows=[{"q": q} for q in qualities]), folds=4)
     queue = TrialQueue(source, stopping=stopping, metric="accuracy", maximize=True)
     trials = [trial for _ in range(24) if (trial := queue.take()) is not None]
     found = queue.report_all([(t, evaluation(1, t.options["q"] + (t.fold or 0) / 1000 * t.point)) for t in trials])
@@ -131,14 +131,14 @@ class TestASHA:
         assert min(bank.ran.values()) == 5
 
     def test_folds_are_compared_with_the_same_fold(self) -> None:
-        source = make_source(Listed(rows=[{"q": 0.5}] * 3), folds=2)
+        source = make_source(PointList(rows=[{"q": 0.5}] * 3), folds=2)
         queue = TrialQueue(source, stopping=ASHA(grace=1, factor=2), metric="accuracy", maximize=True)
         bank = Bank(lambda trial, epoch: 0.1 if trial.fold else 0.9, epochs=4, slots=6)
         bank.run(queue)
         assert set(bank.ran.values()) == {4}  # the second fold is harder for all
 
     def test_each_fold_is_halved_by_itself(self) -> None:
-        source = make_source(Listed(rows=[{"q": q} for q in (0.9, 0.5, 0.6, 0.8)]), folds=2)
+        source = make_source(PointList(rows=[{"q": q} for q in (0.9, 0.5, 0.6, 0.8)]), folds=2)
         queue = TrialQueue(source, stopping=ASHA(grace=1, factor=2), metric="accuracy", maximize=True)
         bank = Bank(lambda trial, epoch: trial.options["q"] / (1 + (trial.fold or 0)), epochs=4, slots=8)
         bank.run(queue)
@@ -195,7 +195,7 @@ class TestWilcoxon:
             assert trial.fold is not None
             return (trial.options["q"] + hard[trial.fold] + noise[trial.point, trial.fold]) * (1 - 0.5**epoch)
 
-        source = make_source(Listed(rows=[{"q": q} for q in qualities]), folds=self.FOLDS)
+        source = make_source(PointList(rows=[{"q": q} for q in qualities]), folds=self.FOLDS)
         queue = TrialQueue(source, stopping=stopping, metric="accuracy", maximize=True)
         bank = Bank(curve, epochs=4, slots=slots)
         bank.run(queue)
@@ -331,7 +331,7 @@ class TestPBT:
 
     def test_equal_trials_are_left_alone(self) -> None:
         queue = TrialQueue(
-            make_source(Listed(rows=[{"lr": 0.1}] * 8)), stopping=PBT(), metric="accuracy", maximize=True
+            make_source(PointList(rows=[{"lr": 0.1}] * 8)), stopping=PBT(), metric="accuracy", maximize=True
         )
         bank = Bank(lambda trial, epoch: 0.5, epochs=4, slots=8)
         bank.run(queue)
@@ -376,7 +376,7 @@ class TestOptuna:
         ]
 
     def test_halving_stops_trials_side_by_side_and_compares_within_a_fold(self) -> None:
-        source = make_source(Listed(rows=[{"q": q} for q in (0.9, 0.2, 0.3, 0.8, 0.1, 0.4)]), folds=2)
+        source = make_source(PointList(rows=[{"q": q} for q in (0.9, 0.2, 0.3, 0.8, 0.1, 0.4)]), folds=2)
         stopping = make_stopping("optuna:pruner=successivehalving")
         queue = TrialQueue(source, stopping=stopping, metric="accuracy", maximize=True)
 

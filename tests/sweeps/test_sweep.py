@@ -30,20 +30,22 @@ from podium.errors import ConfigError, RecordError, TrainingError, UnknownName
 from podium.lab.sweeps import sweep as run_sweep
 from podium.lab.sweeps import write_all
 from podium.lab.sweeps.figures import Map, OneOption, Parallel, score_figure, timeline_figure
-from podium.lab.sweeps.table import tell_statuses
+from podium.lab.sweeps.table import format_statuses
+from podium.records.folder_lock import folder_lock
 from podium.records.recorder import read_records, to_json
-from podium.sweeps import result as swept
-from podium.sweeps.best_models import BestModel
+from podium.sweeps.answer import answer_of
+from podium.sweeps.best_models import BestModelKeeper
 from podium.sweeps.fingerprint import describe_data
-from podium.sweeps.folder_lock import held
+from podium.sweeps.formats import format_mean, format_number
+from podium.sweeps.parts import SpareParts
 from podium.sweeps.plan import plan
 from podium.sweeps.queue import read_outcomes
+from podium.sweeps.ranking import Point, Score, find_points, find_rivals
 from podium.sweeps.recipe import Recipe
-from podium.sweeps.result import Point, Score, Sweep, find_points, find_rivals, read_sweep, tell, tell_mean
+from podium.sweeps.result import Sweep, read_sweep
 from podium.sweeps.search.base import Source
-from podium.sweeps.search.crossed import Crossed
+from podium.sweeps.search.crossed import CrossedSource
 from podium.sweeps.stopping.base import Ledger, Stopping
-from podium.sweeps.sweep import _new_folder
 from podium.sweeps.trial import GO, Evaluation, Outcome, Trial, Verdict
 from podium.task import Task, accuracy
 
@@ -198,6 +200,52 @@ def test_one_after_another_comes_to_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("executor", ["sequential", "fused:probed=false", "fused:probed=false,width=2"])
+def test_each_model_is_built_once(tmp_path: Path, executor: str) -> None:
+    count = 0
+
+    def counted(*, lr: float = 0.1, hidden: int = 8) -> Task:
+        task = clouds(lr=lr, hidden=hidden)
+
+        def model() -> nn.Module:
+            nonlocal count
+            count += 1
+            return task.model()
+
+        return dataclasses.replace(task, model=model)
+
+    sweep(tmp_path, task=counted, grid={"lr": [0.1, 0.2, 0.3], "hidden": [4, 8]}, executor=executor)
+    assert count == 6
+
+
+def test_data_are_opened_once_with_folds_too(tmp_path: Path) -> None:
+    opened: list[str] = []
+
+    def counted(*, lr: float = 0.1) -> Task:
+        def data() -> Data:
+            opened.append("once")
+            return blobs()
+
+        return dataclasses.replace(clouds(lr=lr), data=data)
+
+    sweep(tmp_path, task=counted, grid={"lr": [0.1, 0.2]}, folds=3, executor="sequential")
+    assert opened == ["once"]
+
+
+def test_models_beyond_the_bound_of_spare_parts_are_built_again() -> None:
+    recipe = Recipe(task=clouds)
+    first, second = (recipe.make(Trial(number=number)) for number in range(2))
+    nbytes = sum(tensor.nbytes for tensor in first.model.state_dict().values())
+    spare = SpareParts(most_bytes=nbytes)
+    spare.push(first)
+    spare.push(second)
+    assert spare.pop(second.trial) is None
+    assert spare.pop(dataclasses.replace(first.trial, seed=1)) is None
+    spare.push(second)
+    assert spare.pop(second.trial) is second
+    assert spare.pop(second.trial) is None
+
+
 def test_a_sweep_that_was_stopped_goes_on_and_trains_each_trial_once(tmp_path: Path) -> None:
     stop = threading.Event()
 
@@ -243,14 +291,14 @@ def test_two_sweeps_in_one_folder_at_once_are_refused_and_a_lock_left_behind_is_
     def meanwhile(event: dict[str, Any]) -> None:
         if event["event"] == "outcome" and not refused:
             with pytest.raises(
-                ConfigError, match=f"another one must not be at work in {folder}, got one .this process"
+                ConfigError, match=f"{folder}: another sweep must not be under way there, got one .this process"
             ) as e:
                 sweep(folder, grid={"lr": [0.3, 0.1]})
             refused.append(e.value)
 
     first = sweep(folder, grid={"lr": [0.3, 0.1]}, on_event=meanwhile)
     assert refused and len(first.outcomes) == 2 and len(lines(folder, "results")) == 2
-    assert (folder / "lock").is_file()  # as after a process that died
+    (folder / ".lock").write_text("process 1 on a host")  # as after a process that died
     assert sweep(folder, grid={"lr": [0.3, 0.1]}).sessions[-1]["trained"] == 0
 
 
@@ -273,8 +321,8 @@ def test_a_process_that_the_task_has_forked_does_not_hold_the_folder(tmp_path: P
     script = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from podium.sweeps.folder_lock import held\n"
-        "with held(Path(sys.argv[1])):\n"
+        "from podium.records.folder_lock import folder_lock\n"
+        "with folder_lock(Path(sys.argv[1]), 'sweep'):\n"
         "    child = os.fork()\n"
         "    if child == 0:\n"
         "        time.sleep(30)\n"
@@ -286,18 +334,18 @@ def test_a_process_that_the_task_has_forked_does_not_hold_the_folder(tmp_path: P
         assert holder.stdout is not None
         child = int(holder.stdout.readline())
         try:
-            with pytest.raises(ConfigError, match=f"got one .process {holder.pid} on"), held(tmp_path):
+            with pytest.raises(ConfigError, match=f"got one .process {holder.pid} on"), folder_lock(tmp_path, "sweep"):
                 pass
             holder.kill()
             holder.wait(10)
-            with held(tmp_path):  # though the child lives
+            with folder_lock(tmp_path, "sweep"):  # though the child lives
                 os.kill(child, 0)
         finally:
             os.kill(child, signal.SIGKILL)
 
 
 def test_a_search_without_end_is_trained_and_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("podium.sweeps.queue.MOST_WAITING", 8)
+    monkeypatch.setattr("podium.sweeps.waiting.MOST_WAITING", 8)
     stop, source = threading.Event(), PlainSource()
 
     def after_twelve(event: dict[str, Any]) -> None:
@@ -319,15 +367,7 @@ def test_a_failed_trial_without_the_metric_is_in_the_report(tmp_path: Path) -> N
     path.write_text("".join(to_json(row) + "\n" for row in rows))
     assert "it has no accuracy" in Path(write_all(tmp_path / "a").report).read_text()
     config: dict[str, Any] = {"metric": "accuracy", "maximize": True, "seeds": [0], "folds": None}
-    BestModel(tmp_path / "a", config, read_outcomes(tmp_path / "a"))
-
-
-def test_sweeps_that_begin_in_the_same_second_get_folders_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("time.strftime", lambda form: "20261115-213012")
-    made = [_new_folder("a.py:b", tmp_path) for _ in range(3)]
-    assert len(set(made)) == 3 and all(path.is_dir() for path in made)
+    BestModelKeeper(tmp_path / "a", config, read_outcomes(tmp_path / "a"))
 
 
 def test_a_search_that_looks_the_other_way_is_refused() -> None:
@@ -335,11 +375,11 @@ def test_a_search_that_looks_the_other_way_is_refused() -> None:
     search.maximize = False  # type: ignore[attr-defined]  # as a search of Optuna's has it
     with pytest.raises(ConfigError, match="a PlainSource of this sweep must maximize, got one to minimize"):
         plan(clouds, device="cpu", search=search)
-    assert plan(clouds, device="cpu", search=Crossed(search), metric="loss").source.total is None
+    assert plan(clouds, device="cpu", search=CrossedSource(search), metric="loss").source.total is None
 
 
 def test_a_crossed_search_that_was_made_already_brings_its_seeds() -> None:
-    made = plan(clouds, device="cpu", search=Crossed(PlainSource(), seeds=(0, 1, 5)))
+    made = plan(clouds, device="cpu", search=CrossedSource(PlainSource(), seeds=(0, 1, 5)))
     assert made.config["seeds"] == [0, 1, 5]
 
 
@@ -492,7 +532,7 @@ class TestStopping:
         ]
         found = find_points(trials, outcomes, "accuracy", maximize=True)
         config: dict[str, Any] = {"metric": "accuracy", "maximize": True, "folds": None, "seeds": [0], "copies": True}
-        answer = tell(found, find_rivals(found, config), outcomes, config)
+        answer = answer_of(found, find_rivals(found, config), outcomes, config)
         assert "as it began: lr=0.0001" in answer
         assert "trial (0, 0.9000) took over another's model on the way and ended with lr=0.25." in answer
 
@@ -677,7 +717,7 @@ class TestTellingPointsApart:
     def test_one_pair_is_no_test_though_the_best_has_an_interval(self) -> None:
         config = {"metric": "accuracy", "maximize": True, "folds": None, "seeds": [0, 1]}
         some = points([0.9, 0.91], [0.8])
-        answer = tell(some, find_rivals(some, config), [], config)
+        answer = answer_of(some, find_rivals(some, config), [], config)
         assert "One pair of trials is no test" in answer and "One trial of each" not in answer
 
     def test_one_that_is_better_in_fewer_trials_is_not_called_worse(self) -> None:
@@ -686,7 +726,7 @@ class TestTellingPointsApart:
         some = points([0.9, 0.91, 0.92, 0.91, 0.9, 0.9], ahead)
         (rival,) = find_rivals(some, config)
         assert rival.gap < 0 and rival.is_better and not rival.is_distinct
-        assert "which is better in the 4 trials that both finished" in tell(some, [rival], [], config)
+        assert "which is better in the 4 trials that both finished" in answer_of(some, [rival], [], config)
 
     def test_equal_scores_are_no_difference_and_one_pair_is_no_test(self) -> None:
         (same,) = find_rivals(points(self.BEST, self.BEST), self.CONFIG)
@@ -696,7 +736,7 @@ class TestTellingPointsApart:
     @pytest.mark.slow
     def test_the_answer_says_so(self, tmp_path: Path) -> None:
         level = sweep(tmp_path / "a", grid={"lr": [0.1, 0.1001]}, folds=3)
-        assert "the best two cannot be told apart by these folds" in level.answer
+        assert "the best two are tied by these folds" in level.answer
         clear = sweep(tmp_path / "b", grid={"lr": [0.3, 1e-7]}, folds=6, epochs=6)
         assert "better than the next, lr=1e-07" in clear.answer
         single = sweep(tmp_path / "c", grid={"lr": [0.3, 0.1]})
@@ -705,8 +745,8 @@ class TestTellingPointsApart:
 
 def test_very_small_scores_are_told_with_an_exponent() -> None:
     small = Point(number=0, options={}, n=2, mean=2.345e-10, low=1.345e-10, high=3.345e-10)
-    assert (swept.number(1e-10), swept.number(2.3e-6)) == ("1.000e-10", "0.00000230")
-    assert tell_mean(small) == "2.3450000e-10 ± 1.0e-10"
+    assert (format_number(1e-10), format_number(2.3e-6)) == ("1.000e-10", "0.00000230")
+    assert format_mean(small) == "2.3450000e-10 ± 1.0e-10"
 
 
 def test_a_score_that_is_no_number_is_said_to_be_none() -> None:
@@ -717,10 +757,10 @@ def test_a_score_that_is_no_number_is_said_to_be_none() -> None:
         for trial, score in zip(trials, scores, strict=True)
     ]
     found = find_points(trials, outcomes, "accuracy", maximize=True)
-    assert [tell_statuses(point) for point in found] == ["1, 1 without a score"] * 2
+    assert [format_statuses(point) for point in found] == ["1, 1 without a score"] * 2
     config: dict[str, Any] = {"metric": "accuracy", "maximize": True, "folds": None, "seeds": [0, 1]}
-    answer = tell(found, find_rivals(found, config), outcomes, config)
-    assert "Of 4 trials 2 finished with a score that is no number" in answer and "came to a score" in answer
+    answer = answer_of(found, find_rivals(found, config), outcomes, config)
+    assert "Of 4 trials 2 finished with a score that is no number" in answer and "trials have no score" in answer
 
 
 def test_a_minimised_metric_has_its_smallest_first(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from podium.exchange.codecs.base import Codec, Matrix, Memory, Rounds, Span, Turn
+from podium.exchange.codecs.base import Codec, Matrix, Memory, Rounds, Span, StepContext
 
 
 def span_of(numel: int, start: int = 0) -> Span:
@@ -24,7 +24,7 @@ def memory_of(span: Span, dtype: torch.dtype = torch.float32, device: str = "cpu
     return Memory([torch.zeros(span.stop, dtype=dtype, device=device)], elements=span.numel)
 
 
-def decode(codec: Codec, wire: Tensor, span: Span, turn: Turn, dtype: torch.dtype = torch.float32) -> Tensor:
+def decode(codec: Codec, wire: Tensor, span: Span, turn: StepContext, dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.zeros(span.numel, dtype=dtype, device=wire.device)
     codec.decode_add(wire, out, span, turn)
     return out

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from podium.exchange.codecs import CODECS, make_codec
-from podium.exchange.codecs.base import Codec, Memory, Span, Turn
+from podium.exchange.codecs.base import Codec, Memory, Span, StepContext
 from podium.exchange.codecs.feedback import keep_residual, with_residual
 from tests.exchange.codecs.spans import decode, memory_of, noise, span_of
 
 OPTIONS = {"dgc": {"momentum": 0.0, "ratio": 0.05, "warmup_epochs": 2}, "top-k": {"ratio": 0.05}}
 
 
-def send(codec: Codec, tensor: Tensor, span: Span, turn: Turn, memory: Memory) -> Tensor:
+def send(codec: Codec, tensor: Tensor, span: Span, turn: StepContext, memory: Memory) -> Tensor:
     q = with_residual(codec, tensor.clone(), span, memory)
     wire = codec.encode(q, span, turn, memory)
     keep_residual(codec, q, wire, span, turn, memory)
@@ -32,7 +32,7 @@ def test_what_was_sent_and_what_is_kept_is_what_came(name: str, numel: int, step
     memory = memory_of(span, dtype)
     came, sent = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
     for step in range(steps):
-        tensor, turn = noise(numel, step, dtype), Turn(step=step, epoch=step / 4, seed=1)
+        tensor, turn = noise(numel, step, dtype), StepContext(step=step, epoch=step / 4, seed=1)
         sent += decode(codec, send(codec, tensor, span, turn, memory), span, turn, dtype)
         memory.commit()
         came += tensor
@@ -46,7 +46,7 @@ def test_a_step_that_did_not_happen_leaves_no_trace(name: str) -> None:
     codec, span = make_codec(name, OPTIONS.get(name, {})), span_of(3000)
     memory = memory_of(span)
     for step in range(3):
-        turn = Turn(step=step, epoch=3.0)
+        turn = StepContext(step=step, epoch=3.0)
         lost = send(codec, noise(3000, step), span, turn, memory)
         before = [flat.clone() for flats in memory.of_span.values() for flat in flats]
         memory.forget()
@@ -97,7 +97,7 @@ def test_what_was_forgotten_does_not_come_back_with_the_first_step() -> None:
 def test_who_keeps_its_own_residual_gets_none() -> None:
     codec, span, tensor = make_codec("dgc"), span_of(100), noise(100)
     memory = memory_of(span)
-    send(codec, tensor, span, Turn(), memory)
+    send(codec, tensor, span, StepContext(), memory)
     memory.commit()
     assert set(memory.of_span) == {"velocity", "unsent"}
     assert with_residual(codec, tensor, span, memory) is tensor

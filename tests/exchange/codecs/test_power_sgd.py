@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from podium.exchange.codecs import make_codec
-from podium.exchange.codecs.base import Matrix, Memory, Rounds, RoundsCodec, Span, Turn
+from podium.exchange.codecs.base import Matrix, Memory, Rounds, RoundsCodec, Span, StepContext
 from podium.exchange.codecs.feedback import keep_own_residual, with_residual
 from tests.exchange.codecs.spans import decode, memory_of, noise, run_rounds, span_of
 
@@ -32,7 +32,7 @@ def exchange(
     """One exchange with error feedback; what each worker ends with."""
     qs = [with_residual(codec, t, span, memory) for t, memory in zip(tensors, memories, strict=True)]
     workers: list[Rounds] = [
-        codec.rounds(q, span, Turn(step=step, rank=rank, workers=len(qs), seed=5), memory)
+        codec.rounds(q, span, StepContext(step=step, rank=rank, workers=len(qs), seed=5), memory)
         for rank, (q, memory) in enumerate(zip(qs, memories, strict=True))
     ]
     run_rounds(workers)
@@ -89,7 +89,7 @@ def test_going_on_from_the_last_step_comes_nearer() -> None:
     codec, tensor, memory = power(1), noise(SPAN.numel), memory_of(SPAN)
     left = []
     for step in range(10):
-        rounds = codec.rounds(tensor, SPAN, Turn(step=step), memory)
+        rounds = codec.rounds(tensor, SPAN, StepContext(step=step), memory)
         run_rounds([rounds])
         out = torch.empty_like(tensor)
         rounds.finish(out)
@@ -118,7 +118,7 @@ def test_a_rank_that_was_not_needed_is_there_later() -> None:
 def test_what_is_not_worth_it_travels_as_it_is() -> None:
     codec, tensor = power(1), noise(4)
     span = Span(0, 0, 4, (Matrix("c", 0, 2, 2),))
-    rounds = codec.rounds(tensor, span, Turn(), memory_of(span))
+    rounds = codec.rounds(tensor, span, StepContext(), memory_of(span))
     assert rounds.next(rounds.first() * 2) is None
     out, residual = torch.empty(4), tensor.clone()
     rounds.finish(out)
@@ -127,7 +127,7 @@ def test_what_is_not_worth_it_travels_as_it_is() -> None:
 
 
 def test_few_numbers_travel() -> None:
-    rounds = power(1).rounds(noise(SPAN.numel), SPAN, Turn(), memory_of(SPAN))
+    rounds = power(1).rounds(noise(SPAN.numel), SPAN, StepContext(), memory_of(SPAN))
     first = rounds.first()
     assert first.numel() == 40 + 60 + 7 + 11 + 4
     second = rounds.next(first)
@@ -147,7 +147,7 @@ def test_alone_and_in_rounds_are_one_and_the_same(rows: int, cols: int, offset: 
     codec, tensor = power(rank, min_rate=1), noise(span.numel)
     alone, together = memory_of(span), memory_of(span)
     for step in range(2):
-        turn = Turn(step=step, seed=1)
+        turn = StepContext(step=step, seed=1)
         got = decode(codec, codec.encode(tensor, span, turn, alone), span, turn)
         rounds = codec.rounds(tensor, span, turn, together)
         run_rounds([rounds])
@@ -161,7 +161,7 @@ def test_alone_and_in_rounds_are_one_and_the_same(rows: int, cols: int, offset: 
 def test_all_workers_start_alike_and_seeds_differ() -> None:
     codec, span, tensor = power(1), span_of(5000), noise(5000)
     first, same, other = (
-        codec.rounds(tensor, span, Turn(seed=seed, rank=rank), memory_of(span)).first()
+        codec.rounds(tensor, span, StepContext(seed=seed, rank=rank), memory_of(span)).first()
         for seed, rank in ((1, 0), (1, 1), (2, 0))
     )
     assert torch.equal(first, same) and not torch.equal(first, other)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from podium.errors import ConfigError
 from podium.exchange.codecs import make_codec
-from podium.exchange.codecs.base import Memory, Span, Turn
+from podium.exchange.codecs.base import Memory, Span, StepContext
 from podium.exchange.codecs.dgc import DGC
 from podium.exchange.codecs.sparse import Select, choose, pack, room_for, unpack
 from tests.exchange.codecs.spans import decode, memory_of, noise, span_of
@@ -94,7 +94,7 @@ def test_what_is_packed_is_unpacked(numel: int, data: st.DataObject) -> None:
 
 def test_top_k_sends_the_largest_and_nothing_else() -> None:
     codec, span, tensor = make_codec("top-k", {"ratio": 0.05}), span_of(100_003), noise(100_003)
-    got = decode(codec, codec.encode(tensor, span, Turn(), memory_of(span)), span, Turn())
+    got = decode(codec, codec.encode(tensor, span, StepContext(), memory_of(span)), span, StepContext())
     threshold = tensor.abs().sort(descending=True).values[4999]
     torch.testing.assert_close(got, tensor * (tensor.abs() >= threshold), rtol=1e-3, atol=1e-4)
 
@@ -105,7 +105,7 @@ class TestDGC:
     def test_it_is_the_loop_of_the_paper(self, nesterov: bool, clip: float | None) -> None:
         numel, m, workers = 5003, 0.8, 4
         codec = DGC(ratio=0.1, warmup_epochs=0, momentum=m, nesterov=nesterov, clip=clip, select="exact")
-        span, turn = span_of(numel), Turn(workers=workers)
+        span, turn = span_of(numel), StepContext(workers=workers)
         memory = memory_of(span)
         u, v = np.zeros(numel), np.zeros(numel)
         for step in range(6):

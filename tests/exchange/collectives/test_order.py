@@ -70,13 +70,13 @@ class TestSolved:
 
 class TestSearched:
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("seed", range(6))
-    def test_it_is_near_the_best_among_nine(self, kind: Kind, seed: int) -> None:
-        cost = links(9, seed, kind)
-        slowest, total = ring_cost(cost, searched_ring(cost))
-        best, least = ring_cost(cost, solved_ring(cost))
-        assert slowest <= 1.1 * best
-        assert slowest > best or total <= 1.1 * least
+    def test_it_is_near_the_best_among_nine(self, kind: Kind) -> None:
+        for seed in range(6):
+            cost = links(9, seed, kind)
+            slowest, total = ring_cost(cost, searched_ring(cost))
+            best, least = ring_cost(cost, solved_ring(cost))
+            assert slowest <= 1.1 * best
+            assert slowest > best or total <= 1.1 * least
 
     @pytest.mark.slow
     @settings(max_examples=25, deadline=None)

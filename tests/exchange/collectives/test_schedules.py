@@ -151,21 +151,21 @@ class TestTheSum:
             for tensor in tensors:
                 assert torch.equal(tensor, want)
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
     @pytest.mark.parametrize("collective", ALL, ids=repr)
-    def test_rounding_is_the_same_on_all_members_and_small(self, collective: Scheduled, dtype: torch.dtype) -> None:
-        for size in (2, 3, 4, 6, 7, 8, 9):
-            if not fits(collective, size):
-                continue
-            exact = [torch.randn(3001, dtype=torch.float64) for _ in range(size)]
-            tensors = [tensor.to(dtype) for tensor in exact]
-            want = torch.stack([tensor.double() for tensor in tensors]).sum(0)
-            carry_out(all_schedules(collective, size, 3001, dtype.itemsize), tensors)
-            for tensor in tensors[1:]:
-                assert torch.equal(tensor, tensors[0])
-            # Each of size - 1 additions rounds a partial sum, none of which is beyond the sum of all magnitudes.
-            bound = torch.finfo(dtype).eps * (size - 1) * torch.stack([t.abs() for t in exact]).sum(0)
-            assert ((tensors[0].double() - want).abs() <= bound + 1e-12).all()
+    def test_rounding_is_the_same_on_all_members_and_small(self, collective: Scheduled) -> None:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            for size in (2, 3, 4, 6, 7, 8, 9):
+                if not fits(collective, size):
+                    continue
+                exact = [torch.randn(3001, dtype=torch.float64) for _ in range(size)]
+                tensors = [tensor.to(dtype) for tensor in exact]
+                want = torch.stack([tensor.double() for tensor in tensors]).sum(0)
+                carry_out(all_schedules(collective, size, 3001, dtype.itemsize), tensors)
+                for tensor in tensors[1:]:
+                    assert torch.equal(tensor, tensors[0])
+                # Each of size - 1 additions rounds a partial sum, none of which is beyond the sum of all magnitudes.
+                bound = torch.finfo(dtype).eps * (size - 1) * torch.stack([t.abs() for t in exact]).sum(0)
+                assert ((tensors[0].double() - want).abs() <= bound + 1e-12).all()
 
     @pytest.mark.parametrize("collective", ALL, ids=repr)
     def test_large_tensors_of_odd_size(self, collective: Scheduled) -> None:
@@ -259,12 +259,12 @@ def sent_bytes(collective: Scheduled, size: int, numel: int) -> list[int]:
 class TestBytes:
     N = 840 * 1000  # elements; divisible by all sizes up to 8
 
-    @pytest.mark.parametrize("size", range(2, 9))
     @pytest.mark.parametrize("collective", [Ring(), Butterfly(), TaskGraph()], ids=repr)
-    def test_the_least_possible_is_sent_by_each(self, collective: Scheduled, size: int) -> None:
-        least = 2 * (size - 1) / size * self.N * 4
-        for nbytes in sent_bytes(collective, size, self.N):
-            assert nbytes == pytest.approx(least, abs=16 * size)
+    def test_the_least_possible_is_sent_by_each(self, collective: Scheduled) -> None:
+        for size in range(2, 9):
+            least = 2 * (size - 1) / size * self.N * 4
+            for nbytes in sent_bytes(collective, size, self.N):
+                assert nbytes == pytest.approx(least, abs=16 * size)
 
     @pytest.mark.parametrize("size", [2, 4, 8, 16])
     def test_halving_sends_the_least_for_powers_of_two(self, size: int) -> None:
@@ -278,11 +278,11 @@ class TestBytes:
         assert max(each) == pytest.approx((5 / 2 - 2 / power) * (4 << 20), rel=1e-4)
         assert min(each) == pytest.approx(min(3 / 2, 2 - 2 / power) * (4 << 20), rel=1e-4)
 
-    @pytest.mark.parametrize("size", range(2, 17))
-    def test_whole_tensors_are_sent_once_a_round(self, size: int) -> None:
-        depth = size.bit_length() - 1
-        folds = size > 1 << depth
-        assert max(sent_bytes(WHOLE, size, 1000)) == (depth + folds) * 4000
+    def test_whole_tensors_are_sent_once_a_round(self) -> None:
+        for size in range(2, 17):
+            depth = size.bit_length() - 1
+            folds = size > 1 << depth
+            assert max(sent_bytes(WHOLE, size, 1000)) == (depth + folds) * 4000
 
     @pytest.mark.parametrize("size", [2, 3, 4, 6, 7, 8, 15, 16, 33])
     def test_no_member_of_two_trees_sends_more_than_twice(self, size: int) -> None:
@@ -332,21 +332,21 @@ class TestRing:
 
 
 class TestTree:
-    @pytest.mark.parametrize("size", [*range(2, 40), 127, 128, 129])
-    def test_both_are_trees_and_a_leaf_of_one_is_inner_in_the_other(self, size: int) -> None:
-        places = [both_places(index, size) for index in range(size)]
-        for t in (0, 1):
-            assert sum(place[t].parent is None for place in places) == 1
-            for index, place in enumerate(places):
-                assert len(place[t].children) <= 2
-                for child in place[t].children:
-                    assert places[child][t].parent == index
-                steps, at = 0, index
-                while (parent := places[at][t].parent) is not None:
-                    at, steps = parent, steps + 1
-                assert steps <= depth_of(size) <= math.ceil(math.log2(size)) + 1
-        if size > 2:
-            assert not any(not first.children and not second.children for first, second in places)
+    def test_both_are_trees_and_a_leaf_of_one_is_inner_in_the_other(self) -> None:
+        for size in (*range(2, 40), 127, 128, 129):
+            places = [both_places(index, size) for index in range(size)]
+            for t in (0, 1):
+                assert sum(place[t].parent is None for place in places) == 1
+                for index, place in enumerate(places):
+                    assert len(place[t].children) <= 2
+                    for child in place[t].children:
+                        assert places[child][t].parent == index
+                    steps, at = 0, index
+                    while (parent := places[at][t].parent) is not None:
+                        at, steps = parent, steps + 1
+                    assert steps <= depth_of(size) <= math.ceil(math.log2(size)) + 1
+            if size > 2:
+                assert not any(not first.children and not second.children for first, second in places)
 
 
 class TestHierarchical:
@@ -464,12 +464,12 @@ class TestParts:
         assert sum(lengths) == length and len(lengths) == min(length, parts)
         assert not lengths or max(lengths) - min(lengths) <= 1
 
-    @pytest.mark.parametrize("size", range(1, 40))
-    def test_nodes_are_a_power_of_two_and_hold_each_member_once(self, size: int) -> None:
-        nodes = folded(size)
-        assert len(nodes) & (len(nodes) - 1) == 0 and len(nodes) <= size < 2 * len(nodes)
-        assert sorted({member for node in nodes for member in node}) == list(range(size))
-        assert all(not set(a) & set(b) for a, b in combinations(nodes, 2))
+    def test_nodes_are_a_power_of_two_and_hold_each_member_once(self) -> None:
+        for size in range(1, 40):
+            nodes = folded(size)
+            assert len(nodes) & (len(nodes) - 1) == 0 and len(nodes) <= size < 2 * len(nodes)
+            assert sorted({member for node in nodes for member in node}) == list(range(size))
+            assert all(not set(a) & set(b) for a, b in combinations(nodes, 2))
 
     def test_a_window_keeps_the_order_and_all_moves(self) -> None:
         chains = ReduceToOne(segment_bytes=4).schedule(1, 3, 7, 4)

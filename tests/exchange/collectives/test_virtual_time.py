@@ -15,7 +15,7 @@ from podium.exchange.collectives.costs import FORMULAS, seconds
 from podium.exchange.collectives.links import measure, partners
 from podium.exchange.collectives.ring import Ring
 from podium.launch.clusters.description import Cluster, read_cluster, uniform
-from tests.worlds import Virtual
+from podium.testing.worlds import Virtual
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from podium.comm.base import Communicator
 from podium.exchange.collectives import COLLECTIVES, make_collective
-from tests.worlds import Memory, Real, Virtual, World
+from podium.testing.worlds import Memory, Real, Virtual, World
 
 BY_SCHEDULE = tuple(name for name in COLLECTIVES if name not in ("default", "auto", "backend", "shared"))
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from podium.errors import ConfigError, UnknownName
-from podium.lab.bench.rounds import interleave, ratio
+from podium.lab.bench.harness import interleave, ratio
 from podium.lab.bench.step import bench_step
 
 

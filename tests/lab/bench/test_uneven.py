@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError, UnknownName
-from podium.lab.bench.uneven import bench_uneven, speeds_of, steps_until_near
+from podium.lab.bench.uneven import bench_uneven
+from podium.lab.bench.uneven_virtual import speeds_of, steps_until_near
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces and CPU quotas need root")
 NOTHING: dict[str, Any] = {"virtual": False, "real": False, "slow_down": False, "noise": False}

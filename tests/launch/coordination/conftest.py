@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.place import Place
+from tests.launch.coordination.place import Place
 
 Make = Callable[..., Place]
 

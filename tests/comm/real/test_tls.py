@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import socket
 import ssl
 import stat
 import struct
-import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,17 @@ import torch
 
 from podium.cli.certs import make_certificates
 from podium.comm.base import DEPARTED, Message
-from podium.comm.channel import Channel
-from podium.comm.frames import ACCEPTED, Limits, Refused, encode_frame, prove, read_frame, write_frame
-from podium.comm.tls import Guard, Tls, TlsStream, tls_of
+from podium.comm.clocks import WallClock
+from podium.comm.real.channel import Channel
+from podium.comm.real.frames import ACCEPTED, Limits, Refused, encode_frame, prove, read_frame, write_frame
+from podium.comm.real.tls import Guard, Tls, TlsStream, tls_of
 from podium.config import RunConfig, build
-from podium.errors import ConfigError, DeadlineExceeded
-from podium.launch.coordinator import Coordinator, Rules
+from podium.errors import ConfigError, DeadlineExceeded, MissingExtra
+from podium.launch.coordination.coordinator import Coordinator
+from podium.launch.coordination.rules import COORDINATOR, Rules
 from podium.launch.membership import Membership
 from podium.records.recorder import Recorder
-from tests.comm.test_channel import (  # noqa: F401  # the channel's contract, over TLS; pytest collects it from here
+from tests.comm.real.test_channel import (  # noqa: F401  # the channel's contract, over TLS; pytest collects it from here
     LIES,
     SECRET,
     Open,
@@ -57,8 +59,9 @@ from tests.comm.test_channel import (  # noqa: F401  # the channel's contract, o
     test_what_was_sent_before_closing_is_received_before_the_departure,
     two,
 )
+from tests.launch.coordination.place import Launcher
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="the program openssl is not here")
+pytestmark = pytest.mark.skipif(find_spec("cryptography") is None, reason="needs cryptography (podium[tls])")
 
 
 @pytest.fixture(scope="module")
@@ -404,7 +407,7 @@ def test_ranks_join_their_coordinator_over_tls(tls: Tls, tmp_path: Path) -> None
     rules = Rules(workers=1, ranks=(0,), survives_loss=False, heartbeat_s=5.0, deadline_s=20.0, start_deadline_s=20.0)
     recorder = Recorder(-1, tmp_path / "records" / "launcher.jsonl")
     place = {"secret": SECRET, "listen": "tcp:127.0.0.1:0", "tls": tls}
-    coordinator = Coordinator(rules, recorder=recorder, **place)
+    coordinator = Coordinator(rules, Launcher(), Channel(COORDINATOR, **place), recorder, WallClock())
     watch = threading.Thread(target=coordinator.run, daemon=True)
     watch.start()
     member = Membership(0, coordinator.address, heartbeat_s=5.0, deadline_s=20.0, start_deadline_s=20.0, **place)
@@ -427,8 +430,15 @@ def test_the_three_settings_come_together() -> None:
 
 def test_files_that_will_not_do_are_refused_with_a_reason(tls: Tls, others: Tls, tmp_path: Path) -> None:
     locked = tmp_path / "locked.key"
-    words = ("ec", "-in", tls.key, "-aes256", "-passout", "pass:word", "-out", str(locked))
-    subprocess.run(["openssl", *words], check=True, capture_output=True, timeout=30)
+    from cryptography.hazmat.primitives.serialization import (
+        BestAvailableEncryption,
+        Encoding,
+        PrivateFormat,
+        load_pem_private_key,
+    )
+
+    key = load_pem_private_key(Path(tls.key).read_bytes(), None)
+    locked.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word")))
     for bad, what in (
         (Tls("none.pem", tls.key, tls.ca), "tls_cert and tls_key: none.pem and .* No such file"),
         (Tls(tls.cert, others.key, tls.ca), "are no pair: KEY_VALUES_MISMATCH"),
@@ -451,6 +461,9 @@ def test_certificates_are_made_once_and_their_keys_are_private(tmp_path: Path, m
     assert modes == {"ca.key": 0o600, "node.key": 0o600, "ca.pem": 0o644, "node.pem": 0o644}
     with pytest.raises(ConfigError, match=r"must hold no certificates yet, got node\.pem"):
         make_certificates(tmp_path / "keys")
-    monkeypatch.setenv("PATH", os.fspath(tmp_path))
-    with pytest.raises(ConfigError, match="needs the program openssl"):
+    with pytest.raises(ConfigError, match="before the year 10000, got 10000000 days"):
+        make_certificates(tmp_path / "late", days=10_000_000)
+    monkeypatch.setitem(sys.modules, "cryptography.x509", None)  # as if it were not installed
+    with pytest.raises(MissingExtra, match=r"podium\[tls\]"):
         make_certificates(tmp_path / "more")
+    assert not (tmp_path / "more").exists()

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from podium.sweeps.best_models import BestModel
-from podium.sweeps.result import find_points
+from podium.sweeps.best_models import BestModelKeeper
+from podium.sweeps.ranking import find_points
 from podium.sweeps.trial import Evaluation, Outcome, Status, Trial
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_what_is_left_is_the_best_points_best(seed: int, tmp_path: Path) -> None:
-    rng = random.Random(seed)
+@given(rng=st.randoms(use_true_random=False))
+@settings(max_examples=60)
+def test_what_is_left_is_the_best_points_best(rng: random.Random) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        _left_is_the_best(rng, Path(folder))
+
+
+def _left_is_the_best(rng: random.Random, tmp_path: Path) -> None:
     folds, maximize = rng.choice([1, 3]), rng.random() < 0.5
     trials = [Trial(number=n, point=n // folds, fold=n % folds) for n in range(5 * folds)]
     statuses: list[Status] = ["finished"] * 6 + ["stopped", "diverged", "failed"] if rng.random() < 0.7 else ["stopped"]
@@ -31,10 +38,10 @@ def test_what_is_left_is_the_best_points_best(seed: int, tmp_path: Path) -> None
     half = len(outcomes) // 2
     for outcome in outcomes[:half]:
         (tmp_path / outcome.model).touch()
-    before = BestModel(tmp_path, config, outcomes[:half])
+    before = BestModelKeeper(tmp_path, config, outcomes[:half])
     del before  # interrupted: a new one begins with what is there
     known = [o if (tmp_path / o.model).is_file() else dataclasses.replace(o, model="") for o in outcomes[:half]]
-    kept = BestModel(tmp_path, config, known)
+    kept = BestModelKeeper(tmp_path, config, known)
     for outcome in outcomes[half:]:
         (tmp_path / outcome.model).touch()
         kept.add(outcome)
@@ -61,13 +68,13 @@ def test_a_point_whose_failed_trial_is_trained_again_still_has_its_model(tmp_pat
 
     config: dict[str, Any] = {"metric": "loss", "maximize": False, "seeds": [0, 1], "folds": None}
     before = [ended(0, "finished", 0.9), ended(1, "failed", 0.0), ended(2, "finished", 0.5), ended(3, "finished", 0.5)]
-    BestModel(tmp_path, config, before).end()
+    BestModelKeeper(tmp_path, config, before).end()
     assert (tmp_path / "0.safetensors").is_file()
     known = [
         before[0],
         *(o if (tmp_path / o.model).is_file() else dataclasses.replace(o, model="") for o in before[2:]),
     ]
-    kept = BestModel(tmp_path, config, known)
+    kept = BestModelKeeper(tmp_path, config, known)
     kept.add(ended(1, "finished", 0.8))
     kept.end()
     assert [path.name for path in tmp_path.iterdir()] == ["0.safetensors"]

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from podium.comm import frames
-from podium.comm.arena import Arena, Neighbour, Place
 from podium.comm.base import DEPARTED, Message
-from podium.comm.channel import Channel
+from podium.comm.real import frames
+from podium.comm.real.arena import Arena, Neighbour, Place
+from podium.comm.real.channel import Channel
 from podium.errors import Lost
 
 SECRET = b"of this run"

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from podium.comm import frames
-from podium.comm.arena import Arena
-from podium.comm.frames import FrameError, Limits, encode_frame, read_frame
+import podium.testing.frame_fuzz as fuzz
+from podium.comm.real import frames
+from podium.comm.real.arena import Arena
+from podium.comm.real.frames import FrameError, Limits, encode_frame, read_frame
 from podium.errors import ConfigError
-from podium.lab.bench import fuzz
-from podium.lab.bench.fuzz import REASONS, Tally, Wire, bench_fuzz
-from podium.lab.bench.mutations import MUTATIONS, Maker, frame_of
+from podium.testing.frame_fuzz import REASONS, Tally, Wire, bench_fuzz
+from podium.testing.frame_mutations import MUTATIONS, Maker, frame_of
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podium.comm.base import DEPARTED, Message
-from podium.comm.channel import Channel
-from podium.comm.frames import ACCEPTED, FrameError, Limits, Refused, encode_frame, prove
+from podium.comm.real.channel import Channel
+from podium.comm.real.frames import ACCEPTED, FrameError, Limits, Refused, encode_frame, prove
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
 SECRET = b"of this run"
@@ -422,7 +422,7 @@ def test_a_wait_past_its_deadline_says_for_whom_for_what_and_for_how_long(two: t
 def test_sending_to_one_who_does_not_read_ends_at_the_deadline(open_channel: Open) -> None:
     left, right = open_channel(0, deadline_s=0.3), open_channel(1, limits=Limits(inbox_messages=1))
     left.introduce({1: right.address})
-    with pytest.raises(DeadlineExceeded, match=r"rank 0: sending to rank 1 did not go on for 0\.3 s"):
+    with pytest.raises(DeadlineExceeded, match=r"rank 0: sending to rank 1 made no progress for 0\.3 s"):
         for _ in range(100):
             left.send(1, "flood", {}, [torch.zeros(500_000)])
     departure = left.recv()
@@ -606,18 +606,18 @@ def test_a_free_port_is_found_and_told(open_channel: Open) -> None:
 def test_a_folder_that_is_removed_is_made_again_unless_the_name_was_let_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, let_go: bool
 ) -> None:
-    monkeypatch.setattr("podium.comm.channel._HEAL_S", 0.02)
+    monkeypatch.setattr("podium.comm.real.listener._HEAL_S", 0.02)
     folder = tmp_path / "meet"
     folder.mkdir(mode=0o700)
     channel = Channel(0, secret=SECRET, listen=f"unix:{folder}/0", deadline_s=20.0)
     looked = threading.Event()
-    heal = channel._heal
+    heal = channel._listener._heal
 
     def look() -> None:
         heal()
         looked.set()
 
-    monkeypatch.setattr(channel, "_heal", look)
+    monkeypatch.setattr(channel._listener, "_heal", look)
     try:
         if let_go:
             channel.let_name_go()
@@ -636,10 +636,10 @@ def test_a_folder_that_is_removed_is_made_again_unless_the_name_was_let_go(
 def test_a_channel_that_closes_does_not_wait_until_it_would_look_after_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listen: str
 ) -> None:
-    monkeypatch.setattr("podium.comm.channel._HEAL_S", 3600.0)
+    monkeypatch.setattr("podium.comm.real.listener._HEAL_S", 3600.0)
     where = f"unix:{tmp_path}/0" if listen == "unix" else "tcp:127.0.0.1:0"
     channel = Channel(0, secret=SECRET, listen=where, deadline_s=20.0)
     before = len(os.listdir("/proc/self/fd"))
     channel.close()
-    assert not channel._acceptor.is_alive()
+    assert not channel._listener._acceptor.is_alive()
     assert len(os.listdir("/proc/self/fd")) < before

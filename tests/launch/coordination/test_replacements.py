@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from podium.errors import DeadlineExceeded, Lost
-from podium.launch.roster import MOST_RANKS
-from tests.launch.conftest import Make
-from tests.launch.place import LIMIT_S, SHORT_S, Place, wait_until
+from podium.launch.coordination.rules import MOST_RANKS
+from tests.launch.coordination.conftest import Make
+from tests.launch.coordination.place import LIMIT_S, SHORT_S, Place, wait_until
+from tests.launch.coordination.test_coordinator import fall_silent
 
 REPLACES = {"replaces_servers": True}
 
@@ -51,10 +51,10 @@ def test_a_lost_server_is_replaced_and_those_who_miss_it_are_told_where_it_is(pl
 
 
 def test_a_silent_server_is_killed_and_replaced(place: Make) -> None:
-    here = place(1, 1, rules=REPLACES, heartbeat_s=SHORT_S, runs=lambda rank: rank == 0)
+    here = place(1, 1, rules=REPLACES, still=True, runs=lambda rank: rank == 0)
     here.begin()
-    wait_until(lambda: bool(here.told("progress")))
-    here.members[1]._closing.set()  # its thread ends and its connection stays, as if the whole process stood still
+    fall_silent(here, 1)
+    here.pass_time(21.0)
     wait_until(lambda: bool(here.respawned))
     assert here.killed == [1]
     here.members[1].close()
@@ -68,7 +68,7 @@ def test_where_servers_are_not_replaced_the_run_ends_and_says_which(place: Make)
     with pytest.raises(Lost, match="server 2 is gone, and is not replaced"):
         ask(here, 0, 2, "unix:/2-2").result(LIMIT_S)
     here.leave(2)
-    with pytest.raises(Lost, match=r"^server 2 was lost: it left without a word"):
+    with pytest.raises(Lost, match=r"^server 2 was lost: its connection closed without a message"):
         here.outcome.result(LIMIT_S)
 
 
@@ -126,13 +126,13 @@ def test_the_fourth_loss_of_a_server_ends_the_run(place: Make) -> None:
 
 
 def test_losses_that_lie_further_apart_than_the_deadline_are_replaced_for_ever(place: Make) -> None:
-    here = place(1, 1, rules=REPLACES, deadline_s=0.05)
+    here = place(1, 1, rules=REPLACES, still=True)
     here.begin()
     for n in range(5):
         lose_server(here, 1)
         here.arrive(1)
         wait_until(lambda n=n: len(here.told("replaced")) == n + 1)
-        time.sleep(0.1)
+        here.pass_time(21.0)
 
 
 def test_a_replacement_that_dies_again_and_again_before_it_serves_ends_the_run(place: Make) -> None:
@@ -141,7 +141,7 @@ def test_a_replacement_that_dies_again_and_again_before_it_serves_ends_the_run(p
     def ended(_rank: int, _seconds: float) -> str | None:
         return "it ended with exit code 3" if dead.is_set() else None
 
-    here = place(1, 1, rules=REPLACES, deadline_s=0.01, ended=ended)
+    here = place(1, 1, rules=REPLACES, ended=ended)
     here.begin()
     dead.set()
     here.leave(1)
@@ -151,22 +151,23 @@ def test_a_replacement_that_dies_again_and_again_before_it_serves_ends_the_run(p
 
 
 def test_a_replacement_that_does_not_join_in_time_is_killed_and_replaced(place: Make) -> None:
-    here = place(1, 1, rules=REPLACES, heartbeat_s=1.0, start_deadline_s=SHORT_S)
+    here = place(1, 1, rules=REPLACES, still=True)
     here.begin()
     lose_server(here, 1)
-    wait_until(lambda: len(here.respawned) == 2)
+    here.pass_time(21.0)
+    assert len(here.respawned) == 2
     assert here.killed[-1] == 1
-    assert "did not join within 0.3 s" in here.lost()[1]
+    assert "did not join within 20 s" in here.lost()[1]
 
 
 def test_workers_that_wait_for_a_server_are_not_taken_for_hung(place: Make) -> None:
     """One has reported the loss of a worker; another cannot before it has the server back."""
-    here = place(3, 3, processes=[(0, 3), (1, 4), (2, 5)], rules=REPLACES, deadline_s=SHORT_S)
+    here = place(3, 3, processes=[(0, 3), (1, 4), (2, 5)], rules=REPLACES, still=True, start_deadline_s=90.0)
     here.begin()
     here.leave(0)
     wait_until(lambda: bool(here.respawned))
     reported, asking = here.regroup(1), ask(here, 2, 3, "unix:/3-0")
-    time.sleep(3 * SHORT_S)
+    here.pass_time(60.0)
     here.arrive(3)
     assert asking.result(LIMIT_S) == "unix:/3-3"
     assert here.regroup(2).result(LIMIT_S).members == reported.result(LIMIT_S).members == (1, 2)

@@ -14,21 +14,32 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from podium.comm.base import DEPARTED, Communicator
+from podium.engine.batch import Batch
 from podium.engine.flat import Flat
-from podium.engine.worker import Batch, Worker
+from podium.engine.worker import Worker
 from podium.errors import Lost
 from podium.exchange.codecs import CODECS
-from podium.exchange.codecs.base import Memory, Span, Turn
+from podium.exchange.codecs.base import Span, StepContext
 from podium.exchange.codecs.dense import Dense
 from podium.exchange.collectives import COLLECTIVES, make_collective
 from podium.exchange.collectives.backend import Backend
-from podium.exchange.reducing import Packing, Reducer, make_packing, matrices_of, span_of, spans_of
+from podium.exchange.packing import Packing, make_packing
+from podium.exchange.sender import Sender
+from podium.exchange.spans import matrices_of, span_of, spans_of
 from podium.servers.ranges import lay_out
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
-from tests.toys import CLASSES, FEATURES, UNUSUAL, assert_close, channels_last_model, hashes, toy, train, train_in
-from tests.worlds import Memory as Threads
-from tests.worlds import Real, Virtual, World
+from podium.testing.toys import (
+    UNUSUAL,
+    assert_close,
+    channels_last_model,
+    hashes,
+    toy,
+    train,
+    train_in,
+)
+from podium.testing.worlds import Memory as Threads
+from podium.testing.worlds import Real, Virtual, World
 
 FED_BACK = {
     "fp16": "fp16:feedback=true",
@@ -77,29 +88,26 @@ class Sums(NamedTuple):
     kept: Tensor  # what it has not sent
 
 
-def exchange(reducer: Reducer, packing: Packing, spans: list[Span], flats: list[Tensor], turn: Turn) -> None:
-    for span in spans:
-        reducer.issue(span.of(flats), packing, span, turn)
-    reducer.complete(turn)
-    reducer.memory.commit()
+def exchange(sender: Sender, flats: list[Tensor], context: StepContext) -> None:
+    for span in sender.spans:
+        sender.sum_span(span.of(flats), sender.packing, span, context)
+    sender.complete(context)
+    sender.memory.commit()
 
 
 def reduce_often(comm: Communicator, specs: dict[str, str], collective: str = "backend") -> dict[str, Sums]:
     """Some exchanges with each codec."""
     flat, found = flat_of(), {}
-    spans = spans_of(flat)
     carries = make_collective(collective).prepare(comm)
     for name, spec in specs.items():
-        packing = make_packing(spec)
-        memory = Memory(flat.grads, sum(p.stop - p.start for p in flat.pieces))
-        reducer = Reducer(comm, carries, memory)
+        sender = Sender(comm, flat, make_packing(spec), carries)
         came, applied = (torch.zeros_like(flat.grads[0], dtype=torch.float64) for _ in range(2))
         for step in range(STEPS):
             grads = gradients(flat, comm.rank, step)
             came += grads[0]
-            exchange(reducer, packing, spans, grads, Turn(step, step / 4, 5, comm.rank, comm.size))
+            exchange(sender, grads, StepContext(step, step / 4, 5, comm.rank, comm.size))
             applied += grads[0]
-        kept = memory.of_span.get("unsent" if name == "dgc" else "residual")
+        kept = sender.memory.of_span.get("unsent" if name == "dgc" else "residual")
         found[name] = Sums(came, applied, torch.zeros_like(came) if kept is None else kept[0].double())
     return found
 
@@ -148,12 +156,12 @@ def test_threads_virtual_time_and_shared_memory_give_the_same_bits() -> None:
 def every_pair(comm: Communicator, collectives: list[str]) -> list[str]:
     """Each codec once with each collective; where workers' sums are not the same bits on all."""
     flat, wrong = flat_of(), []
-    spans, turn = spans_of(flat), Turn(1, 0.5, 3, comm.rank, comm.size)
+    context = StepContext(1, 0.5, 3, comm.rank, comm.size)
     for collective in collectives:
         carries = make_collective(collective).prepare(comm)
         for codec in ["dense", *LOSSY]:
             grads = gradients(flat, comm.rank, 0)
-            exchange(Reducer(comm, carries, Memory(flat.grads)), make_packing(codec), spans, grads, turn)
+            exchange(Sender(comm, flat, make_packing(codec), carries), grads, context)
             everyone = torch.empty(comm.size * grads[0].numel())
             comm.wait(comm.all_gather(grads[0], everyone))
             rows = everyone.view(comm.size, -1)
@@ -176,15 +184,16 @@ def test_every_codec_goes_with_every_collective(world: World, left_out: tuple[st
 def several_at_once(comm: Communicator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Exact sums, gathered wires, summed wires and rounds, all under way together."""
     flat = flat_of(bucket_bytes=1)
-    spans, turn = spans_of(flat), Turn(rank=comm.rank, workers=comm.size)
+    spans, context = spans_of(flat), StepContext(rank=comm.rank, workers=comm.size)
     packings = [make_packing(s) for s in ("power-sgd", "dense", "top-k:ratio=1", "random-k:ratio=1")]
-    reducer, grads = Reducer(comm, Backend(), Memory(flat.grads)), gradients(flat, comm.rank, 0)
+    sender, grads = Sender(comm, flat, packings[0], Backend()), gradients(flat, comm.rank, 0)
     alone = torch.full((3,), float(comm.rank + 1))
     for i, span in enumerate(spans):
         if i == 1:
-            reducer.issue_exactly(alone)
-        reducer.issue(span.of(grads), packings[i % len(packings)], span, turn)
-    reducer.complete(turn)
+            handle = sender.all_reduce(alone)
+        sender.sum_span(span.of(grads), packings[i % len(packings)], span, context)
+    sender.complete(context)
+    comm.wait(handle)
     exact = [torch.stack([s.of(gradients(flat, r, 0)) for r in range(comm.size)]).sum(0) for s in spans]
     return alone, torch.cat([s.of(grads) for s in spans[1:4]]), torch.cat(exact[1:4]), torch.tensor(len(spans))
 
@@ -201,29 +210,27 @@ def test_buckets_packed_in_different_ways_travel_together() -> None:
 
 def lose_one(comm: Communicator, spec: str) -> tuple[list[Tensor], list[Tensor]] | None:
     """Two exchanges, one that is lost with a worker, and two more among those who are left."""
-    flat, packing = flat_of(), make_packing(spec)
-    spans = spans_of(flat)
-    reducer = Reducer(comm, Backend(), Memory(flat.grads))
+    flat = flat_of()
+    sender = Sender(comm, flat, make_packing(spec), Backend())
     sums = []
     for step in range(4):
         if step == 2:
             if comm.rank == 1:
                 return None  # it departs in the middle of things
             with pytest.raises(Lost):
-                exchange(reducer, packing, spans, gradients(flat, comm.rank, 77), Turn(step, 0, 0, comm.rank, 3))
-            reducer.drop()
+                exchange(sender, gradients(flat, comm.rank, 77), StepContext(step, 0, 0, comm.rank, 3))
+            sender.drop()
             comm.regroup(1, (0, 2))
         grads = gradients(flat, comm.rank, step)
-        exchange(reducer, packing, spans, grads, Turn(step, step / 2, 0, comm.rank, comm.size))
+        exchange(sender, grads, StepContext(step, step / 2, 0, comm.rank, comm.size))
         sums.append(grads[0])
-    return sums, [flat for flats in reducer.memory.of_span.values() for flat in flats]
+    return sums, [flat for flats in sender.memory.of_span.values() for flat in flats]
 
 
 def lose_none(comm: Communicator, spec: str) -> tuple[list[Tensor], list[Tensor]] | None:
     """The same without the exchange that was lost: a worker leaves between two."""
-    flat, packing = flat_of(), make_packing(spec)
-    spans = spans_of(flat)
-    reducer, sums = Reducer(comm, Backend(), Memory(flat.grads)), []
+    flat = flat_of()
+    sender, sums = Sender(comm, flat, make_packing(spec), Backend()), []
     for step in range(4):
         if step == 2:
             if comm.rank == 1:
@@ -231,9 +238,9 @@ def lose_none(comm: Communicator, spec: str) -> tuple[list[Tensor], list[Tensor]
             assert comm.recv().kind == DEPARTED
             comm.regroup(1, (0, 2))
         grads = gradients(flat, comm.rank, step)
-        exchange(reducer, packing, spans, grads, Turn(step, step / 2, 0, comm.rank, comm.size))
+        exchange(sender, grads, StepContext(step, step / 2, 0, comm.rank, comm.size))
         sums.append(grads[0])
-    return sums, [flat for flats in reducer.memory.of_span.values() for flat in flats]
+    return sums, [flat for flats in sender.memory.of_span.values() for flat in flats]
 
 
 @pytest.mark.parametrize("spec", FED_BACK.values(), ids=FED_BACK.keys())
@@ -294,48 +301,45 @@ def alone(comm: Communicator, spec: str) -> tuple[Tensor, Tensor] | None:
     if packing.codec.takes_momentum:
         return None  # it changes more than how gradients are packed
     grads = gradients(flat, 0, 0)
-    exchange(Reducer(comm, Backend(), Memory(flat.grads)), packing, spans_of(flat), grads, Turn())
+    exchange(Sender(comm, flat, packing, Backend()), grads, StepContext())
     return grads[0], gradients(flat, 0, 0)[0]
 
 
 # Any flat tensors: a strategy that sends what some local steps came to.
 
 
-@dataclass
-class Apart:
-    anchor: list[Tensor]  # what all workers last agreed on
-    reducer: Reducer
+Anchor = list[Tensor]
+"""What all workers last agreed on."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class LocalSteps(Strategy[Apart]):
+class LocalSteps(Strategy[Anchor]):
     """Every worker trains alone for some steps; then all move by the mean of how far each went."""
 
     name: ClassVar[str] = "local-steps"
     period: int = 3
     bucket_bytes: int = 100
 
-    def init(self, worker: Worker) -> Apart:
-        anchor = [p.clone() for p in worker.params]
-        return Apart(anchor, Reducer(worker.comm, worker.outgoing.reducer.collective, Memory(anchor)))
+    def init(self, worker: Worker) -> Anchor:
+        return [p.clone() for p in worker.params]
 
-    def step(self, worker: Worker, state: Apart, batch: Batch) -> Tensor:
+    def step(self, worker: Worker, state: Anchor, batch: Batch) -> Tensor:
         loss = worker.train_locally(batch)
         if worker.steps_done % self.period == 0:
             self._meet(worker, state)
         return loss
 
-    def finish(self, worker: Worker, state: Apart) -> None:
+    def finish(self, worker: Worker, state: Anchor) -> None:
         self._meet(worker, state)
 
-    def _meet(self, worker: Worker, state: Apart) -> None:
-        drift = [(a - p) / worker.comm.size for a, p in zip(state.anchor, worker.params, strict=True)]
-        for packing, span in zip(worker.outgoing.packings, spans_of(worker.flat), strict=True):
-            state.reducer.issue(span.of(drift), packing, span, worker.turn)
-        state.reducer.complete(worker.turn)
-        state.reducer.memory.commit()
-        for anchor, moved, mine in zip(state.anchor, drift, worker.params, strict=True):
+    def _meet(self, worker: Worker, state: Anchor) -> None:
+        drift = [(a - p) / worker.comm.size for a, p in zip(state, worker.params, strict=True)]
+        for packing, span in zip(worker.sender.packings, spans_of(worker.flat), strict=True):
+            worker.sender.sum_span(span.of(drift), packing, span, worker.context)
+        worker.sender.complete(worker.context)
+        worker.sender.step_done()
+        for anchor, moved, mine in zip(state, drift, worker.params, strict=True):
             anchor -= moved
             mine.copy_(anchor)
 
@@ -371,13 +375,14 @@ def test_local_steps_work_for_any_model(name: str) -> None:
 def test_dense_is_exact_and_needs_no_memory() -> None:
     """Whatever else is set: a residual of nothing would still cost a copy of the gradients."""
     found: list[Any] = Threads().run(_dense, 2)
-    assert found == [([], 2.0 * FEATURES * CLASSES)] * 2
+    assert found == [([], 2.0)] * 2
 
 
 def _dense(comm: Communicator) -> tuple[list[str], float]:
-    flats = [torch.ones(FEATURES * CLASSES)]
-    reducer = Reducer(comm, Backend(), Memory(flats))
-    reducer.issue(flats[0], Packing(Dense(), feedback=True), Span(0, 0, flats[0].numel()), Turn())
-    reducer.complete(Turn())
-    reducer.memory.commit()
-    return list(reducer.memory.of_span), float(flats[0].sum())
+    flat = flat_of()
+    flats = [torch.ones_like(flat.grads[0])]
+    sender = Sender(comm, flat, Packing(Dense(), feedback=True), Backend())
+    sender.sum_span(flats[0], sender.packing, Span(0, 0, flats[0].numel()), StepContext())
+    sender.complete(StepContext())
+    sender.memory.commit()
+    return list(sender.memory.of_span), float(flats[0].mean())

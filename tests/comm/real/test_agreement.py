@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from podium.comm.agreement import Agreement, multiply, to_curve
-from podium.comm.channel import Channel
-from podium.comm.frames import ACCEPTED, MAGIC, VERSION, FrameError, Refused, encode_frame, prove, read_frame
-from podium.comm.link import Link
+from podium.comm.real.agreement import Agreement, multiply, to_curve
+from podium.comm.real.channel import Channel
+from podium.comm.real.frames import ACCEPTED, MAGIC, VERSION, FrameError, Refused, encode_frame, prove, read_frame
+from podium.comm.real.link import Link
 from podium.errors import CommError
 
 WEAK = b"password12345678"
@@ -172,7 +172,7 @@ def test_a_frame_on_this_host_has_no_checksum() -> None:
 
 
 def test_damage_on_the_way_ends_the_connection_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("podium.comm.link.leaves_host", lambda _sock: True)
+    monkeypatch.setattr("podium.comm.real.link.leaves_host", lambda _sock: True)
     right = Channel(1, secret=WEAK, listen="tcp:127.0.0.1:0", deadline_s=10, sums=True)
     left = Channel(0, secret=WEAK, listen="tcp:127.0.0.1:0", deadline_s=10, sums=True)
     try:

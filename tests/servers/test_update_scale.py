@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer, RMSprop
 
-from podium.servers.options import options_of
-from podium.servers.units import per_step, per_update
+from podium.servers.wire.optimizer_settings import options_of
+from podium.servers.worker_side.update_scale import per_step, per_update
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(SGD, lr=0.1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import stat
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,12 @@ import pytest
 
 from podium.engine.recovery import Regroup
 from podium.errors import ConfigError, Lost, RankFailed
-from podium.launch.scale import Scaled, open_to_change, scale
-from tests.launch.conftest import Make
-from tests.launch.place import LIMIT_S, SECRET, SHORT_S, Place, wait_until
+from podium.launch.scale import ScaleAnswer, open_to_change, scale
+from tests.launch.coordination.conftest import Make
+from tests.launch.coordination.place import LIMIT_S, SECRET, Place, wait_until
 
 
-def ask(here: Place, **numbers: int | None) -> Scaled:
+def ask(here: Place, **numbers: int | None) -> ScaleAnswer:
     with open_to_change(here.folder, here.coordinator.address, SECRET):
         return scale(here.folder, **numbers)
 
@@ -46,7 +45,7 @@ def plans(here: Place, steps: dict[int, int]) -> Regroup:
 def test_newcomers_start_beside_the_run_and_are_in_the_plan_once_they_are_ready(place: Make) -> None:
     here = place(2, 1)
     here.begin()
-    assert ask(here, workers=4) == Scaled(4, 1, (3, 4), ())
+    assert ask(here, workers=4) == ScaleAnswer(4, 1, (3, 4), ())
     assert here.started == [("worker", 3), ("worker", 4)]
     assert [(row["workers"], row["servers"]) for row in here.records("scaled")] == [(4, 1)]
     joined = here.arrive(3)
@@ -54,7 +53,7 @@ def test_newcomers_start_beside_the_run_and_are_in_the_plan_once_they_are_ready(
     assert joined.addresses[2] == "unix:/2-2"
     third = here.regroup(3, -1, -1)
     here.arrive(4)
-    time.sleep(SHORT_S)
+    here.hear_all()
     assert not here.members[0].change_requested()  # nobody waits for those who are not ready
     fourth = here.regroup(4, -1, -1)
     called_together(here, 0, 1)
@@ -101,14 +100,14 @@ def test_a_newcomer_that_has_not_taken_over_the_state_cannot_give_it_to_others(p
     plans(here, {0: 5, 1: -1})
     here.leave(0)
     here.regroup(1, 0)
-    with pytest.raises(Lost, match=r"^all workers that held the state were lost; worker 1 had not taken it$"):
+    with pytest.raises(Lost, match=r"^all workers that held the state were lost; worker 1 had not copied it$"):
         here.outcome.result(LIMIT_S)
 
 
 def test_new_servers_serve_from_the_next_plan_on(place: Make) -> None:
     here = place(2, 1)
     here.begin()
-    assert ask(here, servers=3) == Scaled(2, 3, (3, 4), ())
+    assert ask(here, servers=3) == ScaleAnswer(2, 3, (3, 4), ())
     assert here.started == [("server", 3), ("server", 4)]
     assert here.arrive(3).servers == (2, 3, 4)
     assert not here.members[0].change_requested()
@@ -152,7 +151,7 @@ def test_whoever_comes_to_a_run_that_is_stopping_is_told_so(place: Make) -> None
 def test_those_with_the_highest_numbers_retire_and_their_reports_do_not_count(place: Make) -> None:
     here = place(3, 2)
     here.begin()
-    assert ask(here, workers=1, servers=1) == Scaled(1, 1, (), (1, 2, 4))
+    assert ask(here, workers=1, servers=1) == ScaleAnswer(1, 1, (), (1, 2, 4))
     assert not here.started
     called_together(here, 0, 1, 2)
     plan = plans(here, {0: 3, 1: 4, 2: 4})
@@ -176,11 +175,12 @@ def test_a_retired_process_may_be_lost_or_fail_without_harm(place: Make) -> None
 
 
 def test_a_retired_process_that_does_not_end_is_killed(place: Make) -> None:
-    here = place(2, heartbeat_s=1.0, deadline_s=SHORT_S)
+    here = place(2, still=True)
     here.begin()
     ask(here, workers=1)
     plans(here, {0: 1, 1: 1})
     here.finish(0)
+    here.pass_time(21.0)
     assert len(here.outcome.result(LIMIT_S)) == 1
     assert here.killed == [1]
 
@@ -197,7 +197,7 @@ def test_nobody_retires_for_one_that_was_lost_meanwhile(place: Make) -> None:
 def test_what_is_already_so_needs_no_change(place: Make) -> None:
     here = place(2, 1)
     here.begin()
-    assert ask(here, workers=2, servers=1) == Scaled(2, 1, (), ())
+    assert ask(here, workers=2, servers=1) == ScaleAnswer(2, 1, (), ())
     assert ask(here, workers=3).starting == (3,)  # no change is under way
 
 
@@ -245,14 +245,15 @@ FATES = [die_without_a_word, raise_before_joining, raise_after_joining, never_as
 
 @pytest.mark.parametrize("fate", FATES, ids=lambda fate: fate.__name__)
 def test_a_newcomer_that_comes_to_nothing_does_not_disturb_the_run(place: Make, fate: Callable[[Place], None]) -> None:
-    here = place(2, heartbeat_s=1.0, start_deadline_s=1.0)
+    here = place(2, still=True)
     here.begin()
     ask(here, workers=3)
     fate(here)
+    here.pass_time(21.0)
     wait_until(lambda: here.lost().keys() == {2})
     assert 2 in here.killed
     assert not here.members[0].change_requested()
-    wait_until(lambda: ask(here, workers=2) == Scaled(2, 0, (), ()))
+    wait_until(lambda: ask(here, workers=2) == ScaleAnswer(2, 0, (), ()))
     here.finish(0, 1)
     assert len(here.outcome.result(LIMIT_S)) == 2
 
@@ -302,13 +303,13 @@ def test_a_newcomer_lost_after_the_workers_were_called_together_lets_them_go_on(
 
 
 def test_newcomers_that_wait_do_not_make_stragglers_of_those_who_train(place: Make) -> None:
-    here = place(2, deadline_s=SHORT_S)
+    here = place(2, still=True)
     here.begin()
     ask(here, workers=3)
     here.arrive(2)
     here.regroup(2, -1, -1)
     called_together(here, 0, 1)
-    time.sleep(3 * SHORT_S)  # a step may take its time
+    here.pass_time(60.0)  # a step may take its time
     assert not here.lost()
     assert plans(here, {0: 4, 1: 4}).members == (0, 1, 2)
 
@@ -371,7 +372,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"workers": 1},
         "worker 1 with server 2 cannot retire: the server is needed",
     ),
-    "a launcher that cannot": ({"start": None}, {"workers": 3}, "must be able to start ranks"),
+    "a launcher that cannot": ({"starts_processes": False}, {"workers": 3}, "must be able to start ranks"),
 }
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from podium.comm.frames import (
+from podium.comm.real.frames import (
     DTYPES,
     MAGIC,
     PROLOGUE,
@@ -78,12 +78,14 @@ def same(got: Tensor, sent: Tensor) -> bool:
     return got.dtype == sent.dtype and got.shape == sent.shape and torch.equal(got, sent)
 
 
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 0, 2), (2, 3, 4)])
-def test_every_dtype_and_shape_arrives_as_it_was_sent(name: str, shape: tuple[int, ...]) -> None:
-    sent = (torch.rand(shape) * 100).to(DTYPES[name])
-    (got,) = travel([sent])
-    assert same(got, sent)
+SHAPES = st.one_of(st.just(()), st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple))
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES), min_size=1, max_size=12))
+@settings(max_examples=50, deadline=None)
+def test_every_dtype_and_shape_arrives_as_it_was_sent(tensors: list[tuple[str, tuple[int, ...]]]) -> None:
+    sent = [(torch.rand(shape) * 100).to(DTYPES[name]) for name, shape in tensors]
+    assert all(same(got, tensor) for got, tensor in zip(travel(sent), sent, strict=True))
 
 
 def test_tensors_that_are_not_contiguous_arrive_in_their_logical_order() -> None:

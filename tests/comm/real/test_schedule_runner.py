@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from podium.comm import frames
-from podium.comm.channel import Channel
-from podium.comm.frames import Limits
+from podium.comm.real import frames
+from podium.comm.real.channel import Channel
+from podium.comm.real.frames import GIVE_UP, MOVE, Limits
+from podium.comm.real.schedule_runner import ExchangeHandle, ScheduleRunner
 from podium.comm.schedule import Chain, Move
-from podium.comm.schedule_runner import GIVE_UP, MOVE, ExchangeHandle, ScheduleRunner
 from podium.errors import CommError, Lost
 
 LIMIT_S = 20.0

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from podium.comm.arena import Arena, Neighbour, Place
 from podium.comm.base import Communicator
-from podium.comm.shared_memory import DTYPES, Address, SharedMemoryGroup
+from podium.comm.real.arena import Arena, Neighbour, Place
+from podium.comm.real.shared_memory import DTYPES, Address, SharedMemoryGroup
 from podium.errors import CommError, Lost
-from tests.worlds import Real
+from podium.testing.worlds import Real
 
 WORKERS = 3
 SHARED = Real(shared=True)
@@ -218,64 +218,64 @@ def test_an_exchange_of_an_abandoned_generation_fails_and_the_next_works() -> No
     assert SHARED.run(without_one, WORKERS) == [[], [3.0, 6.0], [3.0, 6.0]]
 
 
-# One board, without others.
+# One group, without others.
 
 
 def test_a_wait_for_one_that_somebody_else_carries_out_ends_at_its_deadline() -> None:
-    """The board's own thread may be stuck in an exchange before: that is no success."""
-    board = SharedMemoryGroup(Arena(), DEADLINE_S)
-    handle = board.all_reduce(torch.ones(4))
-    with board._turn, pytest.raises(Lost, match=r"did not end in 0\.1 s"):
-        board.wait(handle, 0.1)
+    """The group's own thread may be stuck in an exchange before: that is no success."""
+    group = SharedMemoryGroup(Arena(), DEADLINE_S)
+    handle = group.all_reduce(torch.ones(4))
+    with group._turn, pytest.raises(Lost, match=r"did not end in 0\.1 s"):
+        group.wait(handle, 0.1)
     with pytest.raises(Lost):
-        board.wait(handle, 0.1)
+        group.wait(handle, 0.1)
 
 
 def test_closing_fails_all_that_was_issued() -> None:
-    board = SharedMemoryGroup(Arena(), DEADLINE_S)
-    handles = [board.all_reduce(torch.ones(4)) for _ in range(3)]
-    board.close()
+    group = SharedMemoryGroup(Arena(), DEADLINE_S)
+    handles = [group.all_reduce(torch.ones(4)) for _ in range(3)]
+    group.close()
     for handle in handles:
         with pytest.raises(Lost, match="dropped"):
-            board.wait(handle, 1.0)
+            group.wait(handle, 1.0)
     with pytest.raises(Lost):
-        board.wait(board.all_reduce(torch.ones(4)), 1.0)
+        group.wait(group.all_reduce(torch.ones(4)), 1.0)
 
 
 def test_a_peer_that_cannot_be_reached_is_told_at_once() -> None:
-    board = SharedMemoryGroup(Arena(), DEADLINE_S)
+    group = SharedMemoryGroup(Arena(), DEADLINE_S)
     with pytest.raises((OSError, ValueError)):
-        board.meet(0, {1: Address(os.getpid(), Place(0, 0, 0))})
+        group.meet(0, {1: Address(os.getpid(), Place(0, 0, 0))})
 
 
 def test_an_address_travels_as_numbers() -> None:
-    board = SharedMemoryGroup(Arena(), DEADLINE_S)
-    address = board.address
+    group = SharedMemoryGroup(Arena(), DEADLINE_S)
+    address = group.address
     assert Address.from_json(address.to_json()) == address
     assert Neighbour(address.pid).attach(address.place, torch.int64, (8,)).tolist()[:2] == [0, 0]
 
 
-def test_two_boards_of_one_process_add_up_with_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_groups_of_one_process_add_up_with_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are cores to spare, exchanges run by themselves: here that is made believe."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
     arenas = [Arena(), Arena()]
-    boards = [SharedMemoryGroup(arena, DEADLINE_S) for arena in arenas]
-    for rank, board in enumerate(boards):
-        board.meet(rank, {1 - rank: boards[1 - rank].address})
-    assert all(board._engine is not None for board in boards)
+    groups = [SharedMemoryGroup(arena, DEADLINE_S) for arena in arenas]
+    for rank, group in enumerate(groups):
+        group.meet(rank, {1 - rank: groups[1 - rank].address})
+    assert all(group._engine is not None for group in groups)
     tensors = [arena.allocate(50_000, torch.float32).fill_(rank + 1.0) for rank, arena in enumerate(arenas)]
-    handles = [board.all_reduce(tensor) for board, tensor in zip(boards, tensors, strict=True)]
+    handles = [group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)]
     until = time.monotonic() + 20.0
     while not all(handle.done for handle in handles) and time.monotonic() < until:
         time.sleep(0.01)
     assert all(handle.finished for handle in handles), "nobody waited for it, and it was not carried out"
-    for board, handle, tensor in zip(boards, handles, tensors, strict=True):
-        board.wait(handle, 1.0)
+    for group, handle, tensor in zip(groups, handles, tensors, strict=True):
+        group.wait(handle, 1.0)
         assert tensor.unique().tolist() == [3.0]
-    waiting = threading.Thread(target=boards[1].close)
+    waiting = threading.Thread(target=groups[1].close)
     waiting.start()
     with pytest.raises(Lost, match="gave up"):
-        boards[0].wait(boards[0].all_reduce(tensors[0]), DEADLINE_S)
+        groups[0].wait(groups[0].all_reduce(tensors[0]), DEADLINE_S)
     waiting.join(DEADLINE_S)
-    boards[0].close()
+    groups[0].close()
     assert not waiting.is_alive()
