@@ -86,6 +86,7 @@ SWEEPS: dict[str, list[str]] = {
     for executor in ("sequential", "fused")
 }
 MEASURED = ("elapsed", "seconds", "started", "time", "_s", "joules", "memory", "host", "answer")
+OF_THE_MACHINE = ("commit", "system", "cpu", "cores", "memory gb")  # rows of a report
 
 
 def digest(value: Any) -> str:
@@ -136,7 +137,7 @@ def report(out: Path) -> dict[str, Any]:
 
 def plain(text: str, out: Path) -> str:
     text = text.replace(str(out), "OUT")
-    text = re.sub(r"(commit</dt><dd>)[0-9a-f]+\+?", r"\1", text)
+    text = re.sub(rf"(({'|'.join(OF_THE_MACHINE)})</dt><dd>)[^<]*", r"\1", text)
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?([+-]\d{4}| UTC)?", "WHEN", text)
     return re.sub(r"-\d{4}-\d{6}-[0-9a-f]{4}", "-RUN", text)
 
