@@ -115,7 +115,7 @@ def test_shares_of_variation_are_what_their_names_say() -> None:
 
 def test_a_factorial_without_blocks_is_that_of_the_textbook() -> None:
     found = analysed(battery_rows())
-    assert found.block is None and any("seeds are no blocks" in note for note in found.notes)
+    assert found.block is None and any("seeds are not blocks" in note for note in found.notes)
     assert [(term.name, term.df) for term in found.terms] == [
         ("material", 2),
         ("degrees", 2),
@@ -430,6 +430,19 @@ def test_cells_of_unequal_spread_fail_and_the_widest_is_named() -> None:
     found = checks(analysed(rows))
     (check,) = [check for check in found.checks if check.name == "equal spread"]
     assert check.failed and "most of all a=y, b=3" in check.said
+
+
+def test_of_equal_spreads_the_first_is_named_whatever_the_rounding() -> None:
+    draws = {seed: random.Random(seed).gauss(0, 3) for seed in range(12)}
+    wide = ({"a": "y", "b": 1}, {"a": "y", "b": 3})  # one goes up where the other goes down
+    for rounding in (1 - 1e-12, 1 + 1e-12):
+        moves = (draws, {seed: -draw * rounding for seed, draw in draws.items()})
+        rows = shifted(
+            factorial_rows(lambda a, b: float(a == "y"), CLEAN, 12, noise=0.0),
+            lambda _, r, moves=moves: sum(moves[i][r["seed"]] for i in (0, 1) if r["levels"] == wide[i]),
+        )
+        found = {check.name: check for check in checks(analysed(rows)).checks}
+        assert "most of all a=y, b=1 (1 more tied): rely on" in found["equal spread"].said
 
 
 def test_the_deviation_that_is_zero_of_necessity_is_not_counted() -> None:

@@ -1,18 +1,18 @@
-"""Whether the assumptions of an analysis of variance hold, and what ranks say where they do not.
+"""Whether the assumptions of an analysis of variance hold, and rank tests where they do not.
 
-Four looks at the residuals: are they normal, equally spread in all cells, free of a drift along the order of the runs,
-and without one run that outweighs the others? Each fails in about one of twenty studies, at most, where nothing is
-wrong. With few runs a check sees gross violations only, so passing is no proof. Where one fails, tests that use ranks
-alone are put beside the analysis: they need neither normal residuals nor equal spread, and they have less power.
+Four checks of the residuals: are they normal, equally spread in all cells, free of a drift along the order of the runs,
+and without outliers? Where nothing is wrong, each fails in at most about one of twenty studies. With few runs a check
+finds gross violations only, so passing is no proof. Where one fails, rank tests are shown beside the analysis: they
+need neither normal residuals nor equal spread, and they have less power.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,8 +25,10 @@ from podium.lab.study.responses import is_ratio
 from podium.lab.study.store import Row
 from podium.records.intervals import load
 
+T = TypeVar("T")
+
 LEAST_RUNS = 8
-"""With fewer residuals than this, the shape of their distribution cannot be seen."""
+"""With fewer residuals, the shape of their distribution cannot be judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +38,9 @@ class Check:
     name: Literal["normal", "equal spread", "no drift", "no outlier"]
     test: str
     p: float | None
-    """None where these runs cannot show it."""
+    """None where these runs cannot test it."""
     said: str
-    """What was found, and what it means for the analysis."""
+    """The finding, and what it means for the analysis."""
 
     @property
     def failed(self) -> bool:
@@ -47,16 +49,16 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """What ranks say of one factor, or of all cells together, beside what the analysis says."""
+    """A rank test of one factor, or of all cells together, beside the analysis."""
 
     what: str
     test: str
     seeds: int
-    """Those in which every cell has a run; others cannot be ranked."""
+    """How many seeds have a run of every cell; others cannot be ranked."""
     p: float
     p_holm: float
     smallest_p: float
-    """The smallest p that so many seeds can give; where it is above 0.05, ranks cannot find anything."""
+    """The smallest p that `seeds` can give; where it is above 0.05, the rank test cannot find anything."""
     found: bool
     agrees: bool
 
@@ -69,11 +71,11 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """The checks of one response, and ranks where one failed."""
+    """The checks of one response, and rank tests where one failed."""
 
     response: str
     checks: tuple[Check, ...]
-    """Empty where there is no residual to look at."""
+    """Empty where there is no residual."""
     ranks: tuple[Ranks, ...]
 
     @property
@@ -115,9 +117,9 @@ def analyse(
 
 
 def checks(found: Anova, order: Sequence[tuple[str, int]] | None = None) -> Checks:
-    """Look at the residuals of an analysis.
+    """Check the residuals of an analysis.
 
-    `order` is the order in which runs were made, as cells and seeds; without it, that of the rows.
+    `order` is the order in which runs were made, as (cell, seed); without it, that of the rows.
     """
     if found.exact or found.residual_df == 0:
         return Checks(response=found.response, checks=(), ranks=())
@@ -127,7 +129,7 @@ def checks(found: Anova, order: Sequence[tuple[str, int]] | None = None) -> Chec
 
 
 def tell(found: Checks) -> str:
-    """What failed, and whether ranks change the answer."""
+    """A sentence: which checks failed, and whether rank tests change the answer."""
     failed = [check for check in found.checks if check.failed]
     if not found.checks:
         return f"{found.response}: no residuals, so nothing to check."
@@ -167,18 +169,19 @@ def _equal_spread(found: Anova) -> Check:
     if not p < ALPHA:  # no spread in any cell gives nan
         return replace(blank, p=p if p == p else None, said="No sign that cells differ in spread.")
     cells = {cell: sum(x * x for x in group) / len(group) for cell, group in groups.items() if len(group) > 2}
-    widest = max(cells, key=lambda cell: cells[cell])
+    widest, *alike = _largest(cells.items(), lambda one: one[1])
     said = (
-        f"Cells differ in spread (p {_p(p)}), most of all {widest}: rely on the paired tests, which take each pair's "
+        f"Cells differ in spread (p {_p(p)}), most of all {widest[0]}{_tied(alike)}: rely on the paired tests, which "
+        "take each pair's "
     )
     return replace(blank, p=p, said=f"{said}own spread.")
 
 
 def _deviations(values: Sequence[float]) -> list[float]:
-    """Distances from the median, less the one that is 0 of necessity (Hines and Hines, 2000).
+    """Distances from the median, without the one that is always 0 (Hines and Hines, 2000).
 
-    With few runs in a cell that one hides all differences. Of an even number the two smallest are alike and are put
-    together.
+    With few runs in a cell, that zero hides all differences. With an even number of runs the two smallest distances are
+    equal and become one.
     """
     middle = median(values)
     first, *rest = sorted(abs(value - middle) for value in values)
@@ -191,7 +194,7 @@ def _no_drift(found: Anova, order: Sequence[tuple[str, int]] | None) -> Check:
     if found.residual_df < 2 or any((fit.cell, fit.seed) not in place for fit in found.fits):
         return replace(blank, said="Too few runs to see a drift, or their order is not known.")
     places = np.array([float(place[fit.cell, fit.seed]) for fit in found.fits])
-    # What of the order cells and seeds do not say already: a drift from seed to seed is in the blocks.
+    # The part of the order that cells and seeds do not explain: a drift from seed to seed is in the blocks.
     own = places - found.design @ np.linalg.lstsq(found.design, places, rcond=None)[0]
     if np.abs(own).max() < 1e-6 * len(own):
         return replace(blank, said="Cells came in the same order with every seed, so a drift would pass for an effect.")
@@ -206,21 +209,35 @@ def _no_drift(found: Anova, order: Sequence[tuple[str, int]] | None) -> Check:
 
 def _no_outlier(found: Anova) -> Check:
     blank = Check(name="no outlier", test="largest studentized residual, Bonferroni", p=None, said="")
-    known = [(abs(fit.studentized), fit) for fit in found.fits if fit.studentized is not None]
+    known = [(fit, abs(fit.studentized)) for fit in found.fits if fit.studentized is not None]
     if not known or found.residual_df < 2:
         return replace(blank, said="Too few runs to judge a single one.")
-    size, fit = max(known, key=lambda one: one[0])
+    (fit, size), *alike = _largest(known, lambda one: one[1])
     p = min(1.0, len(known) * 2 * float(load("scipy.stats").t.sf(size, found.residual_df - 1)))
     if p >= ALPHA:
         return replace(blank, p=p, said="No run stands out.")
-    said = f"{fit.cell}, seed {fit.seed}, lies {plain(size, 2)} standard errors off (p {_p(p)}): see what happened in "
-    return replace(blank, p=p, said=f"{said}this run. It is not left out.")
+    which = f"{fit.cell}, seed {fit.seed}{_tied(alike)}"
+    off = f"{plain(size, 2)} standard errors off (p {_p(p)}): see what happened in"
+    if alike:
+        return replace(blank, p=p, said=f"{which}, lie {off} these runs. They are not left out.")
+    return replace(blank, p=p, said=f"{which}, lies {off} this run. It is not left out.")
+
+
+def _largest(values: Iterable[T], size: Callable[[T], float]) -> list[T]:
+    """The largest, and those that equal it but for rounding: which of them comes out largest depends on the CPU."""
+    known = list(values)
+    limit = max(map(size, known)) * (1 - 1e-6)
+    return [value for value in known if size(value) >= limit]
+
+
+def _tied(alike: Sequence[object]) -> str:
+    return f" ({len(alike)} more tied)" if alike else ""
 
 
 def by_ranks(found: Anova) -> list[Ranks]:
     """Friedman's test over seeds for all cells and each factor with three or more levels, Wilcoxon's for two.
 
-    A factor's levels are ranked by their means over the other factors, seed by seed. Ranks say nothing on interactions.
+    A factor's levels are ranked by their means over the other factors, seed by seed. Interactions are not tested.
     """
     cells = list(dict.fromkeys(fit.cell for fit in found.fits))
     seeds = [seed for seed in dict.fromkeys(fit.seed for fit in found.fits) if _complete(found.fits, seed, len(cells))]
@@ -244,7 +261,7 @@ def _complete(fits: Sequence[Fit], seed: int, cells: int) -> bool:
 
 
 def _table(fits: Sequence[Fit], key: Any) -> dict[str, list[float]]:
-    """Means by group, one per seed, in the same order of seeds."""
+    """The means of each group, one per seed, all in the same order of seeds."""
     seeds = dict.fromkeys(fit.seed for fit in fits)
     found: dict[str, list[float]] = {}
     for group in dict.fromkeys(key(fit) for fit in fits):

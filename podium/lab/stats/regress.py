@@ -1,13 +1,13 @@
 """How well a model of seconds predicts a configuration that it has not seen.
 
-Runs of one configuration share everything but the seed, so they say nothing about the next configuration. A model is
+Runs of one configuration share everything but the seed, so they say nothing about another configuration. A model is
 judged by leaving out whole configurations (all runs of a cell), predicting them from the rest, and comparing with the
-mean that was measured. R² on runs that a model was fitted to is shown beside it for contrast, not as a verdict.
+measured mean. R² on the runs that a model was fitted to is shown for contrast, not as a verdict.
 
 Sums of terms are fitted by ordinary least squares, as studies usually do. Models whose coefficients may not be below
 zero are fitted to relative residuals: seconds range over orders of magnitude, and an error of a second means little in
-the long runs and all in the short ones. Their intervals are bootstrapped over configurations, from a fixed seed.
-`time_models` has the forms.
+long runs and much in short ones. Their intervals are bootstrapped over configurations, from a fixed seed. The models
+are in `time_models`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ Curve = Callable[[Array, Columns], Array]
 """(coefficients, numbers of all runs) to seconds."""
 
 RESAMPLES = 100
+PULL = 1e-4
+"""Weight of a curve's distance from its start values, as factors. Runs of few nodes may leave a coefficient open: fits
+that are equal to 13 digits then differed by machine, and predicted more nodes with errors of 1.4 to 48 %."""
 
 
 class Point(NamedTuple):
-    """One run: its configuration, the numbers that describe it, and what was measured."""
+    """One run: its configuration, the numbers that describe it, and its measured seconds."""
 
     cell: str
     x: Numbers
@@ -44,17 +47,17 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is fitted. Without `curve`, seconds are the sum of terms times coefficients."""
+    """A model to fit. Without `curve`, seconds are the sum of terms times coefficients."""
 
     name: str
     terms: Mapping[str, Term]
     log: bool = False
-    """Whether it is the logarithm of seconds that the terms add up to."""
+    """Whether the terms add up to the logarithm of seconds."""
     positive: bool = False
-    """Whether coefficients may not be below zero; fitted to relative residuals."""
+    """Whether coefficients must be at least zero; fitted to relative residuals."""
     curve: Curve | None = None
     more: Mapping[str, float] = field(default_factory=dict)
-    """Further coefficients of the curve, behind those of the terms, with where to begin."""
+    """Start values of the curve's further coefficients, which follow those of the terms."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,7 +65,7 @@ class Model:
 
 
 class Coefficient(NamedTuple):
-    """A fitted number and its 95 % interval; none where it could not be had."""
+    """A fitted number and its 95 % interval; None where there is none."""
 
     name: str
     value: float
@@ -72,7 +75,7 @@ class Coefficient(NamedTuple):
 
 @dataclass(frozen=True)
 class LackOfFit:
-    """Whether configurations' means lie further from the model than runs of one configuration lie apart."""
+    """Whether configurations' means differ from the model by more than runs of one configuration differ."""
 
     f: float
     p: float
@@ -85,28 +88,28 @@ class Fit:
     model: Model
     coefficients: tuple[Coefficient, ...]
     aliased: tuple[str, ...]
-    """Terms that these configurations cannot tell from others, and coefficients that change nothing; left out."""
+    """Left out: terms that these configurations cannot tell from others, and coefficients without any influence."""
     r2: float
     """Of seconds, on the runs that it was fitted to."""
     aic: float | None
-    """Of seconds, so that models of logarithms can be held against others; only where least squares are ordinary."""
+    """Of seconds, so that models of logarithms can be compared with others; only for ordinary least squares."""
     leverage: float | None
-    """The largest of any configuration: how much its own runs decide what is predicted for it, from 0 to 1."""
+    """The largest of any configuration: how much its own runs decide its prediction, from 0 to 1."""
     lack: LackOfFit | None
     values: tuple[float, ...] = field(repr=False)
 
     def predict(self, points: Sequence[Point]) -> list[float]:
-        """Seconds for each."""
+        """Seconds of each point."""
         return [float(y) for y in _predict(self.model, np.array(self.values), _Runs.of(points).x)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """How far predictions of configurations that a model was not fitted to lie from what was measured."""
+    """Prediction errors on configurations that the model was not fitted to."""
 
     model: str
     errors: Mapping[str, float]
-    """Predicted over measured less one, by configuration."""
+    """Predicted over measured seconds, minus 1, by configuration."""
 
     @property
     def median_error(self) -> float:
@@ -128,27 +131,27 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement(Errors):
-    """How well a model predicts configurations that were left out one at a time."""
+    """How well a model predicts configurations left out one at a time."""
 
     parameters: int
     fit: Fit
     press_r2: float
-    """One less the part of the variance that predictions of left-out configurations miss."""
+    """R² of the predictions of left-out configurations."""
 
     @property
     def negative(self) -> int:
-        """How many left-out configurations were predicted to take no time or less."""
+        """How many left-out configurations have predicted seconds of zero or less."""
         return sum(error <= -1 for error in self.errors.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extrapolation(Errors):
-    """How well a model that was fitted to some configurations predicts those beyond them."""
+    """How well a model fitted to some configurations predicts the others."""
 
     fitted: int
     aliased: tuple[str, ...]
     leverage: float | None
-    """The largest of any configuration predicted; above 1 it lies outside of what was fitted."""
+    """The largest of any predicted configuration; above 1 it lies outside the fitted ones."""
 
     @property
     def predicted(self) -> int:
@@ -156,7 +159,7 @@ class Extrapolation(Errors):
 
 
 def fit(points: Sequence[Point], model: Model, *, resamples: int = RESAMPLES) -> Fit:
-    """Least squares. `resamples`: of the bootstrap over configurations, where intervals need one; 0: no intervals."""
+    """Fit by least squares. `resamples`: of the bootstrap over configurations; 0 gives no bootstrapped intervals."""
     runs = _checked(points, model)
     values, aliased = _solve(runs, model)
     aliased = (*aliased, *_idle(runs, model, values))
@@ -190,7 +193,7 @@ def judge(points: Sequence[Point], model: Model, *, resamples: int = RESAMPLES) 
 
 
 def extrapolate(points: Sequence[Point], model: Model, inside: Callable[[Point], bool]) -> Extrapolation:
-    """Fit to the configurations inside, and predict the others."""
+    """Fit to the points for which `inside` is true, and predict the others."""
     near, far = [point for point in points if inside(point)], [point for point in points if not inside(point)]
     if not far:
         raise ConfigError(f"{model.name}: there must be configurations to extrapolate to, got none")
@@ -209,7 +212,7 @@ def extrapolate(points: Sequence[Point], model: Model, inside: Callable[[Point],
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs as columns; `cell` is the place of each run's configuration in `cells`."""
+    """Runs as columns; `cell` is each run's index into `cells`."""
 
     x: Columns
     y: Array
@@ -226,7 +229,7 @@ class _Runs:
         return _Runs({name: column[rows] for name, column in self.x.items()}, self.y[rows], self.cell[rows], self.cells)
 
     def means(self) -> _Runs:
-        """One for each configuration that is there, in their order, with the mean of its seconds."""
+        """One row per configuration that has runs, with the mean of its seconds."""
         _, first = np.unique(self.cell, return_index=True)
         some = self.at(np.sort(first))
         return _Runs(
@@ -269,9 +272,9 @@ def _predict(model: Model, values: Array, x: Columns) -> Array:
 
 
 def _solve(runs: _Runs, model: Model, near: Array | None = None) -> tuple[Array, tuple[str, ...]]:
-    """Coefficients, zero for terms that cannot be told from those before them, and the names of those terms.
+    """Coefficients, and the names of terms that depend linearly on earlier ones, whose coefficients are zero.
 
-    `near`: where to look for a curve's first, when much the same runs have been fitted before.
+    `near`: start values for a curve, from a fit of similar runs.
     """
     matrix, values = _matrix(model, runs.x), np.zeros(len(model.terms))
     kept = _independent(matrix)
@@ -283,7 +286,7 @@ def _solve(runs: _Runs, model: Model, near: Array | None = None) -> tuple[Array,
         return values, aliased
     weighed = matrix[:, kept] / runs.y[:, None]
     size = np.abs(weighed).max(0)
-    # Columns differ by many orders of magnitude, which the solver's own tolerance does not know.
+    # Columns differ by many orders of magnitude, which the solver's tolerance does not allow for.
     values[kept] = _load("scipy.optimize").nnls(weighed / size, np.ones_like(runs.y))[0] / size
     if model.curve is None:
         return values, aliased
@@ -294,7 +297,7 @@ def _solve(runs: _Runs, model: Model, near: Array | None = None) -> tuple[Array,
 
 
 def _independent(matrix: Array) -> list[int]:
-    """The columns that are no sums of columns before them."""
+    """The columns that are linearly independent of the columns before them."""
     sizes = np.linalg.norm(matrix, axis=0)
     scaled = matrix / np.where(sizes > 0, sizes, 1)
     kept: list[int] = []
@@ -305,18 +308,26 @@ def _independent(matrix: Array) -> list[int]:
 
 
 def _bend(runs: _Runs, model: Model, starts: Sequence[Array]) -> Array:
-    """Least squares of a curve, the best of those from several places to begin; runs of one cell as their mean."""
+    """Least squares of a curve, the best over all `starts`; runs of one cell count as their mean."""
     assert model.curve is not None
     curve, optimize, means = model.curve, _load("scipy.optimize"), runs.means()
     weights = np.sqrt(runs.counts[means.cell])
     found = []
     for start in starts:
         unit = np.where(start > 0, start, 1e-3)
+        first = np.maximum(start / unit, 1e-6)
+
+        def residuals(scaled: Array, unit: Array = unit, first: Array = first) -> Array:
+            return np.concatenate([weights * (curve(scaled * unit, means.x) / means.y - 1), PULL * (scaled - first)])
+
         result = optimize.least_squares(
-            lambda scaled, unit=unit: weights * (curve(scaled * unit, means.x) / means.y - 1),
-            np.maximum(start / unit, 1e-6),
+            residuals,
+            first,
             bounds=(0, np.inf),
-            max_nfev=25 if len(starts) == 1 else 200,  # a single one is close already
+            max_nfev=25 if len(starts) == 1 else 200,  # a single start is close already
+            jac="3-point",
+            ftol=1e-14,
+            xtol=1e-14,
         )
         found.append((float(result.cost), result.x * unit))
     best: Array = min(found, key=lambda one: one[0])[1]
@@ -324,7 +335,7 @@ def _bend(runs: _Runs, model: Model, starts: Sequence[Array]) -> Array:
 
 
 def _idle(runs: _Runs, model: Model, values: Array) -> tuple[str, ...]:
-    """Coefficients of a curve that change nothing here: an exchange that always sticks out does not tell what hides."""
+    """Coefficients of a curve without influence here, such as `hidden` where `last` decides every exchange."""
     if model.curve is None:
         return ()
     moved = np.abs(_slopes(model, values, runs.x) * values).max(0)
@@ -362,7 +373,7 @@ def _aic(runs: _Runs, model: Model, values: Array, parameters: int) -> float | N
 
 
 def _lack_of_fit(runs: _Runs, model: Model, values: Array, parameters: int) -> LackOfFit | None:
-    """The F-test of configurations' means against the spread of their runs, in the units that the fit was made in."""
+    """The F-test of configurations' means against the spread of their runs, in the units of the fit."""
     error_df, model_df = len(runs.y) - len(runs.cells), len(runs.cells) - parameters
     if error_df < 1 or model_df < 1:
         return None
@@ -379,10 +390,10 @@ def _lack_of_fit(runs: _Runs, model: Model, values: Array, parameters: int) -> L
 
 
 def _leverages(fitted: _Runs, asked: _Runs, model: Model, values: Array) -> dict[str, float]:
-    """Of each configuration asked about: its runs' together, where it was fitted; a curve's where it is, by slopes."""
+    """Leverage of each configuration in `asked`, summed over its runs; a curve's is that of its tangent at `values`."""
     means = asked.means()
     here, there = _slopes(model, values, fitted.x), _slopes(model, values, means.x)
-    if model.positive:  # relative residuals, and only coefficients that are not held at zero
+    if model.positive:  # relative residuals, and only coefficients above zero
         free = np.flatnonzero(values > 1e-12)
         here, there = here[:, free] / fitted.y[:, None], there[:, free] / means.y[:, None]
     if not here.size:
@@ -394,7 +405,7 @@ def _leverages(fitted: _Runs, asked: _Runs, model: Model, values: Array) -> dict
 
 
 def _slopes(model: Model, values: Array, x: Columns) -> Array:
-    """How predictions change with each coefficient."""
+    """The derivative of each prediction by each coefficient."""
     if model.curve is None:
         return _matrix(model, x)
     steps = np.diag(1e-6 * np.maximum(np.abs(values), 1e-6))
@@ -403,7 +414,8 @@ def _slopes(model: Model, values: Array, x: Columns) -> Array:
 
 
 def _missed(off: Array, y: Array) -> float:
-    """Squares that are left, over those about the mean."""
+    """Residual sum of squares over the total sum of squares."""
+
     about = float(((y - y.mean()) ** 2).sum())
     return float((off**2).sum()) / about if about > 0 else math.nan
 
