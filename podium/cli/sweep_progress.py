@@ -14,7 +14,7 @@ Event = Mapping[str, Any]
 
 @final
 class SweepProgress:
-    """Takes a sweep's events: how many trials have ended, and a line for whatever was chosen or failed."""
+    """Shows a sweep's events: how many trials have ended, and a line for each choice or failure."""
 
     def __init__(self, shown: Display) -> None:
         self.display, self._began = shown, time.monotonic()
@@ -46,19 +46,18 @@ class SweepProgress:
     def _paced(self) -> str:
         done, total, trained = self._done, self._total, self._done - self._first
         took_s = time.monotonic() - self._began
-        # Trials that train side by side end together: the first few say nothing of the rest.
+        # Trials that train side by side end together: the first few say nothing about the rest.
         left = (total - done) * took_s / trained if total and trained and 10 * trained >= total else 0
         ends = f", about {format_seconds(left)} left" if left else ""
         return f"{_count(done, total)}, {self._evaluations:,} evaluations{ends}"
 
 
 def sweep_progress(*, quiet: bool) -> SweepProgress:
-    """On whichever display suits the error stream."""
     return SweepProgress(display(quiet=quiet))
 
 
 def line_of(event: Mapping[str, Any]) -> str | None:
-    """The line for an event that is worth one whatever the pace; None for the rest."""
+    """The line for an event that always gets one; None for other events."""
     kind = event.get("event")
     if kind == "sweep":
         again = f", {event['done']} of them done before" if event["done"] else ""
@@ -68,9 +67,9 @@ def line_of(event: Mapping[str, Any]) -> str | None:
     if kind == "probe" and not event["fuses"]:
         return f"cannot be fused: {event['why']}"
     if kind == "fell back":
-        return f"begins again, one by one: {event['why']}"
+        return f"trials begin again, one by one: {event['why']}"
     if kind == "process lost":
-        return f"process {event['trial_process']} lost: {event['why']}"
+        return f"process {event['process']} lost: {event['why']}"
     if kind == "outcome" and event["status"] == "failed":
         return f"trial {event['trial']['number']} failed: {event['why']}"
     return None

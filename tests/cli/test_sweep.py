@@ -154,6 +154,25 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path: Pa
     assert 2 <= len(numbers(folder)) < 200 and (folder / "report.html").is_file()
 
 
+def test_a_lost_process_is_a_line_and_a_failed_trial_and_the_sweep_continues(tmp_path: Path) -> None:
+    task = tmp_path / "lethal.py"
+    task.write_text(
+        "import dataclasses, os, signal\n"
+        "from podium.tasks.digits import digits_mlp\n\n"
+        "def make_task(lr=0.1):\n"
+        "    def loss(outputs, targets):\n"
+        "        if lr == 0.3:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return (outputs.logsumexp(1) - outputs.gather(1, targets[:, None])[:, 0]).mean()\n"
+        "    return dataclasses.replace(digits_mlp(lr=lr), loss=loss)\n"
+    )
+    words = ("--grid", "lr=0.1,0.3", "--epochs", "1", "--executor", "processes:count=1", "--out", str(tmp_path / "out"))
+    result = CliRunner().invoke(main, ["sweep", f"{task}:make_task", *words])
+    assert result.exit_code == 1, result.output
+    assert "process 0 lost" in result.stderr
+    assert len(numbers(tmp_path / "out")) == 2
+
+
 def test_the_list_names_executors_rules_and_searches() -> None:
     document = json.loads(CliRunner().invoke(main, ["list", "--json"]).stdout)
     assert {"auto", "fused", "sequential"} <= set(document["executors"])
@@ -170,8 +189,9 @@ def test_the_list_names_executors_rules_and_searches() -> None:
         ({"event": "probe", "fuses": True, "why": ""}, None),
         (
             {"event": "fell back", "why": "no room"},
-            "begins again, one by one: no room",
+            "trials begin again, one by one: no room",
         ),
+        ({"event": "process lost", "process": 1, "why": "killed"}, "process 1 lost: killed"),
         ({"event": "narrowed", "before": 8, "rows": 3}, None),
         ({"event": "report"}, None),
     ],

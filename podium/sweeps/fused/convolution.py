@@ -1,19 +1,18 @@
-"""Convolution under `vmap` with one filter per model: what `torch.vmap` turns into a slow grouped convolution.
+"""Convolution under `vmap` with one filter per model, which `torch.vmap` turns into a slow grouped convolution.
 
 `conv2d` is for use inside `torch.vmap` over stacked parameters, with gradients taken outside of it. On a GPU all
-models are then convolved at once by Triton kernels (`podium.sweeps.fused.kernels`), with channels last in memory. What
-those do not serve (a CPU, float64, groups, dilation …) goes to `torch.nn.functional.conv2d` and so to vmap's own rule.
+models are then convolved at once by Triton kernels (`podium.sweeps.fused.kernels`), with channels last in memory.
+Inputs that the kernels do not support (CPU, float64, groups, dilation …) go to `torch.nn.functional.conv2d` and so to
+vmap's own rule.
 
-The tensors keep their usual shapes [images, channels, height, width]; only their strides tell that channels come last,
-which element-wise operations and pooling preserve, so nothing is transposed between layers.
+The tensors keep their usual shapes [images, channels, height, width]; only the strides are channels-last. Element-wise
+operations and pooling preserve them, so nothing is transposed between layers.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -24,7 +23,7 @@ from torch.nn import grad as grad_of
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _SCHEMA = "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding) -> Tensor"
-_LARGEST_FILTER = 12  # in one direction: kernels keep its taps, and three neighbours', as 15 bits
+_LARGEST_FILTER = 12  # in one direction: kernels store its taps, and three neighbours', as 15 bits
 _MOST_ELEMENTS = 2**31 - 1  # of one model's tensor: kernels count them in 32 bits
 
 
@@ -37,7 +36,7 @@ def conv2d(
     dilation: Sequence[int] = (1, 1),
     groups: int = 1,
 ) -> Tensor:
-    """What `torch.nn.functional.conv2d` gives, for use inside vmap; x may be shared by all models."""
+    """`torch.nn.functional.conv2d` for use inside vmap; x may be shared by all models."""
     stride, dilation = _pair(stride), _pair(dilation)
     if isinstance(padding, str) or groups != 1 or dilation != [1, 1] or not _serves(x, weight, stride, _pair(padding)):
         padding = padding if isinstance(padding, str) else _pair(padding)
@@ -50,13 +49,15 @@ def _pair(value: Sequence[int] | int) -> list[int]:
 
 
 def _serves(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
-    """Whether the kernels do it: float32 or bfloat16 on a GPU, a filter of usual size, and something to compute.
+    """Whether the kernels support it: float32 or bfloat16 on a GPU, a filter of usual size, a non-empty output.
 
     On a CPU vmap's grouped convolution was the fastest of the forms tried (`docs/log.md`).
     """
-    if x.dtype == torch.float64 and x.ndim == 4:  # a yardstick: grouped convolutions in double precision are far slower
+    if x.dtype == torch.float64 and x.ndim == 4:  # for the probe: grouped convolutions in float64 are far slower
         return True
     if not x.is_cuda or not _HAS_TRITON or x.ndim != 4:
+        return False
+    if torch.cuda.get_device_capability(x.device) < (8, 0):  # no tensor cores for float32 and bfloat16
         return False
     if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -72,11 +73,11 @@ def _serves(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) ->
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Model by model otherwise: in double precision a yardstick, and far faster than a grouped convolution."""
+    """Whether kernels compute it; else model by model, as in float64, far faster than a grouped convolution."""
     return x.is_cuda and x.dtype != torch.float64
 
 
-# One model: what is called under vmap; without vmap it is the plain convolution.
+# One model: called under vmap; without vmap it is the plain convolution.
 
 
 @custom_op("podium::conv2d", mutates_args=(), schema=_SCHEMA)
@@ -140,13 +141,6 @@ def stacked_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[
     return y.permute(0, 1, 4, 2, 3)
 
 
-def _kernels(x: Tensor) -> ModuleType | None:
-    """The Triton kernels, where they run: on a GPU with tensor cores for these types; elsewhere it goes row by row."""
-    if not x.is_cuda or torch.cuda.get_device_capability(x.device) < (8, 0):
-        return None
-    return importlib.import_module("podium.sweeps.fused.kernels")  # it needs Triton
-
-
 @custom_op("podium::stacked_conv2d", mutates_args=(), schema=_SCHEMA)
 def _stacked(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int]) -> Tensor:
     if _by_kernels(x):
@@ -199,7 +193,7 @@ def _weight_grad(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the filter, as [B, R, S, C, O], and of the bias (empty if not wanted).
 
-    The bias is done here and not in plain sight: a compiler would compute all of `grad` anew to add it up.
+    The bias gradient is computed inside this custom op, because a compiler would compute all of `grad` anew to sum it.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
     db = grad.sum((1, 2, 3), dtype=wide) if bias else grad.new_empty(0, dtype=wide)
@@ -256,7 +250,7 @@ def _output_shape(x: Tensor, weight: Tensor, stride: list[int], padding: list[in
 
 
 def _first(t: Tensor) -> Tensor:
-    """Channels first, as torch wants them named; a view."""
+    """A view with channels first, as torch expects."""
     return t.permute(0, 3, 1, 2)
 
 

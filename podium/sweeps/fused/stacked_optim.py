@@ -1,11 +1,11 @@
 """Optimizers for many trials at once: one row per trial, each with its own numbers and its own count of steps.
 
-All trainable parameters of a row lie side by side in one flat row, so a step is a handful of operations on matrices
+All trainable parameters of a trial are side by side in one flat row, so a step is a handful of operations on matrices
 [rows, parameters], and a trial's whole state is one row of each. The formulas are torch's own, in its order; only the
-numbers are columns instead of scalars. Bias corrections are computed in double precision, as Python computes them.
+numbers (lr, betas …) are columns instead of scalars. Bias corrections are computed in double precision, as in torch.
 
-An optimizer that has no such form here steps row by row (`OwnOptimizers`): torch's own object for each trial, on views
-of its row. Exact for any optimizer, those that look at whole tensors included, but as many calls as trials.
+An optimizer without such a form here steps row by row (`OwnOptimizers`): torch's own object for each trial, on views of
+its row. Exact for any optimizer, also one that needs whole tensors, but with as many calls as trials.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from podium.sweeps.parts import Parts
 
 
 class Place(NamedTuple):
-    """Where a parameter lies in a row."""
+    """Where a parameter is in a row."""
 
     name: str
     start: int
@@ -39,23 +39,23 @@ class Place(NamedTuple):
 class Span(NamedTuple):
     """Parameters of one group that are stepped at once: a large one by itself, small ones side by side."""
 
-    first: int  # of the places
-    last: int  # one behind
+    first: int  # the first of its places
+    last: int  # one after the last
     start: int
     stop: int
     group: int
 
 
 LARGE = {"cpu": 1 << 14, "cuda": 1 << 20}
-"""Elements, over all rows, from which on a parameter is stepped by itself: joining its gradient to others would cost a
-copy of it, which on a GPU is cheap beside a launch, and on a CPU is not."""
+"""A parameter with at least this many elements, over all rows, is stepped by itself: joining its gradient to others
+costs a copy, which is cheap compared to a launch on a GPU, and not on a CPU."""
 
 
 def spans_of(places: Sequence[Place], flat: Tensor, *, compiled: bool = False) -> list[Span]:
-    """How rows are cut for stepping: where the step is compiled, not at all.
+    """Cut rows into spans; where the step is compiled, one span per group.
 
-    A compiler reads gradients where they lie, so that nothing is saved by cutting; and it turns a write to a part of a
-    row into one of the whole, once per part.
+    Compiled code reads gradients in place, so that cutting saves nothing; and it turns a write to a part of a row into
+    a write of the whole row, once per part.
     """
     found: list[Span] = []
     alone = False
@@ -73,11 +73,11 @@ def spans_of(places: Sequence[Place], flat: Tensor, *, compiled: bool = False) -
 
 
 ALIGN = 32
-"""Parameters begin at multiples of this many elements: matrix kernels want aligned addresses."""
+"""Parameters begin at multiples of this many elements: matrix kernels need aligned addresses."""
 
 
 class Column(NamedTuple):
-    """One number of an optimizer: of which group, which option, which part of a tuple."""
+    """One number of an optimizer: its group, its option, its index in a tuple."""
 
     group: int
     option: str
@@ -100,31 +100,27 @@ def columns_of(optimizer: Optimizer) -> list[Column]:
 
 
 def values_of(optimizer: Optimizer, columns: Sequence[Column]) -> list[float]:
-    """What these numbers are now."""
+    """The current values of these numbers."""
     groups = optimizer.param_groups
     return [float(groups[c.group][c.option] if c.part is None else groups[c.group][c.option][c.part]) for c in columns]
 
 
 class Timetable:
-    """A trial's numbers, step by step: what its schedule does to them, found by running it ahead."""
+    """A trial's numbers at each step, found by running its schedule ahead."""
 
     def __init__(self, parts: Parts, columns: Sequence[Column]) -> None:
-        """`columns`: the numbers that count. A schedule adds some of its own (`initial_lr`), which no step uses."""
+        """`columns`: the numbers that steps use. A schedule adds others (`initial_lr`), which no step uses."""
         self._optimizer, self._steps, self.columns = parts.optimizer, parts.steps, columns
         self._schedule: LRScheduler | None = parts.schedule()
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks at
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or the scheduler warns
         self._rows = np.array([values_of(self._optimizer, self.columns)])
         self._known = 1
 
-    @property
-    def is_constant(self) -> bool:
-        return self._schedule is None
-
     def rows(self, start: int, count: int) -> Tensor:
-        """The numbers of `count` steps from `start` on, one row each; beyond the end they stay."""
+        """The numbers of `count` steps from `start`, one row each; beyond the end the last row repeats."""
         if self._schedule is None:
             return torch.from_numpy(self._rows)
-        end = min(start + count, self._steps)  # many a schedule refuses to go on beyond its end
+        end = min(start + count, self._steps)  # many schedules raise beyond their end
         if end > len(self._rows):
             more = np.empty((max(end, 2 * len(self._rows)) - len(self._rows), self._rows.shape[1]))
             self._rows = np.concatenate([self._rows, more])
@@ -149,19 +145,19 @@ class StackedOptimizer(ABC):
         for group in self.groups:
             for name in MAY_BE_ABSENT:
                 if name in first.may_vary and group.get(name) == 0:
-                    group[name] = 1.0  # other rows have some: only whether there is any is read from here
+                    group[name] = 1.0  # other rows may have some: `fixed` only tells whether it is 0
         self.state: dict[str, Tensor] = {name: torch.zeros_like(flat) for name in self.moments()}
 
     @abstractmethod
     def moments(self) -> Sequence[str]:
-        """What is kept for each parameter."""
+        """Names of the tensors stored for each parameter."""
 
     @abstractmethod
     def update(self, cut: slice, grad: Tensor, fixed: Mapping[str, Any], now: Numbers) -> None:
-        """Step one stretch of a group; `cut` is where it lies in a row."""
+        """Step one span of a group, `cut` of every row."""
 
     def step(self, grads: Sequence[Tensor], numbers: Tensor) -> None:
-        """One step of every row, by the gradients of each stretch and the numbers [rows, columns] of this step."""
+        """One step of every row, with the gradients of each span and the numbers [rows, columns] of this step."""
         for span, grad in zip(self.spans, grads, strict=True):
             cut = slice(span.start, span.start + grad.shape[1])
             self.update(cut, grad, self.groups[span.group], self._now(span.group, numbers))
@@ -177,7 +173,7 @@ class StackedOptimizer(ABC):
         """The row's trial is over."""
 
     def tensors(self) -> list[Tensor]:
-        """All that a step changes besides the parameters; the first dimension is rows."""
+        """All tensors that a step changes besides the parameters; the first dimension is rows."""
         return [self.count, *self.state.values()]
 
     def _now(self, group: int, numbers: Tensor) -> Numbers:
@@ -189,14 +185,14 @@ class StackedOptimizer(ABC):
         return found
 
     def _decayed(self, grad: Tensor, params: Tensor, fixed: Mapping[str, Any], now: Numbers) -> Tensor:
-        """The gradient with weight decay in it."""
+        """The gradient plus weight decay."""
         return grad + params * self._as(now["weight_decay"]) if fixed["weight_decay"] != 0 else grad
 
     def _add(self, target: Tensor, what: Tensor, number: Tensor) -> None:
         """target += what × number, in place."""
         if target.is_cuda:
             target.addcmul_(what, self._as(number))
-        else:  # a product of three, one of them a column, is not vectorised there
+        else:  # on a CPU `addcmul_` with a column is not vectorised
             target.add_(what * self._as(number))
 
     def _as(self, number: Tensor) -> Tensor:
@@ -349,7 +345,7 @@ class OwnOptimizers:
         self.count[row] = 0
 
     def release(self, row: int) -> None:
-        """The row's trial is over: its schedule may refuse to go on."""
+        """The row's trial is over: drop its optimizer and schedule, which may raise beyond its end."""
         self._rows[row] = None
 
     def copy(self, source: int, target: int) -> None:
@@ -367,7 +363,7 @@ class OwnOptimizers:
         optimizer = held[0]
         for ours, theirs in zip(optimizer.param_groups, parts.optimizer.param_groups, strict=True):
             for name in ours.keys() - theirs.keys():
-                del ours[name]  # what the schedule before had put there (its rate at the beginning)
+                del ours[name]  # set by the earlier schedule (`initial_lr`)
             ours.update({k: v for k, v in theirs.items() if k != "params"})
         again = None if parts.task.schedule is None else parts.task.schedule(optimizer, parts.steps)
         for _ in range(0 if again is None else done):
@@ -398,7 +394,7 @@ STACKED: dict[type[Optimizer], Callable[..., StackedOptimizer]] = {
 def stack_optimizer(
     flat: Tensor, places: Sequence[Place], spans: Sequence[Span], first: Parts, columns: Sequence[Column]
 ) -> StackedOptimizer | OwnOptimizers:
-    """The stacked form of the optimizer of `first`; where there is none, torch's own for each row."""
+    """The stacked form of the optimizer of `first`; if it has none, torch's own optimizer for each row."""
     make = STACKED.get(type(first.optimizer))
     if make is None or any(group.get("differentiable") for group in first.optimizer.param_groups):
         return OwnOptimizers(flat, places, spans)
