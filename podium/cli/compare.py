@@ -1,4 +1,4 @@
-"""`podium compare`: several strategies on one task, several seeds each, and what may be concluded."""
+"""`podium compare`: several strategies on one task, with several seeds each, or a study."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEEDS = 3
 OWN = ("workers", "launcher")
 """Fields of a run that a comparison has arguments for."""
 WIDE = 100
-"""Columns that a table with lines around it needs; below that, names would be cut in the middle of a word."""
+"""Columns that a table with borders needs; in fewer, names would be cut in the middle of a word."""
 
 
 @click.command(short_help="Compare strategies, or run a study.")
@@ -72,8 +72,8 @@ def compare(
 ) -> int:
     """Train TASK with each strategy and each seed, or run the study in a file; print a table and write a report.
 
-    A STUDY is a file that ends in .toml or .py: factors, levels, replications and settings; options set what the study
-    sets for all its runs.
+    A STUDY is a file that ends in .toml or .py: factors, levels, replications and settings; options override its
+    settings for all runs.
 
     Ctrl-C once saves the run in progress and reports what there is; the same command with the same --out resumes.
     A study goes to a folder of its own name, so the same command alone resumes it.
@@ -105,8 +105,9 @@ def compare(
 
         out.note(*(text for job in jobs_asked for text in notices(job)))
     if dry_run:
-        out.document(study.to_dict())
-        out.say(*(f"{name}: {value}" for name, value in study.to_dict().items() if value is not None))
+        planned = _planned(study, _levels(only))
+        out.document(planned)
+        out.say(*(f"{name}: {value}" for name, value in planned.items() if value is not None))
         return 0
     if logs and jobs > 1:
         raise ConfigError(
@@ -117,6 +118,15 @@ def compare(
     out.document(comparison.to_dict())
     out.say(*describe(comparison))
     return exit_code(comparison)
+
+
+def _planned(study: Study, only: dict[str, list[str]]) -> dict[str, Any]:
+    """The study; its `order` holds the runs that this call would do."""
+    from podium.lab.study.run_all import Part
+
+    cells = Part.of(study, only, None).cells
+    described = study.to_dict()
+    return {**described, "order": [run for run in described["order"] if run["cell"] in cells]}
 
 
 def _levels(only: Sequence[str]) -> dict[str, list[str]]:
@@ -159,7 +169,7 @@ def _from_file(
 
     for name, value in (("--strategies", strategies), ("--config", config_file)):
         if value:
-            raise ConfigError(f"compare: {name} is not for a study file, which says so itself; got {value}")
+            raise ConfigError(f"compare: {name} is not for a study file, which has its own; got {value}")
     study = read_study(task, size)
     settings = {name: value for name, value in given.items() if value is not None}
     for override in overrides:
@@ -215,7 +225,7 @@ def run_shown(
 
 
 def describe(comparison: Comparison) -> list[Any]:
-    """The table, the answer with what may not be concluded, and where the rest lies."""
+    """The table, the answer with its limits, and the report's path."""
     from podium.cli.display import console
     from podium.lab.study.terminal import format_plain, format_table
 
@@ -232,5 +242,5 @@ def describe(comparison: Comparison) -> list[Any]:
 
 
 def exit_code(comparison: Comparison) -> int:
-    """130 when it was stopped, 1 when a run failed."""
+    """130 when the comparison was stopped, 1 when a run failed."""
     return 130 if comparison.status == "stopped" else 1 if comparison.failed else 0

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
 import podium
+from podium.cli import main
 from podium.errors import ConfigError
 from podium.lab.study.run import run_study
 from podium.lab.study.store import Store
@@ -157,6 +159,18 @@ def test_options_set_what_the_study_sets_and_factors_cannot_be_set(study: Path, 
     }
     refused = run("--workers", "4")
     assert refused.returncode == 2 and b"workers is a factor" in refused.stderr
+
+
+def test_a_dry_run_lists_the_runs_that_this_call_would_do(study: Path) -> None:
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(main, ["compare", str(study), "--dry-run", *words])
+
+    shown = json.loads(run("--json", "--only", "workers=3").stdout)
+    assert {run["cell"].rpartition(", ")[2] for run in shown["order"]} == {"workers=3"}
+    assert len(shown["order"]) == 3 * 2
+    refused = run("--only", "workers=4")
+    assert refused.exit_code == 2
+    assert "unknown level of workers '4'" in refused.stderr
 
 
 @pytest.mark.slow
