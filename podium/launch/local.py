@@ -1,8 +1,8 @@
 """The local launcher: ranks are processes of this machine, forked from a server that has torch loaded.
 
 The first run pays for the server's imports (about 3 s); ranks of later runs start in hundredths of a second, and so do
-those that replace a lost server or come as one more. They die with the launcher: the kernel kills them when the fork
-server goes, and they end when the coordinator does.
+those that replace a lost server or join later. They die with the launcher: the kernel kills them when the fork
+server ends, and they end when the coordinator does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from podium.engine.build import Job
 from podium.errors import ConfigError, PodiumError, RankFailed
 from podium.launch.base import LaunchResult, RunPlan, hosts_of
 from podium.launch.coordination.coordinator import Coordinator
-from podium.launch.coordination.owner import Owner
+from podium.launch.coordination.owner import ProcessOwner
 from podium.launch.coordination.rules import COORDINATOR, MOST_RANKS, Role, Rules
 from podium.launch.event import Event
 from podium.launch.forking import UNKNOWN, check_fork_server, fork_server, how_it_ended, nullified_main
@@ -34,7 +34,7 @@ from podium.records.recorder import Recorder
 from podium.task import Task
 
 _UNGUARDED = (
-    " (ranks import the script that made the task: what it does must stand under `if __name__ == '__main__':`, "
+    " (ranks import the script that made the task: its code must be under `if __name__ == '__main__':`, "
     "or name the task's function, 'file.py:make_task', instead)"
 )
 _GRACE_S = 10.0
@@ -42,15 +42,13 @@ _GRACE_S = 10.0
 
 
 def run_local(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> LaunchResult:
-    """All ranks as processes on this machine, talking over loopback and Unix sockets."""
+    """All ranks as processes on this machine, connected by loopback and Unix sockets."""
     with rendezvous_folder() as folder:
         return Processes(job, folder, on_event, task=sendable_task(job)).run(stop)
 
 
-class Processes(Owner):
-    """The processes of one run, and the coordinator that watches over them."""
-
-    sees_processes, starts_processes = True, True
+class Processes(ProcessOwner):
+    """The processes of one run, and their coordinator."""
 
     def __init__(
         self,
@@ -62,9 +60,9 @@ class Processes(Owner):
         body: Callable[[NodeSpec, Task | None], None] = run_node,
         place: Callable[[int, Role], dict[str, Any]] | None = None,
     ) -> None:
-        """Each process runs `body`; `task` goes along where it has no name.
+        """Each process runs `body`; `task` is sent to it where it has no name.
 
-        `place(rank, role)` gives the NodeSpec fields that say where a process is.
+        `place(rank, role)` returns the NodeSpec fields of a process's host and network.
         """
         self.job, self.folder = job, folder
         self._place = place or (lambda _rank, _role: {})
@@ -77,7 +75,7 @@ class Processes(Owner):
         """The latest process of each number."""
         self._all: list[ForkServerProcess] = []
         self.on_started: Callable[[NodeSpec, int], None] | None = None
-        """Told what every process is, and its pid, once it runs."""
+        """Called with the spec and the pid of every process, once it runs."""
         self._began_ns = time.monotonic_ns()
         assert job.run_dir is not None
         self.recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
@@ -108,7 +106,7 @@ class Processes(Owner):
     def _rules(self) -> Rules:
         job = self.job
         if self._body is not run_node:
-            # A script is in its own loop, to which nobody can be added, and a second start would begin it anew.
+            # No rank can be added to a script's own loop, and restarting the script would begin the loop again.
             return rules_of(job, survives_loss=job.strategy.cadence.survives_loss, fixed="the loop is the script's own")
         fixed = "" if job.config.shares is None else "shares are set, one per worker that the run began with"
         replaces = job.strategy.server_spec.replaceable
@@ -181,7 +179,7 @@ class Processes(Owner):
     def is_running(self, rank: int) -> bool:
         """A process that sleeps, or that a debugger has stopped, counts as running."""
         process = self.started[rank]
-        if process.exitcode is not None:  # its number may be another's by now
+        if process.exitcode is not None:  # its pid may be another process's by now
             return False
         try:
             status = Path(f"/proc/{process.pid}/status").read_text(errors="replace")
@@ -193,11 +191,11 @@ class Processes(Owner):
     # The end.
 
     def _last_words(self, rank: int) -> str:
-        """The last line of its log: what it said of an error that it could not report."""
+        """The last line of its log, which may hold an error that it could not report."""
         assert self.job.run_dir is not None
         try:
             lines = (self.job.run_dir / "logs" / f"rank-{rank}.log").read_text(errors="replace").split("\n")
-        except OSError:  # it did not come far enough to open one
+        except OSError:  # it ended before it opened one
             return _UNGUARDED if self._task is not None else ""
         said = [line for line in lines if line.strip()]
         return f" ({said[-1].strip()[:300]})" if said else ""
@@ -218,7 +216,7 @@ class Processes(Owner):
         self.recorder.close()
 
     def _with_advice(self, error: PodiumError) -> str:
-        """The error, then where to look and what to type next: these are the last lines the user sees."""
+        """The error, then the run's folder and the command to resume: these are the last lines the user sees."""
         run_dir = self.job.run_dir
         lines = [str(error), f"  records and logs: {run_dir}"]
         if run_dir is not None and any((run_dir / "checkpoints").glob("step-????????")):
@@ -227,7 +225,7 @@ class Processes(Owner):
 
 
 def endpoints_of(job: RunPlan) -> list[tuple[int, ...]]:
-    """Which ranks live in which process: each its own, colocated servers beside their workers."""
+    """The ranks of each process: one each, and colocated servers in their worker's process."""
     workers, servers = job.config.workers, job.strategy.server_spec.count
     if not job.strategy.server_spec.colocated:
         return [(rank,) for rank in range(workers + servers)]
@@ -237,7 +235,7 @@ def endpoints_of(job: RunPlan) -> list[tuple[int, ...]]:
 
 
 def rules_of(job: RunPlan, *, survives_loss: bool, replaces_servers: bool = False, fixed: str = "") -> Rules:
-    """What the coordinator of this run goes by; `fixed` says why its number of ranks is."""
+    """The coordinator's rules for this run; `fixed`: why its number of ranks cannot change."""
     config = job.config
     limits = [config.batch_size, job.strategy.max_workers]  # a worker without a sample would have nothing to do
     return Rules(
@@ -255,7 +253,7 @@ def rules_of(job: RunPlan, *, survives_loss: bool, replaces_servers: bool = Fals
 
 
 def sendable_task(job: Job) -> Task | None:
-    """The task itself, where processes could not make it from its name."""
+    """The task, where processes cannot make it from its name; otherwise None."""
     return None if job.task_is_named else job.task
 
 

@@ -41,7 +41,7 @@ from podium.errors import CommError, ConfigError, PodiumError, RecordError
 from podium.launch.base import RunPlan
 from podium.launch.coordination.coordinator import Coordinator
 from podium.launch.coordination.owner import Owner
-from podium.launch.coordination.rules import COORDINATOR, FIRST_ASKER, Role
+from podium.launch.coordination.rules import COORDINATOR, FIRST_ASKER
 from podium.launch.event import Event
 from podium.launch.join import run_user_script
 from podium.launch.local import endpoints_of, rules_of
@@ -131,8 +131,6 @@ class _Meeting(NamedTuple):
 class _Agent(Owner):
     """torchrun's agent owns the processes: the coordinator can neither see, start nor end them."""
 
-    sees_processes, starts_processes = False, False
-
     def __init__(self, notices: list[str]) -> None:
         self._notices = notices
 
@@ -146,15 +144,6 @@ class _Agent(Owner):
 
     def how_it_ended(self, rank: int, wait_s: float) -> str | None:
         return None
-
-    def is_running(self, rank: int) -> bool:
-        raise NotImplementedError
-
-    def restart_servers(self, endpoints: tuple[int, ...]) -> None:
-        raise NotImplementedError
-
-    def start(self, role: Role, rank: int) -> None:
-        raise NotImplementedError
 
 
 class _Rank:

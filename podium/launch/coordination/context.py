@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from podium.comm.clocks import Clock
-from podium.launch.coordination.owner import Owner
+from podium.launch.coordination.owner import Owner, ProcessOwner
 from podium.launch.coordination.post import Post
 from podium.launch.coordination.roster import Roster
 from podium.launch.coordination.rules import Rules
@@ -29,5 +29,10 @@ class RunContext(NamedTuple):
 
     @property
     def silence_s(self) -> float:
-        """After how much silence a process that is not known to run counts as lost."""
-        return self.rules.heartbeat_s * (1 if self.owner.sees_processes else _BLIND)
+        """Silence after which a process that is not known to run counts as lost."""
+        return self.rules.heartbeat_s * (_BLIND if self.processes is None else 1)
+
+    @property
+    def processes(self) -> ProcessOwner | None:
+        """The launcher, where the processes are its children."""
+        return self.owner if isinstance(self.owner, ProcessOwner) else None

@@ -1,18 +1,18 @@
-"""The coordinator: in the launcher, it knows every rank, notices which are lost, and lets the others agree.
+"""The coordinator: part of the launcher, it knows every rank, notices lost ranks, and regroups the survivors.
 
-Ranks talk to it over a channel of their own: they join, send heartbeats, report what happened. It never touches a
-tensor. Its rules, and where they are:
+Ranks have a separate channel to it: they join, send heartbeats, report what happened. It never touches a tensor. Its
+rules, and where they are:
 
 - No rank begins before all have joined. Joining, and making model and data after it, have a deadline (`starts`).
 - A rank that leaves without a message is lost. So is one that falls silent (`heartbeats`); it is killed first.
-- A worker that others wait for and that makes no step for a deadline is lost (`stragglers`).
-- After a loss, a run whose strategy survives it continues (`losses`). Once every live worker has reported how far it
-  is, all get the plan: the next generation, its members, and whose state to copy (`regrouping`).
-- A lost server is restarted where strategy and launcher can, and workers are told its new address (`replacements`).
+- A worker that other ranks wait for and that makes no step for a deadline is lost (`stragglers`).
+- After a loss, a run whose strategy survives it continues (`losses`). Once every live worker has reported its steps,
+  all get the plan: the next generation, its members, and whose state to copy (`regrouping`).
+- A lost server is restarted where strategy and launcher can, and workers get its new address (`replacements`).
 - Workers and servers may be added or retired on request (`scaling`): the next plan makes the change. A newcomer that
   dies while starting is left out; the run does not depend on it yet.
-- A rank that raised would raise again: the run ends, and its own error is what the user sees. If the error says no
-  more than that another rank did not answer, the coordinator first waits a moment for that loss.
+- A rank that raised would raise again: the run ends, and the user sees that rank's error. If the error only reports
+  that another rank did not answer, the coordinator first waits a moment for that loss.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from podium.records.recorder import Recorder
 _AT_ONCE = 1000
 """Messages read before deadlines are checked again."""
 _EXIT_S = 2.0
-"""How long a process that hung up may take to end."""
+"""How long a process that closed its connection may take to end."""
 
 
 class Coordinator:
-    """Reads what ranks report, and watches over them until all have ended."""
+    """Processes what ranks report, and watches them until all have ended."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Coordinator:
         clock: Clock,
         settings: Meta | None = None,
     ) -> None:
-        """`settings` are told to ranks that ask before they join; asking needs the secret, as all messages do."""
+        """`settings` are sent to ranks that ask before they join; asking needs the secret, as all messages do."""
         self._settings = settings or {}
         run = RunContext(rules, clock, owner, Post(channel, recorder, owner, clock), Roster(rules, clock))
         self._run, self._post, self._roster = run, run.post, run.roster
@@ -89,7 +89,7 @@ class Coordinator:
         return self._post.address
 
     def run(self, stop: threading.Event | None = None) -> list[Report]:
-        """Until every process has ended; raises what made the run fail."""
+        """Run until every process has ended; raises the error that made the run fail."""
         roster = self._roster
         roster.begin_run()
         self._heartbeats.look()
@@ -102,7 +102,7 @@ class Coordinator:
         return sorted(self.reports)
 
     def announce_end(self, why: str, *, but: int) -> None:
-        """Tell all ranks, except one that knows, that the run is over, so that each can say so before it ends."""
+        """Tell all ranks except `but` that the run is over, so that each can print why before it ends."""
         for message in self._joining:
             if message.source != but:
                 self._post.answer(message, {"ended": why})
@@ -111,16 +111,16 @@ class Coordinator:
                 self._post.send(member, "ended", {"why": why})
 
     def wait_for_departures(self, limit_s: float) -> None:
-        """Wait until all ranks have hung up, which they do last; at most this long."""
+        """Wait until all ranks have closed their connections, which they do last; at most this long."""
         self._post.wait_for_departures(limit_s)
 
     def close(self) -> None:
         self._post.close()
 
     def _check(self) -> None:
-        """Every deadline."""
+        """Check every deadline."""
         if ended := self._starts.ended():
-            self._take_messages()  # a process that could send its error before it ended is not merely gone
+            self._take_messages()  # a process may have sent its error before it ended
             self._starts.lose(ended)
         self._starts.check()
         self._heartbeats.check()
@@ -129,7 +129,7 @@ class Coordinator:
         self._losses.check()
 
     def _take_messages(self) -> None:
-        """Read all that have come, so that no rank counts as silent whose heartbeat lies unread."""
+        """Read all that have arrived, so that no rank counts as silent while its heartbeat is unread."""
         for n in range(_AT_ONCE):
             message = self._post.receive(0.0) if n else self._post.receive()
             if message is None:
@@ -147,17 +147,17 @@ class Coordinator:
         elif kind == "settings" and source >= FIRST_ASKER:
             self._post.answer(message, self._settings)
         elif source in self._roster.members or self._failed_before_joining(message):
-            self._do[kind](message)  # all others are the last messages of ranks that were given up
+            self._do[kind](message)  # ignore the last messages of ranks that were given up
 
     def _failed_before_joining(self, message: Message) -> bool:
-        """Not asked of a replacement: its messages cannot be told from those of the process it replaces."""
+        """False for a replacement: its messages look like those of the process it replaces."""
         source, roster = message.source, self._roster
         return message.kind == "failed" and source in roster.starting and source not in roster.known
 
     def _join(self, message: Message) -> None:
         member = self._roster.admit(message)
         if member is None:
-            return  # it was given up, and its process is killed
+            return  # it was given up, and its process was killed
         self._joining.append(message)
         if self._roster.all_joined:
             for waiting in self._joining:

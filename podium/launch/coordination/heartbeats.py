@@ -1,6 +1,6 @@
-"""Silent processes: one that is stopped or gone is lost after a heartbeat, one that runs after the deadline.
+"""Silent processes: one that is stopped or gone is lost after `heartbeat_s`, one that runs after `deadline_s`.
 
-A running one may be silent longer because code that holds the interpreter's lock also stops its heartbeats.
+A running process may be silent longer because code that holds the interpreter's lock also blocks its heartbeats.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from podium.launch.coordination.regrouping import Regrouping
 
 
 class Heartbeats:
-    """Watches when each member was last heard."""
+    """Watches when each member last sent a message."""
 
     def __init__(self, run: RunContext, regrouping: Regrouping, losses: Losses) -> None:
         self._run, self._regrouping, self._losses = run, regrouping, losses
         self._looked_at = run.now
 
     def look(self) -> None:
-        """All messages that had come were read now."""
+        """Call when all messages that have arrived are read."""
         now = self._run.now
         if now - self._looked_at > self._run.rules.heartbeat_s / 2:
-            # The coordinator's own process stood still (suspended, starved): the members are not to blame.
+            # The coordinator's own process was suspended or starved: the members were not silent.
             for member in self._run.roster.members.values():
                 member.heard_at = now
         self._looked_at = now
@@ -38,10 +38,10 @@ class Heartbeats:
                 self._losses.kill(member, f"silent for {silent_s:.1f} s, longer than {setting} allows", setting)
 
     def _allowed(self, member: Member) -> tuple[float, str]:
-        """How long this process may be silent, and the setting that says so."""
-        rules, owner = self._run.rules, self._run.owner
+        """How long this process may be silent, and the setting that limits it."""
+        rules, processes = self._run.rules, self._run.processes
         if not self._regrouping.furthest_step or not member.begun:  # until the first step, the run is starting
             return rules.start_deadline_s, "start_deadline_s"
-        if owner.sees_processes and owner.is_running(member.rank):
+        if processes is not None and processes.is_running(member.rank):
             return max((rules.deadline_s, "deadline_s"), (rules.heartbeat_s, "heartbeat_s"))
         return self._run.silence_s, "heartbeat_s"

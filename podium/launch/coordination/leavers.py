@@ -1,4 +1,4 @@
-"""Processes that the run does not need any more, and that take too long to end by themselves."""
+"""Processes that the run no longer needs, and that take too long to end by themselves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from podium.launch.coordination.losses import Losses
 from podium.launch.coordination.scaling import Scaling
 
 _LEAVE_S = 10.0
-"""How long a server that was started during the run, and that perhaps no worker met, may outlive the last worker."""
+"""How long a server that was started during the run may outlive the last worker: it may never have met one."""
 
 
 class Leavers:
-    """Ends retired ranks, and all that is left once the last worker has ended."""
+    """Ends retired ranks, and all remaining processes once the last worker has ended."""
 
     def __init__(self, run: RunContext, scaling: Scaling, losses: Losses) -> None:
         self._run, self._scaling, self._losses = run, scaling, losses
@@ -33,7 +33,7 @@ class Leavers:
         for rank in [*roster.starting, *(m.rank for m in roster.newcomers())]:
             self._losses.give_up(rank)
         for member in roster.active():
-            # Servers that the run began with have met the workers, and end by themselves.
+            # Servers that the run began with are connected to the workers, and end by themselves.
             allowed_s = max(_LEAVE_S, limit_s) if member.start.kind == "first" else _LEAVE_S
             if now - self._losses.workers_ended_at > allowed_s:
                 self._losses.give_up(member.rank)

@@ -14,9 +14,9 @@ from podium.launch.coordination.replacements import Replacements
 from podium.launch.coordination.scaling import Scaling
 
 _GRACE_S = 2.0
-"""How long, beyond a heartbeat, a rank that blames another waits until the coordinator knows which rank was lost."""
+"""How long, beyond a heartbeat, the coordinator looks for the lost rank that a rank's error blames."""
 _TOGETHER_S = 0.5
-"""How long the end of a run waits for others that were lost at the same moment, so that the error names them all."""
+"""How long the end of a run waits for ranks that were lost at the same moment, so that the error names them all."""
 
 
 class Loss(NamedTuple):
@@ -29,13 +29,13 @@ class Loss(NamedTuple):
 
 
 class Losses:
-    """What was lost, and what follows from it."""
+    """Lost processes, and what the run does about them."""
 
     def __init__(self, run: RunContext, scaling: Scaling, replacements: Replacements, regrouping: Regrouping) -> None:
         self._run, self._scaling, self._replacements, self._regrouping = run, scaling, replacements, regrouping
         self._all: list[Loss] = []
         self._fatal: Loss | None = None
-        self._blame: tuple[float, PodiumError] | None = None  # since when a rank blames an unknown other
+        self._blame: tuple[float, PodiumError] | None = None  # since when a rank blames an unknown rank, and its error
         self.workers_ended_at: float | None = None
 
     @property
@@ -44,7 +44,7 @@ class Losses:
         return self._blame is not None or self._fatal is not None
 
     def kill(self, member: Member, cause: str, setting: str) -> None:
-        """A process took longer than `setting` allows: end it. A stop becomes a death, so that it cannot come back."""
+        """A process took longer than `setting` allows: kill it, so that a stopped one cannot continue later."""
         self._run.owner.kill(member.rank)
         self.lose(member, f"{cause}, and killed", advice(setting))
 
@@ -72,13 +72,13 @@ class Losses:
     def lose_start(self, start: Start, cause: str) -> None:
         """A process is gone that was started during the run and has not joined."""
         if self._run.roster.starting.get(start.rank) is not start:
-            return  # its last message was read by now
+            return  # its last message was read meanwhile
         self.give_up(start.rank, cause)
         if start.kind == "replacement" and self._run.roster.live_workers():
             self._replacements.replace(start.endpoints, cause)
 
     def give_up(self, rank: int, cause: str = "") -> None:
-        """End a process that the run does not need; with a cause, it is a loss that the user should hear of."""
+        """End a process that the run does not need; with a cause, report it as a loss."""
         self._run.owner.kill(rank)
         if cause:
             self._tell(rank, cause, 0)
@@ -89,7 +89,7 @@ class Losses:
     def fail(self, message: Message) -> None:
         """A rank raised. It would raise again, so the run ends with that error.
 
-        If the error says no more than that another rank did not answer, the coordinator first waits for that loss.
+        If the error only reports that another rank did not answer, the coordinator first waits for that loss.
         """
         meta, rank = message.meta, message.source
         self._run.post.record("failed", failed=rank, **meta)
@@ -105,7 +105,7 @@ class Losses:
         self._blame = self._blame or (self._run.now, error)
 
     def check(self) -> None:
-        """End the run if it cannot bear a loss, once all that were lost together are known."""
+        """End the run if it cannot survive a loss, once all processes that were lost together are known."""
         if self._fatal is not None:
             self._check_fatal(self._fatal)
         elif self._blame is not None:
@@ -117,12 +117,12 @@ class Losses:
         left = self._run.roster.live_workers()
         if left and self._run.now - loss.at <= _TOGETHER_S:
             return
-        step = loss.member.step or self._regrouping.furthest_step  # a server counts no steps of its own
+        step = loss.member.step or self._regrouping.furthest_step  # a server counts no steps
         others = self._others(loss, all_workers=not left)
         raise Lost(f"{loss.member} was lost: {loss.cause}{others}; last heard of at step {step}{loss.advice}")
 
     def _others(self, named: Loss, *, all_workers: bool) -> str:
-        """Which others were lost, and how."""
+        """The other processes that were lost, and how, as text."""
         by_cause: dict[str, list[str]] = {}
         for loss in self._all:
             if all_workers or (loss.at > named.at - _TOGETHER_S and loss is not named):
@@ -150,7 +150,7 @@ def advice(setting: str) -> str:
 
 
 def _error_of(message: Message) -> PodiumError:
-    """The error that a rank reports, with its rank and where in the user's code it was raised."""
+    """The error that a rank reports, with its rank and the line of the user's code that raised it."""
     meta, who = message.meta, f"rank {message.source}: "
     text, place = meta["message"], f"\n  at {meta['place']}" if meta.get("place") else ""
     error = _class_of(meta["error"])(f"{'' if text.startswith(who) else who}{text}{place}")
@@ -159,7 +159,7 @@ def _error_of(message: Message) -> PodiumError:
 
 
 def _class_of(name: str) -> type[PodiumError]:
-    """The class of that name, where it is one of ours, or its nearest base that is made of a message alone."""
+    """The Podium error class of that name, or its nearest base whose constructor takes a message alone."""
     cls = getattr(podium.errors, name, None)
     if not isinstance(cls, type) or not issubclass(cls, PodiumError):
         return RankFailed

@@ -1,4 +1,4 @@
-"""A process of a run, as the coordinator knows it: first a `Start`, then, once it has joined, a `Member`."""
+"""The coordinator's data on a process of a run: a `Start`, then, once it has joined, a `Member`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from podium.comm.base import BUSY_DEADLINES, Message, Meta
 from podium.launch.coordination.rules import Role
 
 Kind = Literal["first", "replacement", "newcomer"]
-"""Why a process was started: with the run, for a lost server, or because more ranks were asked for."""
+"""Why a process was started: with the run, for a lost server, or because more ranks were requested."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Start:
 
     @property
     def rank(self) -> int:
-        """The number of the process is that of its first endpoint."""
+        """The number of the process: its first endpoint."""
         return self.endpoints[0]
 
 
@@ -39,17 +39,17 @@ class Member:
     heard_at: float
     standing: Literal["settled", "newcomer", "retired"] = "settled"
     busy_at: float = 0.0
-    """When it last said that it was busy with something that may take long."""
+    """When it last reported that it was busy with something that may take long."""
     begun: bool = False
     plan_request: Message | None = None
     """The call that waits for the next plan."""
     step: int = 0
     stepped_at: float = 0.0
-    """When the coordinator first heard of this step."""
+    """When a heartbeat first reported this step."""
     finished: bool = False
     failed: bool = False
     inherits_steps: int = 0
-    """Steps done before it came. Until it has as many, it has not copied the state yet."""
+    """Steps of the state that it must copy. While it has fewer, it has not copied the state yet."""
     retired_at: float = 0.0
 
     @property
@@ -62,12 +62,12 @@ class Member:
 
     @property
     def ready(self) -> bool:
-        """Whether it has made its model and data, and waits only for others."""
+        """Whether it has made its model and data, and waits only for other ranks."""
         needs_plan = self.standing == "newcomer" and self.role == "worker"
         return self.begun and (self.plan_request is not None or not needs_plan)
 
     def beat(self, now: float, meta: Meta) -> None:
-        """Take in a heartbeat."""
+        """Process a heartbeat."""
         self.heard_at = now
         if meta.get("busy"):
             self.busy_at = now
@@ -88,7 +88,7 @@ class Member:
         return request
 
     def is_late(self, now: float, since: float, limit: float) -> bool:
-        """Whether others that wait since `since` have waited longer than `limit`; time that it was busy is extra."""
+        """Whether ranks that wait for it since `since` have waited longer than `limit`; its busy time is extra."""
         busy_until = min(self.busy_at, since + (BUSY_DEADLINES - 1) * limit)
         return now - max(since, busy_until) > limit
 

@@ -11,11 +11,6 @@ from podium.launch.event import Event
 class Owner(ABC):
     """The launcher, as its coordinator sees it."""
 
-    sees_processes: bool
-    """Whether `is_running` knows."""
-    starts_processes: bool
-    """Whether `restart_servers` and `start` may be called."""
-
     @abstractmethod
     def hear(self, event: Event) -> None:
         """The coordinator tells what happened."""
@@ -26,7 +21,11 @@ class Owner(ABC):
 
     @abstractmethod
     def how_it_ended(self, rank: int, wait_s: float) -> str | None:
-        """How a rank's process ended, given this long to end; None if it has not, or if nobody can know."""
+        """How a rank's process ended, given this long to end; None if it has not, or if the launcher cannot see it."""
+
+
+class ProcessOwner(Owner):
+    """A launcher whose own children the ranks are: it sees them run, and can start more."""
 
     @abstractmethod
     def is_running(self, rank: int) -> bool:

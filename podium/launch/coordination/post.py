@@ -20,7 +20,7 @@ _POLL_S = 0.05
 
 @final
 class Post:
-    """The channel to the ranks, the launcher's records and the launcher's ear."""
+    """The channel to the ranks, the launcher's records and its event handler."""
 
     def __init__(self, channel: Channel, recorder: Recorder, owner: Owner, clock: Clock) -> None:
         self._channel, self._recorder, self._owner, self._clock = channel, recorder, owner, clock
@@ -50,7 +50,7 @@ class Post:
         self._owner.hear(event)
 
     def wait_for_departures(self, limit_s: float) -> None:
-        """Until all ranks have hung up, at most this long."""
+        """Wait until all ranks have closed their connections, at most this long."""
         until = self._clock.now_s() + limit_s
         while self._channel.peers and self._clock.now_s() < until:
             self.receive()

@@ -1,4 +1,4 @@
-"""Generations: when live workers all wait for a plan, the coordinator says who continues, and whose state they copy."""
+"""Generations: once all live workers wait for a plan, the coordinator sends the members and whose state to copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from podium.launch.coordination.replacements import Replacements
 from podium.launch.coordination.scaling import Change, Scaling
 
 _FRUITLESS = 3
-"""Regroups of the same members without a step in between before the run is given up."""
+"""Regroups of the same members without a step in between, after which the run ends."""
 
 
 class Regrouping:
@@ -21,7 +21,7 @@ class Regrouping:
         self.generation = 0
         self.furthest_step = 0
         self.waiting_since: float | None = None
-        """When the first worker of the present generation asked for a plan."""
+        """When the first worker of the present generation requested a plan."""
         self._fruitless = 0
         self._members: list[int] = []  # of the present generation, once there was a plan
         self._called_for = -1  # the generation whose workers were last called to a plan
@@ -36,7 +36,7 @@ class Regrouping:
         self._closed = True
 
     def ask(self, message: Message) -> None:
-        """A worker misses a peer, or was called to a plan: it waits for the plan."""
+        """A worker that lost a peer, or was called to a plan, waits for the plan."""
         member, roster = self._run.roster.members[message.source], self._run.roster
         member.heard_at, member.plan_request = self._run.now, message
         if self.waiting_since is None and member.rank in roster.workers:
@@ -45,12 +45,12 @@ class Regrouping:
         self.settle()
         waits_still = member.plan_request is not None and member.rank in roster.workers
         if waits_still and roster.servers and self._called_for != self.generation:
-            # Where workers meet at servers, the others may train for long before they miss anybody.
+            # Workers that exchange through servers may train for long before they notice a lost worker.
             self._called_for = self.generation
             self._scaling.call_workers()
 
     def settle(self) -> None:
-        """Send the plan once every live worker waits for it, and every newcomer where there is a change."""
+        """Send the plan once every live worker waits for it; a change that is due adds the newcomers."""
         live = self._run.roster.live_workers()
         if self._closed or not live or any(member.plan_request is None for member in live):
             return
@@ -69,10 +69,10 @@ class Regrouping:
         took_s = 0.0 if self.waiting_since is None else self._run.now - self.waiting_since
         self.waiting_since = None
         self._run.post.tell({"event": "regroup", **plan, "step": steps[source], "took_s": took_s})
-        self._replacements.answer_questions()  # workers may have asked for a server that is retired now
+        self._replacements.answer_questions()  # workers may wait for a server that is retired now
 
     def _source(self, staying: list[Member], steps: dict[int, int]) -> int:
-        """Whose state all copy: the worker's with most steps, the lowest rank among equals."""
+        """The rank whose state all copy: the one with most steps, the lowest among equals."""
         holders = [member.rank for member in staying if steps[member.rank] >= member.inherits_steps]
         if not holders:
             names = name_ranks([member.rank for member in staying], "worker")
@@ -86,7 +86,7 @@ class Regrouping:
         return [member.take_plan_request() for member in new]
 
     def _new_addresses(self) -> Meta:
-        """Servers and addresses, as far as they are not those that the run began with."""
+        """Servers and addresses that differ from those at the beginning of the run."""
         roster, rules = self._run.roster, self._run.rules
         before = set(range(rules.workers, rules.workers + rules.servers))
         new = sorted(roster.since_start & (roster.workers | roster.servers))

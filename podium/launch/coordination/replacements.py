@@ -1,4 +1,4 @@
-"""Lost servers that are restarted: how often, how long it took, and which workers asked where they are now."""
+"""Lost servers that are restarted: how often, how long it took, and which workers wait for the new address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from podium.launch.coordination.rules import MOST_REPLACEMENTS
 
 
 class Replacements:
-    """Servers that were lost, and those that take their places."""
+    """Servers that were lost, and their replacements."""
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
@@ -25,15 +25,17 @@ class Replacements:
 
     @property
     def possible(self) -> bool:
-        rules, owner, roster = self._run.rules, self._run.owner, self._run.roster
-        return rules.replaces_servers and owner.starts_processes and roster.all_joined
+        rules, roster = self._run.rules, self._run.roster
+        return rules.replaces_servers and self._run.processes is not None and roster.all_joined
 
     def replace(self, servers: Sequence[int], cause: str) -> None:
-        """Restart these servers in a process of their own; raises Lost where it was one loss too many."""
+        """Restart these servers in a new process; raises Lost where one was lost too often."""
+        processes = self._run.processes
+        assert processes is not None, "callers check `possible`"
         for server in servers:
             self._count_loss(server, cause)
         self._run.roster.begin(tuple(servers), "replacement", "server")
-        self._run.owner.restart_servers(tuple(servers))
+        processes.restart_servers(tuple(servers))
 
     def _count_loss(self, server: int, cause: str) -> None:
         now, window = self._run.now, self._run.rules.deadline_s
@@ -48,7 +50,7 @@ class Replacements:
             )
 
     def begun(self, member: Member) -> None:
-        """A replacement serves: tell how long each of its servers was missed."""
+        """A replacement serves: record how long each of its servers was missing."""
         self.latest = self._run.now
         self._served.update(dict.fromkeys(member.endpoints, self.latest))
         for server in [e for e in member.endpoints if e in self._missed]:
@@ -57,17 +59,17 @@ class Replacements:
             self._run.post.tell({"event": "replaced", "server": server, "took_s": took_s})
 
     def ask(self, message: Message) -> None:
-        """A worker cannot reach a server at its old address; it is answered once the server has a new one."""
+        """A worker cannot reach a server at its old address; the answer is sent once the server has a new one."""
         self._questions.append(message)
         self.answer_questions()
 
     def answer_questions(self) -> None:
-        """Answer all questions that can be answered by now."""
+        """Answer all questions that can be answered now."""
         asked = [message for message in self._questions if message.source in self._run.roster.members]
         self._questions = [message for message in asked if not self._answer(message)]
 
     def _answer(self, message: Message) -> bool:
-        """Answer a question if it can be answered; whether it was."""
+        """Answer a question if possible; returns whether it was."""
         server, old, roster = message.meta["rank"], message.meta["not"], self._run.roster
         address = roster.present_address(server)
         if server not in roster.servers or not self._run.rules.replaces_servers:

@@ -1,10 +1,10 @@
-"""Who takes part in a run: its processes, and which of their ranks are workers and which are servers.
+"""The processes of a run, and which of their ranks are workers and which are servers.
 
-Roles are sets, never ranges of numbers: a run begins with workers 0 … N-1 and servers N … N+M-1, but ranks come and
+Roles are sets, never ranges of numbers: a run begins with workers 0 … N-1 and servers N … N+M-1, but ranks join and
 leave, and a new rank gets a number that no rank had before. The standing of a member:
 
     settled     it takes part: a worker of the present generation, a server, or a worker with servers beside it
-    newcomer    it was asked for during the run, and no plan has named it yet
+    newcomer    it was requested during the run, and no plan has named it yet
     retired     a plan left it out: it ends by itself, and no rank waits for it
 """
 
@@ -27,23 +27,23 @@ class Roster:
         self._clock = clock
         self.members: dict[int, Member] = {}
         self.workers = set(range(rules.workers))
-        """Those of the present generation, until they are lost or retired."""
+        """Workers of the present generation, until they are lost or retired."""
         self.servers = set(range(rules.workers, rules.workers + rules.servers))
-        """Those that the workers use; one that is being replaced stays among them."""
+        """Servers that the workers use, also one that is being replaced."""
         self.starting: dict[int, Start] = {}
         for rank in rules.ranks:
             self.begin((rank,), "first", "worker" if rank in self.workers else "server")
         self.known: set[int] = set()
-        """All that ever joined."""
+        """All processes that ever joined."""
         self.addresses: dict[int, Address] = {}
-        """Where each endpoint listens, or did when it was last heard of."""
+        """The last known address of each endpoint."""
         self.since_start: set[int] = set()
-        """Endpoints whose address was not in the book that the first members got."""
+        """Endpoints that joined later, so that the first members did not get their address when they joined."""
         self._next = rules.workers + rules.servers
 
     @property
     def all_joined(self) -> bool:
-        """Whether all that the run begins with have joined."""
+        """Whether all processes that the run begins with have joined."""
         return not any(start.kind == "first" for start in self.starting.values())
 
     def numbers(self, count: int) -> list[int]:
@@ -54,16 +54,16 @@ class Roster:
         return list(range(self._next - count, self._next))
 
     def begin(self, endpoints: tuple[int, ...], kind: Kind, role: Role) -> None:
-        """A process is started now. Which servers live beside the first workers is known once they join."""
+        """A process is started now. The servers beside the first workers become known when these join."""
         self.starting[endpoints[0]] = Start(endpoints, kind, role, self._clock.now_s())
 
     def begin_run(self) -> None:
-        """Count the time that processes need to start from now on."""
+        """Reset the start time of all starting processes to now."""
         for start in self.starting.values():
             start.since = self._clock.now_s()
 
     def admit(self, message: Message) -> Member | None:
-        """A process that joins becomes a member; None for one that was given up before."""
+        """Make a process that joins a member; returns None for one that was given up before."""
         start = self.starting.pop(message.source, None)
         if start is None:
             return None
@@ -85,7 +85,7 @@ class Roster:
             self.workers.discard(rank)
 
     def retire(self, ranks: Iterable[int]) -> None:
-        """These are left out from now on."""
+        """The run continues without these ranks."""
         for rank in ranks:
             self.workers.discard(rank)
             self.servers.discard(rank)
@@ -93,18 +93,18 @@ class Roster:
                 self.members[rank].retire(self._clock.now_s())
 
     def settle_newcomers(self, steps: int) -> None:
-        """Newcomers take part from now on, and copy a state of this many steps."""
+        """Newcomers take part from now on, and must copy a state of this many steps."""
         for member in self.newcomers():
             member.settle(steps)
             (self.workers if member.role == "worker" else self.servers).add(member.rank)
 
-    # Who is there.
+    # Queries.
 
     def active(self) -> list[Member]:
         return [member for member in self.members.values() if member.active]
 
     def live_workers(self) -> list[Member]:
-        """Those of the present generation that have neither ended nor failed, in order."""
+        """Workers of the present generation that have neither ended nor failed, in order."""
         return [m for rank, m in sorted(self.members.items()) if m.active and rank in self.workers]
 
     def newcomers(self) -> list[Member]:
@@ -120,7 +120,7 @@ class Roster:
         return self.addresses.get(server) if lives else None
 
     def address_book(self, reader: Member | None) -> dict[str, object]:
-        """All addresses and roles. A new server also counts itself and those that start with it."""
+        """All addresses and roles. A new server's list of servers has itself and those that start with it, too."""
         servers = self.servers
         if reader is not None and reader.standing == "newcomer" and reader.role == "server":
             starts = [*self.starting.values(), *(m.start for m in self.newcomers())]
@@ -133,7 +133,7 @@ class Roster:
 
     @property
     def replacing(self) -> bool:
-        """Whether a lost server is not served again yet."""
+        """Whether the replacement of a lost server does not serve yet."""
         return any(s.kind == "replacement" for s in self.starting.values()) or any(
             m.start.kind == "replacement" and m.active and not m.begun for m in self.members.values()
         )

@@ -1,8 +1,8 @@
-"""More or fewer ranks, asked for during the run.
+"""More or fewer ranks, requested during the run.
 
-Newcomers start beside the run, which does not wait for them. Once all are ready, the workers hear of the change, end
-their segment at a step they agree on, and meet the newcomers in the next plan. The ranks with the highest numbers
-retire first.
+Newcomers start while the run continues. Once all are ready, the coordinator announces the change: the workers end their
+segment at a step they agree on, and the next plan includes the newcomers. The ranks with the highest numbers retire
+first.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from podium.comm.base import Message, Meta
 from podium.errors import ConfigError, PodiumError
 from podium.launch.coordination.context import RunContext
 from podium.launch.coordination.members import Member
+from podium.launch.coordination.owner import ProcessOwner
 from podium.launch.coordination.roster import Roster
 from podium.launch.coordination.rules import MOST_RANKS, Role, Rules
 
 
 @dataclass
 class Change:
-    """What was asked for, and which newcomers it waits for."""
+    """A requested change, and the newcomers it waits for."""
 
     workers: int
     servers: int
     awaited: set[int] = field(default_factory=set)
     """Newcomers, until they are in a plan or are given up."""
     announced: bool = False
-    """Whether the workers were told, so that their next plan makes the change."""
+    """Whether it was announced to the workers, so that their next plan makes the change."""
 
 
 class Scaling:
@@ -70,13 +71,14 @@ class Scaling:
             raise ConfigError("scale: the run must not be ending, and is")
         if self._current is not None:
             raise ConfigError("scale: one change at a time, and one is under way; ask again once it is done")
-        if not self._run.owner.starts_processes:
+        processes = self._run.processes
+        if processes is None:
             raise ConfigError("scale: the launcher must be able to start ranks, and this one is not")
         target = target_of(self._run.rules, roster, asked)
         starting: dict[int, Role] = dict.fromkeys(roster.numbers(target.more_workers), "worker")
         starting.update(dict.fromkeys(roster.numbers(target.more_servers), "server"))
         if starting or target.retiring:
-            self._start_all(starting)
+            self._start_all(processes, starting)
             self._current = Change(target.workers, target.servers, set(starting))
         return {
             "workers": target.workers,
@@ -85,16 +87,16 @@ class Scaling:
             "retiring": target.retiring,
         }
 
-    def _start_all(self, roles: dict[int, Role]) -> None:
-        roster, owner = self._run.roster, self._run.owner
+    def _start_all(self, processes: ProcessOwner, roles: dict[int, Role]) -> None:
+        roster = self._run.roster
         for rank, role in roles.items():
             roster.begin((rank,), "newcomer", role)
             try:
-                owner.start(role, rank)
+                processes.start(role, rank)
             except PodiumError as error:  # the run itself loses nothing
                 roster.forget(rank)
                 for started in [r for r in roles if r in roster.starting]:
-                    owner.kill(started)
+                    processes.kill(started)
                     roster.forget(started)
                 raise ConfigError(f"scale: {error}") from error
 
@@ -107,13 +109,13 @@ class Scaling:
             return
         too_many = len(roster.live_workers()) > change.workers or len(roster.servers) > change.servers
         if not change.awaited and not too_many:
-            self._current = None  # only newcomers were wanted, and all of them were given up
+            self._current = None  # only newcomers were requested, and all of them were given up
             return
         change.announced = True
         self.call_workers()
 
     def call_workers(self) -> None:
-        """Ask all workers to end their segment and come to the next plan."""
+        """Ask all workers to end their segment and wait for the next plan."""
         self.announced += 1
         for member in self._run.roster.live_workers():
             self._run.post.send(member, "change", {"number": self.announced})
@@ -128,7 +130,7 @@ class Scaling:
         self._current = None
 
     def carry_out(self, steps: int) -> None:
-        """Retire and settle ranks as asked; newcomers copy a state of this many steps."""
+        """Retire and settle ranks as requested; newcomers must copy a state of this many steps."""
         change, roster = self.due, self._run.roster
         assert change is not None
         live = [member.rank for member in roster.live_workers()]
@@ -138,7 +140,7 @@ class Scaling:
 
 
 class Target(NamedTuple):
-    """How many workers and servers a run is to have, and which ranks retire for that."""
+    """The requested numbers of workers and servers, and which ranks retire."""
 
     workers: int
     servers: int
@@ -148,7 +150,7 @@ class Target(NamedTuple):
 
 
 def target_of(rules: Rules, roster: Roster, asked: Meta) -> Target:
-    """What a request amounts to; raises ConfigError for what cannot be."""
+    """The change that a request means; raises ConfigError where it is impossible."""
     if not rules.survives_loss:
         raise ConfigError("scale: the strategy must survive the loss of a worker, and this run's does not")
     if rules.fixed:

@@ -1,4 +1,4 @@
-"""Processes that start: each has `start_deadline_s` to join, and to make its model and data after it."""
+"""Processes that start: each has `start_deadline_s` to join and to make its model and data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from podium.launch.coordination.losses import Losses
 from podium.launch.coordination.members import Start, name_ranks
 
 _TOGETHER_S = 0.5
-"""How long the end of a run waits for others that end at the same moment, so that the error names them all."""
+"""How long the end of a run waits for processes that end at the same moment, so that the error names them all."""
 
 
 class Starts:
@@ -24,7 +24,7 @@ class Starts:
         return [(start, cause) for start, cause in found if cause is not None]
 
     def lose(self, ended: list[tuple[Start, str]]) -> None:
-        """These ended without a message. The run ends where it was to begin with one of them."""
+        """These ended without a message. The run ends if it was to begin with one of them."""
         starting = self._run.roster.starting
         if any(start.kind == "first" and starting.get(start.rank) is start for start, _ in ended):
             self._fail_first()

@@ -1,6 +1,7 @@
-"""Workers that keep beating and hang in the user's code, while others wait for them.
+"""Workers that still send heartbeats but hang in the user's code, while other ranks wait for them.
 
-Other workers wait in a regroup; servers wait for pushes. A worker that says it is busy has up to a dozen deadlines.
+Other workers wait in a regroup; servers wait for pushes. A worker that reports that it is busy has up to a dozen
+deadlines.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from podium.launch.coordination.replacements import Replacements
 
 
 class ServerWait(NamedTuple):
-    """Which workers a server waits for."""
+    """The workers that a server waits for."""
 
     host: Member
     late: dict[int, float]
@@ -26,14 +27,14 @@ class ServerWait(NamedTuple):
 
 
 class Stragglers:
-    """Watches workers that others wait for."""
+    """Watches workers that other ranks wait for."""
 
     def __init__(self, run: RunContext, regrouping: Regrouping, replacements: Replacements, losses: Losses) -> None:
         self._run, self._regrouping, self._replacements, self._losses = run, regrouping, replacements, losses
         self._by_server: dict[int, ServerWait] = {}
 
     def hear(self, message: Message) -> None:
-        """A server says which workers it waits for."""
+        """A server reports which workers it waits for."""
         meta, now = message.meta, self._run.now
         host = self._run.roster.members[message.source]
         host.heard_at = now
@@ -41,7 +42,7 @@ class Stragglers:
         self._by_server[meta["server"]] = ServerWait(host, late, frozenset(meta["waiting"]))
 
     def check(self) -> None:
-        if self._run.roster.replacing:  # workers that miss a server can neither report nor push before it is back
+        if self._run.roster.replacing:  # workers that wait for a lost server can neither report nor push
             return
         self._check_regroup()
         self._check_servers()

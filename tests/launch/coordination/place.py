@@ -14,7 +14,7 @@ from podium.comm.real.channel import Channel
 from podium.engine.recovery import Regroup
 from podium.engine.report import Report
 from podium.launch.coordination.coordinator import Coordinator
-from podium.launch.coordination.owner import Owner
+from podium.launch.coordination.owner import Owner, ProcessOwner
 from podium.launch.coordination.rules import COORDINATOR, Role, Rules
 from podium.launch.event import Event
 from podium.launch.membership import Membership, Peers
@@ -28,19 +28,10 @@ HEARTBEAT_S = 0.06
 """Of the members: they beat six times as often."""
 
 
-@final
-class Launcher(Owner):
-    """Notes what the coordinator asks for; no process exists."""
+class Agent(Owner):
+    """Notes what the coordinator asks for; it neither sees nor starts processes."""
 
-    def __init__(
-        self,
-        runs: Callable[[int], bool] | None = None,
-        ended: Callable[[int, float], str | None] | None = None,
-        start: Callable[[str, int], None] | None = None,
-        starts_processes: bool = True,
-    ) -> None:
-        self._runs, self._ended, self._start = runs, ended, start
-        self.sees_processes, self.starts_processes = runs is not None, starts_processes
+    def __init__(self) -> None:
         self.events: list[Event] = []
         self.killed: list[int] = []
         self.respawned: list[tuple[int, ...]] = []
@@ -53,10 +44,26 @@ class Launcher(Owner):
         self.killed.append(rank)
 
     def how_it_ended(self, rank: int, wait_s: float) -> str | None:
+        return None
+
+
+@final
+class Launcher(Agent, ProcessOwner):
+    """Notes what it is to start, too; no process exists."""
+
+    def __init__(
+        self,
+        runs: Callable[[int], bool] = lambda _rank: True,
+        ended: Callable[[int, float], str | None] | None = None,
+        start: Callable[[str, int], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._runs, self._ended, self._start = runs, ended, start
+
+    def how_it_ended(self, rank: int, wait_s: float) -> str | None:
         return self._ended(rank, wait_s) if self._ended is not None else None
 
     def is_running(self, rank: int) -> bool:
-        assert self._runs is not None
         return self._runs(rank)
 
     def restart_servers(self, endpoints: tuple[int, ...]) -> None:
@@ -78,6 +85,7 @@ class Place:
         rules: dict[str, Any],
         stop: threading.Event | None = None,
         still: bool = False,
+        owns_processes: bool = True,
         **launcher: Any,
     ) -> None:
         """`processes` are the endpoints of each; `rules` the fields of Rules that are not about who is there.
@@ -85,7 +93,7 @@ class Place:
         Where time is `still`, the coordinator's clock moves by `pass_time` alone; members beat in wall time.
         """
         self.folder, self.processes, self.rules = folder, processes, rules
-        self.launcher = Launcher(**launcher)
+        self.launcher = Launcher(**launcher) if owns_processes else Agent()
         self.events, self.killed = self.launcher.events, self.launcher.killed
         self.respawned, self.started = self.launcher.respawned, self.launcher.started
         self.recorder, self.clock = Recorder(-1), ManualClock() if still else WallClock()

@@ -94,7 +94,7 @@ def test_a_silent_process_is_given_the_deadline_if_it_runs_and_a_heartbeat_if_no
 
 
 def test_where_nobody_can_say_how_a_process_is_a_few_heartbeats_of_silence_are_allowed(place: Make) -> None:
-    here = place(still=True, heartbeat_s=6.0, deadline_s=60.0)
+    here = place(still=True, owns_processes=False, heartbeat_s=6.0, deadline_s=60.0)
     first, _ = here.begin()
     fall_silent(here, 1)
     here.pass_time(29.9)

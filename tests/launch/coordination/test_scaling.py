@@ -372,7 +372,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"workers": 1},
         "worker 1 with server 2 cannot retire: the server is needed",
     ),
-    "a launcher that cannot": ({"starts_processes": False}, {"workers": 3}, "must be able to start ranks"),
+    "a launcher that cannot": ({"owns_processes": False}, {"workers": 3}, "must be able to start ranks"),
 }
 
 
