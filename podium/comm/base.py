@@ -6,12 +6,12 @@ workers that are members of the present generation; messages run between any two
 Rules that hold in every world:
 
 - The buffer given to an exchange belongs to it until its handle is done.
-- `send` and `reply` have taken the body when they return; a `call` has taken it when its reply is there, and until
-  then the receiver may be looking at the caller's own memory.
-- Collectives are issued in the same order by all members.
-- No wait is without a deadline, and none is allowed inside a backward pass: a callback issues, it never waits.
+- After `send` and `reply` return, the body may change. The body of a `call` must not change before its reply has
+  arrived: until then the receiver may read the caller's own memory.
+- All members issue collectives in the same order.
+- Every wait has a deadline, and none is allowed inside a backward pass: a callback issues, it never waits.
 - A collective that fails raises `Lost`; the group is then dead and only `regroup` helps.
-- What workers draw from a counter is theirs alone; a new generation begins all counters anew.
+- No two workers draw the same number from a counter; a new generation resets all counters.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
     from podium.comm.schedule import Chain
 
 DEPARTED = "departed"
-"""Kind of the message that tells a receiver that its source is gone."""
+"""Kind of the message that a receiver gets when its source is gone."""
 
 BUSY_DEADLINES = 12
-"""How many deadlines ranks wait for one that is busy (with validation, say), or that may be."""
+"""How many deadlines ranks wait for a rank that is or may be busy, for example with validation."""
 
 Meta = dict[str, Any]
 """Small facts that travel with a message: JSON types only."""
 
 
 class Message(NamedTuple):
-    """What arrived: from whom, what it asks, its small facts and its tensors."""
+    """A received message: its source, its kind, its small facts and its tensors."""
 
     source: int
     kind: str
     meta: Meta
     body: tuple[Tensor, ...] = ()
-    call: int = 0  # names the call that waits for a reply; 0 when nobody does
+    call: int = 0  # identifies the call that waits for a reply; 0 when none does
     landing: tuple[Tensor, ...] | None = None  # the caller's own `into`, where its memory is shared with us
 
 
 class Handle(ABC):
-    """An exchange under way. Ask the communicator to wait for it."""
+    """An exchange under way, for `Communicator.wait`."""
 
     @property
     @abstractmethod
@@ -75,7 +75,7 @@ class Traffic:
         self.received += moved
 
     def count_all_gather(self, nbytes: int, size: int) -> None:
-        """Each worker's part goes through every other."""
+        """Each worker's part passes through every other worker."""
         self.sent += nbytes * (size - 1)
         self.received += nbytes * (size - 1)
 
@@ -88,21 +88,20 @@ class Traffic:
 
 
 def nbytes_of(tensors: Sequence[Tensor]) -> int:
-    """Bytes of these tensors' elements."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class Counters:
-    """What workers draw from: a counter for each turn, of which the last few are kept."""
+    """Counters that workers draw numbers from: one per turn, of which the last few are kept."""
 
     KEPT = 4
 
     def __init__(self, values: Mapping[tuple[int, int], int] | None = None) -> None:
-        """`values`: how far each counter is, by generation and turn."""
+        """`values`: each counter's value, by generation and turn."""
         self.values = dict(values or {})
 
     def draw(self, generation: int, turn: int, count: int) -> int:
-        """How far this counter was; it is `count` further now. Raises Lost where the turn is no longer kept."""
+        """Add `count` and return the value before. Raises Lost where the turn is no longer kept."""
         key = generation, turn
         before = self.values.get(key)
         if before is None:
@@ -116,7 +115,7 @@ class Counters:
 
 
 class Ground(NamedTuple):
-    """What a launcher knows of the machines beneath the ranks."""
+    """What a launcher knows of the machines that ranks run on."""
 
     terrain: Terrain
     nodes: tuple[int, ...]
@@ -127,7 +126,7 @@ class Ground(NamedTuple):
 
 @dataclass(eq=False)
 class Communicator(ABC):
-    """One rank's view of the others."""
+    """One rank's view of the other ranks."""
 
     rank: int
     workers: tuple[int, ...]
@@ -136,18 +135,18 @@ class Communicator(ABC):
     generation: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     deadline_s: float = 60.0
-    """How long any wait may take unless it says otherwise."""
+    """The default deadline of every wait."""
     in_backward: bool = False
     waited_ns: int = 0
-    """Time spent waiting for others, on the world's clock."""
+    """Time spent waiting for other ranks, on the world's clock."""
     ground: Ground | None = None
-    """The machines and links beneath, where the launcher has a description of them."""
+    """The machines and links, where the launcher has a description of them."""
 
     message_bytes: int | None = None
-    """How much one message may hold at most; None: as much as one likes."""
+    """Largest body of one message; None: no limit."""
 
     shares_memory = False
-    """Whether messages to ranks of this host move no bytes."""
+    """Whether messages to ranks of this host copy no bytes."""
     talks = True
     """Whether workers can send each other messages, and so exchange by schedule."""
     shares_host = False
@@ -155,10 +154,10 @@ class Communicator(ABC):
     shares_process = False
     """Whether other ranks compute in this process, so that torch's global generator has to be swapped."""
     shares_disk = False
-    """Whether all ranks are known to see the same files, so that nobody has to ask."""
+    """Whether all ranks are known to see the same files, so that no exchange is needed to find out."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros, in memory from which exchanges of this rank are cheap."""
+        """Zeros, in memory that this world can exchange cheaply."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     @property
@@ -167,14 +166,14 @@ class Communicator(ABC):
 
     @property
     def index(self) -> int:
-        """This worker's place among the members of the present generation."""
+        """This worker's index among the members of the present generation."""
         return self.workers.index(self.rank)
 
     # Collectives, among the workers.
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """Sum over the workers, in place, by what this world has for it: shared memory where they share a host."""
+        """Sum over the workers, in place, by this world's own method: shared memory where they share a host."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
@@ -182,23 +181,32 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, into: Tensor) -> Handle:
-        """Every worker's flat tensor, in order of their places, into one `size` times as long."""
+        """Every worker's flat tensor, in order of their indices, into one `size` times as long."""
 
     @abstractmethod
     def exchange(self, chains: Sequence[Chain], tensor: Tensor) -> Handle:
-        """Carry out our part of a schedule on a flat tensor. Issued in the same order by all, like collectives."""
+        """Run this rank's part of a schedule on a flat tensor. Issued in the same order by all, like collectives."""
 
     def meet(self) -> None:
         """Connect to all other workers, so that the first exchange does not have to. Collective."""
 
     # A counter, shared by the workers.
 
-    def draw(self, turn: int, count: int = 1) -> int:
-        """Take the next `count` numbers of this turn; the first of them. No two workers get the same.
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Inside, an exchange may be issued, and any wait raises."""
+        self.in_backward = True
+        try:
+            yield
+        finally:
+            self.in_backward = False
 
-        A turn begins at 0 with the first worker that draws. Turns go up; the last few are kept, so workers may be a
-        turn apart, and a new generation begins them anew. Waits for an answer, but for no other worker; raises Lost
-        where the counter is out of reach.
+    def draw(self, turn: int, count: int = 1) -> int:
+        """Take the next `count` numbers of this turn and return the first. No two workers get the same number.
+
+        The first draw of a turn returns 0. Turns go up; the last few are kept, so workers may be a turn apart, and a
+        new generation resets them. Waits for an answer, but for no other worker; raises Lost where the counter cannot
+        be reached.
         """
         if self.in_backward:
             raise CommError(f"rank {self.rank}: drawing inside a backward pass is not allowed")
@@ -217,7 +225,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
-        """One way; has taken the body when it returns."""
+        """One way; the body may change once this returns."""
 
     @abstractmethod
     def call(
@@ -229,27 +237,26 @@ class Communicator(ABC):
         into: Sequence[Tensor] | None = None,
         more: bool = False,
     ) -> Handle:
-        """Ask and expect a reply, which `wait` returns; its tensors land in `into`, where given.
+        """Send a request; `wait` returns the reply, whose tensors land in `into`, where given.
 
         `more`: another call to the same rank follows at once, and this one may travel with it.
         """
 
     @abstractmethod
     def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = (), more: bool = False) -> None:
-        """Answer a call; has taken the body when it returns. `more`: as with `call`.
+        """Answer a call; the body may change once this returns. `more`: as with `call`.
 
-        What the caller gave as `into` may be here as `to.landing`, to be written to before; a body that lies there is
-        not copied.
+        `to.landing`, where it is not None, is the caller's `into`: a body that was written there is not copied.
         """
 
     @abstractmethod
     def recv(self, deadline_s: float | None = None) -> Message:
-        """The next message from anyone, in order of arrival. A departure is a message."""
+        """The next message from any rank, in order of arrival. A departure is a message."""
 
     def poll(self, *calls: Handle, deadline_s: float | None = None) -> Message | None:
-        """The next message, if one is here now; otherwise None, at once.
+        """The next message, if one has arrived; otherwise None, at once.
 
-        With `calls`: waits for a message or for all of these calls, whichever is first, and is None if it was the
+        With `calls`: waits for a message or for all of these calls, whichever is first, and returns None if it was the
         calls; one that failed counts as done. In virtual time, now is this rank's own clock, which polling does not
         move: a rank that has nothing to compute must wait, not poll again.
         """
@@ -265,14 +272,14 @@ class Communicator(ABC):
 
     @property
     def addresses(self) -> Mapping[int, str]:
-        """Where other endpoints listen, in worlds where that has to be known."""
+        """Where other endpoints listen, in worlds that have addresses."""
         return {}
 
     def introduce(self, addresses: Mapping[int, str]) -> None:
-        """Learn where others listen."""
+        """Learn where other endpoints listen."""
 
     def watch(self, ranks: Sequence[int]) -> None:
-        """See to it that `recv` tells of the departure of these, also of one that never says a word to us."""
+        """Make `recv` report the departure of these ranks, also of one that never sends a message."""
 
     # Waiting.
 
@@ -290,7 +297,7 @@ class Communicator(ABC):
     def _wait(self, handles: Sequence[Handle], deadline_s: float) -> list[Message | None]: ...
 
     def abandon(self) -> None:
-        """Let go of every exchange and of the group, so that members who do not know of the loss yet learn of it."""
+        """Drop every exchange and the group, so that members that have not noticed the loss yet notice it."""
 
     @abstractmethod
     def regroup(
@@ -314,7 +321,7 @@ class Communicator(ABC):
         yield
 
     def gather_aside(self, tensor: Tensor) -> Tensor:
-        """Every worker's flat tensor, one row each: a check, which counts as no traffic and takes no simulated time.
+        """Every worker's flat tensor, one row each, for checks: not counted as traffic, takes no simulated time.
 
         Collective.
         """
@@ -328,5 +335,5 @@ class Communicator(ABC):
         return self.all_gather(tensor, into)
 
     def barrier(self) -> None:
-        """Return once every worker has come here."""
+        """Return once every worker has called this."""
         self.wait(self.all_reduce(torch.zeros(1)))

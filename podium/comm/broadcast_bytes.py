@@ -1,4 +1,4 @@
-"""Bytes for all: what is too odd for a tensor, sent as one."""
+"""Broadcasts bytes of any length over a communicator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from podium.comm.base import Communicator
 
 
 def share_bytes(comm: Communicator, source: int, mine: bytes) -> bytes:
-    """What rank `source` has, on every worker. Collective."""
+    """Return `mine` of rank `source` on every worker. Collective."""
     length = torch.tensor([len(mine)], dtype=torch.int64)
     comm.wait(comm.broadcast(length, source))
     data = torch.empty(int(length.item()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Clocks: wall time, and wall time on a slower accelerator. The virtual world brings its own."""
+"""Clocks: wall time, and wall time on a slower accelerator. The virtual world has its own clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Clock(ABC):
     """A world's time. In a real world it passes by itself; in the virtual one work must be charged."""
 
     is_simulated: ClassVar[bool] = False
-    """Whether ranks that wait for each other, if only to compare something, change what a run is said to take."""
+    """Whether time is simulated, so that even a check for which ranks wait changes the run's duration."""
 
     @abstractmethod
     def now_ns(self) -> int:
@@ -28,7 +28,7 @@ class Clock(ABC):
         """A forward and backward pass over this many samples begins now."""
 
     def reach(self, fraction: float) -> None:
-        """This share of the backward pass is done."""
+        """This fraction of the backward pass is done."""
 
     def touch(self, nbytes: int) -> None:
         """This many bytes of parameters were updated in memory."""
@@ -36,7 +36,7 @@ class Clock(ABC):
 
 @final
 class WallClock(Clock):
-    """Nanoseconds since it was made, or since `start_ns` of the machine's monotonic clock, which ranks may share."""
+    """Nanoseconds since its creation, or since `start_ns` of the machine's monotonic clock, which ranks may share."""
 
     def __init__(self, start_ns: int | None = None) -> None:
         self._start = time.monotonic_ns() if start_ns is None else start_ns
@@ -49,8 +49,8 @@ class WallClock(Clock):
 class SlowClock(Clock):
     """Wall time on a slower accelerator: each pass takes 1 / speed times as long, by sleeping.
 
-    It sleeps whenever a part of the pass is done, so that gradients come as late as they would there. Others have the
-    processor meanwhile. What a pass leaves to a GPU is not its time: it is measured where it is called.
+    It sleeps whenever a part of the pass is done, so that gradients come as late as they would there. Other ranks have
+    the processor meanwhile. Time is measured on the host: work that a pass queues on a GPU does not count.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SlowClock(Clock):
         changes: Sequence[tuple[int, float]] = (),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`changes`: from when on, in nanoseconds of this clock, it has which speed; in order of time."""
+        """`changes`: pairs of a time, in nanoseconds of this clock, and the speed from then on; in order of time."""
         for each in (speed, *(changed for _, changed in changes)):
             if not 0 < each <= 1:
                 raise ConfigError(f"a slow clock's speed must be above 0 and at most 1, got {each}")

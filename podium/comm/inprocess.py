@@ -1,4 +1,4 @@
-"""What the two worlds inside one process share: exchanges under way, and how their tensors come together."""
+"""What the two worlds inside one process share: exchanges under way, sums, and finding ranks that hang."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from podium.errors import CommError, DeadlineExceeded, Lost, PodiumError, RankFa
 
 @dataclass(eq=False)
 class Pending(Handle):
-    """An exchange that a rank has begun and perhaps waits for."""
+    """An exchange that a rank has begun."""
 
     owner: int
-    what: str  # for messages to people
+    what: str  # for error messages
     into: Sequence[Tensor] | None = None
     result: Message | None = None
     error: CommError | None = None
@@ -35,7 +35,7 @@ class Pending(Handle):
 
 @dataclass
 class Round:
-    """One collective: among whom, who has come, with which tensor, and where each wants the result."""
+    """One collective: its members, the tensors of those that have joined, and where each wants the result."""
 
     members: Sequence[int] = ()
     tensors: dict[int, Tensor] = field(default_factory=dict)
@@ -48,30 +48,30 @@ class Round:
 
 
 Number = tuple[int, int]
-"""Names an exchange by schedule: generation, and which of it."""
+"""Identifies an exchange by schedule: generation, and its number in the generation."""
 
 
 _ENDING_S = 10.0
-"""How long the others may take to end once a rank was given up."""
+"""How long the other ranks may take to end once a rank was given up."""
 
 
 class Watch:
-    """Finds out a rank that hangs in its own code while others wait for it; ranks are threads of this process.
+    """Detects a rank that hangs in its own code while other ranks wait for it; ranks are threads of this process.
 
-    A thread cannot be ended from outside: it is left behind, and its run ends with an error that names it.
+    A thread cannot be ended from outside: it is abandoned, and the run ends with an error that names it.
     """
 
     def __init__(self, deadline_s: float, start_deadline_s: float = 60.0) -> None:
         self.deadline_s, self.start_deadline_s = deadline_s, start_deadline_s
         self.has_begun = False
-        """Whether a step was made; until then all is part of starting."""
+        """Whether a step was made; until then the start deadline holds."""
         self.moved = time.monotonic()
-        """When a rank last went on."""
+        """When a rank last made progress."""
         self.failure: DeadlineExceeded | None = None
         self._busy: dict[int, str] = {}
 
     def busy(self, rank: int, what: str | None) -> None:
-        """A rank has something to do that may take long; None: no more."""
+        """A rank does something that may take long; None: it is done."""
         self.moved = time.monotonic()
         if what is None:
             self._busy.pop(rank, None)
@@ -80,18 +80,18 @@ class Watch:
 
     @property
     def patience(self) -> int:
-        """How many deadlines ranks wait for each other just now."""
+        """How many deadlines ranks wait for each other at present."""
         return BUSY_DEADLINES if self._busy else 1
 
     def hung(self, running: Collection[int]) -> bool:
-        """Whether ranks that others wait for have made no progress for as long as these wait."""
+        """Whether the ranks that compute have made no progress for longer than the other ranks wait."""
         limit_s = self.deadline_s * (BUSY_DEADLINES if self._busy.keys() & set(running) else 1)
         if not self.has_begun:
             limit_s = max(limit_s, self.start_deadline_s)
         return bool(running) and time.monotonic() - self.moved > limit_s
 
     def give_up(self, threads: Mapping[int, threading.Thread]) -> DeadlineExceeded:
-        """These hang."""
+        """Declare these ranks hung; returns and stores the error."""
         ranks = sorted(threads)
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         places = "; ".join(place for rank in ranks if (place := _place_of(threads[rank])))
@@ -104,7 +104,7 @@ class Watch:
     def end(
         self, threads: Sequence[threading.Thread], hung: Collection[int], errors: Sequence[BaseException | None]
     ) -> list[BaseException | None]:
-        """Wait for the others to end; what each raised, less what it raised because of those that hang."""
+        """Wait for the other ranks to end; returns what each raised, without errors that the hung ranks caused."""
         until = time.monotonic() + _ENDING_S
         for rank, thread in enumerate(threads):
             if rank not in hung:
@@ -116,7 +116,7 @@ class Watch:
 
 
 def _place_of(thread: threading.Thread) -> str:
-    """The line that a thread is at."""
+    """The line of code that a thread executes."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return ""
@@ -124,7 +124,7 @@ def _place_of(thread: threading.Thread) -> str:
 
 
 class Exchanges:
-    """Exchanges by schedule under way in one process: which rank is at which, and which have ended."""
+    """Exchanges by schedule in one process: each rank's part, and which ranks have ended theirs."""
 
     def __init__(self) -> None:
         self.open: dict[tuple[int, Number], tuple[Pending, Running]] = {}
@@ -133,19 +133,19 @@ class Exchanges:
         self._early: dict[tuple[int, Number], list[tuple[int, Key, Tensor]]] = defaultdict(list)
 
     def register(self, rank: int, number: Number, members: Sequence[int], handle: Pending, running: Running) -> None:
-        """One rank is about to begin its part."""
+        """Call before `begin`."""
         self._members[number] = members
         self.open[rank, number] = handle, running
 
     def begin(self, rank: int, number: Number) -> None:
-        """Start one rank's part, with what came before."""
+        """Start one rank's part, with messages that came early."""
         _, running = self.open[rank, number]
         running.start()
         for peer, name, part in self._early.pop((rank, number), []):
             running.arrived(peer, name, part)
 
     def bring(self, rank: int, number: Number, peer: int, name: Key, part: Tensor) -> None:
-        """A message is here."""
+        """A message has arrived."""
         found = self.open.get((rank, number))
         if found is None:
             self._early[rank, number].append((peer, name, part))
@@ -153,18 +153,17 @@ class Exchanges:
             found[1].arrived(peer, name, part)
 
     def end(self, rank: int, number: Number) -> None:
-        """One rank's part has ended."""
         self._through[number].add(rank)
         self.open.pop((rank, number), None)
         if self._through[number] >= set(self._members[number]):
             del self._through[number], self._members[number]
 
     def missing(self, number: Number, members: Sequence[int], departed: set[int]) -> list[int]:
-        """Members that are gone without having been through with this exchange."""
+        """Members that are gone and had not ended this exchange."""
         return [rank for rank in members if rank in departed and rank not in self._through[number]]
 
     def without(self, rank: int) -> list[Pending]:
-        """Handles that wait in vain now that this rank is gone."""
+        """Handles of exchanges that cannot end now that this rank is gone."""
         return [
             handle
             for (_, number), (handle, _) in list(self.open.items())
@@ -173,17 +172,16 @@ class Exchanges:
 
 
 def taken(body: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """A message's tensors as its receiver gets them: copies, on the CPU, as between processes."""
+    """Copies of a message's tensors on the CPU, as a receiver in another process would get them."""
     return tuple(t.clone() if t.device.type == "cpu" else t.cpu() for t in body)
 
 
 def gathered(tensors: list[Tensor]) -> Tensor:
-    """All of them, one after the other."""
     return torch.cat(tensors)
 
 
 def sum_in_order(tensors: list[Tensor]) -> Tensor:
-    """The sum, always added up in rank order, so that it has the same bits in every run."""
+    """The sum, always in rank order, so that it has the same bits in every run."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total += tensor
@@ -191,7 +189,7 @@ def sum_in_order(tensors: list[Tensor]) -> Tensor:
 
 
 def land(body: Sequence[Tensor], into: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-    """A reply's tensors in the buffers made ready for them, or in fresh ones; none at all leaves the buffers alone."""
+    """A reply's tensors, copied to `into` or to new tensors; an empty reply leaves `into` alone."""
     if into is None or not body:
         return tuple(t.clone() for t in body)
     for mine, theirs in zip(into, body, strict=True):
@@ -200,7 +198,7 @@ def land(body: Sequence[Tensor], into: Sequence[Tensor] | None) -> tuple[Tensor,
 
 
 def raise_first(errors: Sequence[BaseException | None]) -> None:
-    """Raise what went wrong first: a rank's own error before the losses that it caused elsewhere."""
+    """Raise the cause: a rank's own error before the `Lost` that it caused on other ranks."""
     failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
     if not failed:
         return

@@ -1,6 +1,6 @@
-"""The memory world: ranks are threads of one process, messages are handed over, time is the wall's.
+"""The memory world: ranks are threads of one process, messages are passed in memory, time is wall time.
 
-It exists to test races and protocols, not speed: torch's generator is global, so one rank computes at a time. Sums run
+It is for testing races and protocols, not speed: torch's generator is global, so one rank computes at a time. Sums run
 in rank order, so a collective gives the same bits however the threads race.
 """
 
@@ -24,7 +24,7 @@ from podium.engine.generators import several_in_one_process
 from podium.errors import DeadlineExceeded, Lost
 
 Parcel = tuple[Number, int, Key, Tensor]
-"""Part of an exchange: which, from which member, its name, its elements."""
+"""Part of an exchange: the exchange's number, the sending member, the message's key, its elements."""
 
 
 _LOOK_S = 0.25
@@ -32,7 +32,7 @@ _LOOK_S = 0.25
 
 
 class MemoryWorld:
-    """Threads that exchange by handing tensors over."""
+    """Threads that pass tensors to each other."""
 
     def __init__(self, workers: int, servers: int = 0, deadline_s: float = 60.0) -> None:
         self.changed = threading.Condition()
@@ -41,14 +41,14 @@ class MemoryWorld:
         self.members = tuple(range(workers))
         self.servers = tuple(range(workers, workers + servers))
         self.inboxes: dict[int, deque[Message]] = {r: deque() for r in self.members + self.servers}
-        self.calls: dict[int, tuple[Pending, int]] = {}  # call -> its handle, who was asked
+        self.calls: dict[int, tuple[Pending, int]] = {}  # call -> its handle, the rank that was called
         self.rounds: dict[tuple[int, int], Round] = {}
-        self.exchanges = Exchanges()  # used without `changed`, each rank its own
+        self.exchanges = Exchanges()  # used without `changed`: each rank uses its own entries
         self.parcels: dict[int, deque[Parcel]] = {r: deque() for r in self.members}
         self.departed: set[int] = set()
         self.counters = Counters()
         self.watch = Watch(deadline_s)
-        self._waiting: Counter[int] = Counter()  # ranks that wait for others, or for their turn to compute
+        self._waiting: Counter[int] = Counter()  # ranks that wait for other ranks, or for the compute lock
         self._calls_made = 0
         self.ranks = [
             MemoryCommunicator(self, rank, self.members, self.servers, self.clock, deadline_s=deadline_s)
@@ -56,13 +56,13 @@ class MemoryWorld:
         ]
 
     def run(self, mains: Sequence[Callable[[], None]]) -> list[BaseException | None]:
-        """Run one function per rank to its end, each in its own thread; what each raised."""
+        """Run one function per rank to its end, each in its own thread; returns what each raised."""
         errors: list[BaseException | None] = [None] * len(mains)
 
         def body(rank: int) -> None:
             try:
                 mains[rank]()
-            except BaseException as error:  # kept for the caller: a thread has nobody above it
+            except BaseException as error:  # stored for the caller of `run`
                 errors[rank] = error
             finally:
                 self.depart(rank, failed=errors[rank] is not None)
@@ -80,7 +80,7 @@ class MemoryWorld:
         return errors
 
     def _hung(self, threads: Sequence[threading.Thread], errors: Sequence[BaseException | None]) -> list[int]:
-        """Ranks that make no progress, where others wait for them or have given up waiting."""
+        """Ranks that make no progress, where other ranks wait for them or have given up waiting."""
         alive = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         running = [rank for rank in alive if not self._waiting[rank]]
         are_waited_for = len(running) < len(alive) or any(error is not None for error in errors)
@@ -89,7 +89,7 @@ class MemoryWorld:
     def _give_up(
         self, hung: Sequence[int], threads: Sequence[threading.Thread], errors: Sequence[BaseException | None]
     ) -> list[BaseException | None]:
-        """Let the others end without these ranks."""
+        """End the other ranks without these."""
         self.watch.give_up({rank: threads[rank] for rank in hung})
         for rank in hung:
             self.depart(rank, failed=True)
@@ -97,7 +97,7 @@ class MemoryWorld:
 
     @contextmanager
     def waits(self, rank: int) -> Iterator[None]:
-        """This rank waits; when it need not wait any more, the run has made progress."""
+        """Around a wait of this rank; when the wait ends, the run has made progress."""
         self._waiting[rank] += 1
         try:
             yield
@@ -107,7 +107,7 @@ class MemoryWorld:
 
     @contextmanager
     def computing(self, rank: int) -> Iterator[None]:
-        """One rank at a time; another may hang over it."""
+        """Hold the compute lock; raises Lost where the rank that holds it hangs."""
         with self.waits(rank):
             while not self.compute_lock.acquire(timeout=_LOOK_S):
                 if self.watch.failure is not None:
@@ -118,7 +118,7 @@ class MemoryWorld:
             self.compute_lock.release()
 
     def depart(self, rank: int, failed: bool) -> None:
-        """This rank is gone: ranks that wait for it are told."""
+        """This rank is gone: fail what other ranks wait for, and send them its departure."""
         with self.changed:
             self.departed.add(rank)
             for other, inbox in self.inboxes.items():
@@ -147,7 +147,7 @@ class MemoryWorld:
 
 @final
 class MemoryCommunicator(Communicator):
-    """One thread's view of the others."""
+    """One thread's view of the other ranks."""
 
     shares_process = True
 
@@ -205,7 +205,7 @@ class MemoryCommunicator(Communicator):
         return handle
 
     def _take_parcels(self) -> bool:
-        """Deal with what other ranks have sent for exchanges; whether there was something."""
+        """Process what other ranks have sent for exchanges; returns whether there was anything."""
         parcels = self._world.parcels.get(self.rank, deque())
         for n in itertools.count():
             with self._world.changed:
@@ -241,7 +241,7 @@ class MemoryCommunicator(Communicator):
         return handle
 
     def _draw(self, turn: int, count: int) -> int:
-        first = self.workers[0]  # who keeps the counter, as it were: one fate in all worlds
+        first = self.workers[0]  # its loss is the counter's loss, as in the virtual world
         with self._world.changed:
             if first in self._world.departed:
                 raise Lost(f"rank {first} is gone (draw of turn {turn})")

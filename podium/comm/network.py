@@ -1,11 +1,11 @@
-"""How messages share the wires of the virtual world.
+"""How messages share the links of the virtual world.
 
-`fifo`: a network card serves one message after the other, in the order in which they were sent. A message holds its
+`fifo`: a network card serves one message after the other, in the order in which they were sent. A message occupies its
 sender's card for size / up and its receiver's for size / down, the receiver's after the latency; it has arrived when
 both have served it. `fair`: messages under way share the cards as long TCP flows do (max-min), latency paid up front.
 
-Which one holds is no detail: 256 asynchronous workers took 0.59 s one way and 1.00 s the other, since fair sharing
-keeps equal workers in phase and leaves one direction of the server's card idle.
+The choice matters: 256 asynchronous workers took 0.59 s with `fifo` and 1.00 s with `fair`, since fair sharing keeps
+equal workers in phase and leaves one direction of the server's card idle.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Action = Callable[[], None]
 
 
 class Node(Protocol):
-    """What the virtual world needs to know of one machine."""
+    """What the virtual world needs of one machine."""
 
     @property
     def flops(self) -> float: ...
@@ -29,7 +29,7 @@ class Node(Protocol):
 
 
 class Terrain(Protocol):
-    """What the virtual world needs to know of a cluster; `podium.launch.clusters.description.Cluster` is one."""
+    """What the virtual world needs of a cluster; `podium.launch.clusters.description.Cluster` is one."""
 
     @property
     def nodes(self) -> Sequence[Node]: ...
@@ -51,7 +51,7 @@ class Terrain(Protocol):
 
 
 class Agenda(Protocol):
-    """The part of the virtual world that a network needs: what time it is, and letting things happen later."""
+    """The part of the virtual world that a network needs: the time, and scheduling events."""
 
     now: int
 
@@ -66,7 +66,7 @@ class Network(ABC):
 
     @abstractmethod
     def start(self, source: int, target: int, nbytes: int, rank: int, arrive: Action) -> None:
-        """A message leaves node `source` for node `target` now; call `arrive` when it is there."""
+        """A message leaves node `source` for node `target` now; call `arrive` when it has arrived."""
 
 
 @final
@@ -88,7 +88,7 @@ class Fifo(Network):
         self._up_free[source] = sent
 
         def leave() -> None:
-            """Only now does it stand in line at the receiver: what left earlier from elsewhere goes first."""
+            """Queue at the receiver only now: messages that left other nodes earlier go first."""
             received = max(begins + latency_ns, self._down_free[target]) + round(nbytes / down * 1e9)
             arrived = max(received, sent + latency_ns)
             self._down_free[target] = arrived
@@ -113,7 +113,7 @@ class _Flow:
 
 @final
 class Fair(Network):
-    """Max-min sharing by progressive filling, worked out anew whenever a flow begins or ends."""
+    """Max-min sharing by progressive filling, computed again whenever a flow begins or ends."""
 
     def __init__(self, cluster: Terrain, agenda: Agenda) -> None:
         super().__init__(cluster, agenda)
@@ -135,7 +135,7 @@ class Fair(Network):
         self._forecast()
 
     def _drain(self) -> None:
-        """Take off what went through since the rates were last set."""
+        """Subtract the bytes sent since the rates were last set."""
         seconds = (self.agenda.now - self._since) / 1e9
         self._since = self.agenda.now
         for flow in self._flows:
@@ -154,7 +154,7 @@ class Fair(Network):
         if plan != self._plan:
             return
         self._drain()
-        # What is left of a finished flow is rounding: less than a nanosecond's worth of bytes.
+        # A finished flow may have a rounding error left: the bytes of less than a nanosecond.
         over = [flow for flow in self._flows if flow.left <= flow.rate * 1e-9]
         self._flows = [flow for flow in self._flows if flow.left > flow.rate * 1e-9]
         for flow in over:
@@ -162,7 +162,7 @@ class Fair(Network):
         self._forecast()
 
     def _share(self) -> None:
-        """Raise all rates together; a flow that meets a full card, or its own limit, stops there."""
+        """Raise all rates together; a flow stops rising at a full card or at its own limit."""
         room: dict[tuple[str, int], float] = {}
         users: dict[tuple[str, int], int] = defaultdict(int)
         for flow in self._flows:

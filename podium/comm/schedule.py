@@ -1,16 +1,16 @@
-"""A collective as a schedule: who sends which elements to whom, and what becomes of them there.
+"""A collective as a schedule: which rank sends which elements to which rank, and what the receiver does with them.
 
 A schedule is a set of *chains*. The chains of one exchange run side by side and touch different elements; the moves of
-one chain happen in their order. A move is `send`, `add` (receive and add to one's own) or `put` (receive in place of
-one's own). All ranks work out their own part from the same few numbers, so nothing has to be agreed on beforehand.
+one chain happen in their order. A move is `send`, `add` (receive and add to this rank's elements) or `put` (receive and
+overwrite them). Each rank computes its own part from the same few numbers, so nothing has to be agreed on beforehand.
 
 Elements that were sent may be added to in the very next move only, and are copied for that. A `put` lands as soon as it
-comes, so it must be a consequence of all earlier moves of its chain on that rank: sums are, as our own part is in them.
+arrives, so it must depend on all earlier moves of its chain on that rank: a sum does, as it contains that rank's part.
 
-A message is named by (chain, round): a rank sends at most one to a given peer in a given round of a given chain, and
-its receiver has a move of the same chain, round and elements.
+A message is identified by (chain, round): a rank sends at most one to a given peer in a given round of a given chain,
+and its receiver has a move of the same chain, round and elements.
 
-`Running` carries out one rank's part in whatever world: it is told what has arrived, and posts what can go.
+`Running` runs one rank's part in any world: callers pass it what arrives, and it posts what can be sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Move(NamedTuple):
     """One step of one chain on one rank."""
 
     kind: Literal["send", "add", "put"]
-    peer: int  # its place among the members, not its rank
+    peer: int  # index among the members, not a rank
     round: int
     start: int  # elements
     stop: int
@@ -36,7 +36,7 @@ class Move(NamedTuple):
 
 Chain = list[Move]
 Key = tuple[int, int]
-"""A chain and its round: what a message is named by, together with its sender."""
+"""A chain and its round: identifies a message, together with its sender."""
 
 
 class Running:
@@ -49,15 +49,15 @@ class Running:
         post: Callable[[int, Key, Tensor], None],
         finished: Callable[[], None],
     ) -> None:
-        """`post(peer, key, part)` hands a message over and returns at once; once it has gone, `sent` must be called.
+        """`post(peer, key, part)` sends a message without waiting; once it is sent, `sent` must be called.
 
-        `finished` is called when all is done, from whatever thread brought the last message.
+        `finished` is called when all is done, on the thread that brought the last message.
         """
         self._chains, self._tensor, self._post, self._finished = chains, tensor, post, finished
         self._lock = threading.Lock()
         self._at = [0] * len(chains)
         self._moving = [False] * len(chains)
-        self._early: dict[tuple[int, int, int], Tensor] = {}  # (peer, chain, round) -> what came before its turn
+        self._early: dict[tuple[int, int, int], Tensor] = {}  # (peer, chain, round) -> elements that came early
         self._unsent = 0
         self._left = sum(bool(chain) for chain in chains)
         self._awaited = {
@@ -66,22 +66,22 @@ class Running:
         self._over = False
 
     def start(self) -> None:
-        """Do what can be done without hearing from anyone."""
+        """Make all moves that need no message."""
         if not self._left:
             self._settle()
         for c in range(len(self._chains)):
             self._go_on(c)
 
     def landing(self, peer: int, key: Key, numel: int) -> Tensor | None:
-        """Where this message may be received: in its place, if it takes the place of what is there."""
+        """Where this message may be received: for a `put` the elements that it overwrites, otherwise None."""
         move = self._awaited.get((peer, *key))
         if move is None or numel != move.stop - move.start:
             raise CommError(f"message {key} of {numel} elements from member {peer} is not in the schedule")
-        # What takes the place of our own elements is made from them too, or they were never sent: nobody needs them.
+        # The new elements were computed from ours, or ours were never sent: the old values are not needed any more.
         return self._tensor[move.start : move.stop] if move.kind == "put" else None
 
     def arrived(self, peer: int, key: Key, part: Tensor) -> None:
-        """A message is here."""
+        """A message has arrived."""
         c, round_ = key
         with self._lock:
             if self._awaited.pop((peer, c, round_), None) is None:
@@ -90,25 +90,25 @@ class Running:
         self._go_on(c)
 
     def sent(self) -> None:
-        """A message that was posted has gone; its elements are ours again."""
+        """A posted message is sent; its elements may change again."""
         with self._lock:
             self._unsent -= 1
         self._settle()
 
     def misses(self, peer: int) -> bool:
-        """Whether something from this member has not come yet."""
+        """Whether a message from this member is still missing."""
         with self._lock:
             return any(source == peer for source, _, _ in self._awaited)
 
     @property
     def waits_for(self) -> list[int]:
-        """Members from whom a message is missing."""
+        """Members whose message is needed next."""
         with self._lock:
             heads = [chain[at] for chain, at in zip(self._chains, self._at, strict=True) if at < len(chain)]
         return sorted({move.peer for move in heads if move.kind != "send"})
 
     def _go_on(self, c: int) -> None:
-        """Take this chain as far as it goes; one thread at a time."""
+        """Make all moves of this chain that are possible now; one thread at a time."""
         chain = self._chains[c]
         while True:
             with self._lock:
@@ -141,7 +141,7 @@ class Running:
                 self._settle()
 
     def _is_added_to_next(self, c: int, move: Move) -> bool:
-        """Whether elements that are being sent would change under way."""
+        """Whether the next move adds to elements that are still being sent."""
         chain, after = self._chains[c], self._at[c] + 1
         if after == len(chain) or chain[after].kind != "add":
             return False
@@ -161,12 +161,12 @@ def nbytes_sent(chains: Sequence[Chain], itemsize: int) -> int:
 
 
 def nbytes_received(chains: Sequence[Chain], itemsize: int) -> int:
-    """Bytes of tensors that it receives."""
+    """Bytes of tensors that one rank receives."""
     return sum((m.stop - m.start) * itemsize for chain in chains for m in chain if m.kind != "send")
 
 
 def carry_out(schedules: Sequence[Sequence[Chain]], tensors: Sequence[Tensor]) -> None:
-    """All members' parts, here and now, one message at a time: what a schedule means."""
+    """Run all members' parts in this thread, one message at a time: the reference meaning of a schedule."""
     mail: list[tuple[int, int, Key, Tensor]] = []
     done = [False] * len(tensors)
     running: list[Running] = []
@@ -198,5 +198,5 @@ def carry_out(schedules: Sequence[Sequence[Chain]], tensors: Sequence[Tensor]) -
 
 
 def element_cuts(numel: int, parts: int) -> list[int]:
-    """Where to cut into parts that differ by one element at most: `parts + 1` places."""
+    """Offsets that cut `numel` elements into parts that differ by one element at most: `parts + 1` of them."""
     return [numel * i // parts for i in range(parts + 1)]

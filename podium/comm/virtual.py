@@ -1,15 +1,15 @@
 """The virtual world: real gradients, a simulated clock and network, and the same bits every time.
 
 Ranks are threads that pass a baton: one runs at a time, and a rank that blocks runs the event loop until some rank,
-perhaps itself, can continue. A rank's own clock runs ahead while it computes; what it sends becomes an event at the
-time stamped on it, and events are taken in the order (time, class, rank, number). So hundreds of ranks need one core,
-tracebacks are ordinary, and nothing depends on how the operating system schedules threads.
+perhaps itself, can continue. A rank's own clock runs ahead while it computes; a message becomes an event at the time at
+which it was sent, and events are processed in the order (time, class, rank, number). So hundreds of ranks need one
+core, tracebacks are ordinary, and nothing depends on how the operating system schedules threads.
 
-Measured wall time never enters the clock. What work costs comes from the cluster description: a pass over b samples
-takes (seconds_per_step + b * seconds per sample) / speed, a third of it forward; a bucket is ready when its share of
-the backward pass is done. The speed is that of the moment when the pass begins. Messages queue at the sender's and the
-receiver's network card, first come first served; a collective takes the ring formula of the cluster and follows the one
-before it.
+Measured wall time never enters the clock. The cluster description gives the cost of work: a pass over b samples takes
+(seconds_per_step + b * seconds per sample) / speed, a third of it forward; a bucket is ready when its fraction of the
+backward pass is done. The speed is the one at the moment when the pass begins. Messages queue at the sender's and the
+receiver's network card, first come first served; a collective takes the time of the cluster's ring formula and follows
+the one before it.
 
 Not modelled: collectives and messages do not slow each other down, and validation is free.
 """
@@ -39,9 +39,9 @@ from podium.engine.generators import several_in_one_process
 from podium.errors import CommError, DeadlineExceeded, Lost
 
 _LOOK_S = 0.25
-"""How often a virtual world looks for a rank that hangs, by the wall's clock."""
+"""How often a virtual world looks for a rank that hangs, in wall time."""
 HEADER_BYTES = 256
-"""What a message weighs besides its tensors."""
+"""Size of a message without its tensors."""
 
 
 class Event(NamedTuple):
@@ -54,7 +54,7 @@ class Event(NamedTuple):
 
 @dataclass(eq=False)
 class _Parcel:
-    """Something under way between two ranks."""
+    """A message under way between two ranks."""
 
     arrive: Callable[[], None]
     here: bool = False
@@ -62,14 +62,14 @@ class _Parcel:
 
 @dataclass
 class _Seat:
-    """What the loop knows of one rank."""
+    """The event loop's state of one rank."""
 
     gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     waits_for: set[Pending] | None = None  # None: not waiting for handles
     wants_message: bool = False
     waiting_for: str = ""
     alive: bool = True
-    error: CommError | None = None  # to raise when it continues
+    error: CommError | None = None  # to raise when the rank continues
 
 
 class VirtualWorld:
@@ -86,9 +86,9 @@ class VirtualWorld:
         seed: int = 0,
         deadline_s: float = 300.0,
     ) -> None:
-        """`colocated`: servers live beside workers; `hosts`: beside these alone.
+        """`colocated`: servers run on the workers' nodes; `hosts`: only on those of these workers.
 
-        `deadline_s`: how long, by the wall's clock, the others wait for a rank that computes.
+        `deadline_s`: how long, in wall time, the other ranks wait for a rank that computes.
         """
         self.cluster, self.seed = cluster, seed
         self.now = 0
@@ -110,19 +110,19 @@ class VirtualWorld:
         self._seats = {r: _Seat() for r in self.members + self.servers}
         self._over = threading.Event()
         self.watch = Watch(deadline_s)
-        self._runs: int | None = None  # who has the baton
+        self._runs: int | None = None  # the rank that has the baton
         self.ranks = [VirtualCommunicator(self, rank) for rank in self.members + self.servers]
 
     def at(self, time: int, rank: int, action: Callable[[], None] | None, order: int = 0) -> None:
-        """Let something happen at this time."""
+        """Schedule an event; `action` None: the rank continues."""
         self._numbers += 1
         heapq.heappush(self._events, Event(time, order, rank, self._numbers, action))
 
     def run(self, mains: Sequence[Callable[[], None]]) -> list[BaseException | None]:
-        """Run one function per rank to its end in virtual time; what each raised."""
+        """Run one function per rank to its end in virtual time; returns what each raised."""
         errors: list[BaseException | None] = [None] * len(mains)
         before = os.sched_getaffinity(0)
-        # Batons pass 3 times faster on one core, and new threads inherit it; worlds beside this one take others.
+        # The baton passes 3 times faster on one core, which new threads inherit. Other processes take other cores.
         os.sched_setaffinity(0, {sorted(before)[os.getpid() % len(before)]})
         threads = [
             threading.Thread(target=self._body, args=(r, main, errors), name=f"rank-{r}", daemon=True)
@@ -146,7 +146,7 @@ class VirtualWorld:
     def _give_up(
         self, rank: int, threads: Sequence[threading.Thread], errors: Sequence[BaseException | None]
     ) -> list[BaseException | None]:
-        """This rank has had the baton for too long: let the others end without it."""
+        """This rank has had the baton for too long: end the other ranks without it."""
         self.watch.give_up({rank: threads[rank]})
         for other, seat in self._seats.items():
             if other != rank:
@@ -162,13 +162,13 @@ class VirtualWorld:
         try:
             self._check_whole(rank)
             main()
-        except BaseException as error:  # kept for the caller: a thread has nobody above it
+        except BaseException as error:  # stored for the caller of `run`
             errors[rank] = error
         if self.watch.failure is None:
             self._leave(rank, failed=errors[rank] is not None)
 
     def _leave(self, rank: int, failed: bool) -> None:
-        """A rank ended: tell the others, and pass the baton for the last time."""
+        """A rank ended: announce it to the other ranks, and pass the baton for the last time."""
         self._seats[rank].alive = False
         leaving_at = self.ranks[rank].virtual_clock.local
         self.at(max(self.now, leaving_at), rank, lambda: self._announce_departure(rank, failed))
@@ -194,7 +194,7 @@ class VirtualWorld:
             if peer == rank and handle.owner == to:
                 self.finish(handle, Lost(f"rank {rank} is gone ({handle.what})"))
 
-    # Two ranks share one connection: what the network brings early waits for what was sent before it.
+    # Two ranks share one connection: a message that arrives early waits for those sent before it.
 
     def dispatch(self, source: int, to: int, arrive: Callable[[], None]) -> _Parcel:
         parcel = _Parcel(arrive)
@@ -210,7 +210,7 @@ class VirtualWorld:
     # The baton.
 
     def block(self, rank: int) -> None:
-        """Let others run until this rank can continue."""
+        """Run other ranks until this rank can continue."""
         seat = self._seats[rank]
         self._check_whole(rank)
         if self._next(rank) != rank:
@@ -238,7 +238,7 @@ class VirtualWorld:
         return None
 
     def _break_deadlock(self) -> bool:
-        """Nothing can happen any more, yet ranks wait: the first of them is told."""
+        """No event is left, yet ranks wait: raise DeadlineExceeded on the first of them."""
         for rank, seat in self._seats.items():
             if seat.alive and (seat.waits_for is not None or seat.wants_message):
                 seat.error = DeadlineExceeded(f"rank {rank} waits for ever in virtual time: {seat.waiting_for}")
@@ -262,7 +262,7 @@ class VirtualWorld:
             self.block(rank)
 
     def come_to_now(self, rank: int) -> None:
-        """Let all happen that happens up to this rank's own time."""
+        """Process all events up to this rank's own time."""
         self._go_on(rank)
         self.block(rank)
 
@@ -271,7 +271,7 @@ class VirtualWorld:
         seat.wants_message, seat.waiting_for = True, "a message from anyone"
         self.block(rank)
 
-    # What events do.
+    # Called by events.
 
     def finish(self, handle: Pending, error: CommError | None = None) -> None:
         """An exchange ended; its owner continues if it waited for nothing else."""
@@ -303,7 +303,7 @@ class VirtualWorld:
 
 @final
 class VirtualClock(Clock):
-    """One rank's clock: it runs ahead of the world's while the rank computes."""
+    """One rank's clock: it runs ahead of the world's clock while the rank computes."""
 
     is_simulated = True
 
@@ -343,11 +343,11 @@ class VirtualClock(Clock):
         self.local += self.moving_ns(nbytes)
 
     def moving_ns(self, nbytes: int) -> int:
-        """How long it takes to read or write this many bytes of memory."""
+        """Time to read or write this many bytes of memory."""
         return round(nbytes / self._memory_bytes_per_s * 1e9)
 
     def _jitter(self) -> float:
-        """Lognormal with mean 1, drawn from (seed, rank, pass): adding a rank shifts nobody's draws."""
+        """Lognormal with mean 1, drawn from (seed, rank, pass): adding a rank does not change other ranks' draws."""
         cv = self._cluster.jitter
         if cv == 0:
             return 1.0
@@ -358,10 +358,10 @@ class VirtualClock(Clock):
 
 @final
 class VirtualCommunicator(Communicator):
-    """One simulated rank's view of the others."""
+    """One simulated rank's view of the other ranks."""
 
     shares_process = True
-    shares_disk = True  # asking would take simulated time
+    shares_disk = True  # an exchange to find out would take simulated time
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.virtual_clock = VirtualClock(world, rank)
@@ -418,7 +418,7 @@ class VirtualCommunicator(Communicator):
         return handle
 
     def _post(self, to: int, number: Number, index: int, name: Key, part: Tensor) -> None:
-        """Send part of an exchange, now: the network card does so, whatever this rank is busy with."""
+        """Send part of an exchange at the world's time: the network card sends also while this rank computes."""
         world, receiver = self._world, self._world.ranks[to]
         self.traffic.sent += part.nbytes
 
@@ -469,7 +469,7 @@ class VirtualCommunicator(Communicator):
         return handle
 
     def _draw(self, turn: int, count: int) -> int:
-        """A small message to where the first worker lives, and one back; first come, first served."""
+        """A small message to the first worker's node, and one back; first come, first served."""
         world, first, generation = self._world, self.workers[0], self.generation
         here, there = world.node_of[self.rank], world.node_of[first]
         handle = Pending(self.rank, f"draw of turn {turn} from rank {first}")

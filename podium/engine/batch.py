@@ -14,16 +14,16 @@ from podium.engine.pytree import map_tensors
 
 
 class Draws(ABC):
-    """What a worker draws of a step that all share, one micro-batch after the other."""
+    """Micro-batches that a worker draws, one after the other, from a step that all workers share."""
 
     def __init__(self) -> None:
         self.samples = 0
         self.weight = 0.0
         self.slices: list[Slice] = []
-        """What was drawn so far; neighbours in the global order are one slice."""
+        """Slices drawn so far; neighbours in the global order are merged."""
 
     def next(self) -> Batch | None:
-        """The next micro-batch, or None where the step has none left. Asks for it, so it may wait and raise Lost."""
+        """The next micro-batch, or None where the step has none left. May wait, and may raise Lost."""
         batch = self._draw()
         if batch is not None:
             self.samples, self.weight = self.samples + batch.samples, self.weight + batch.weight
@@ -49,10 +49,10 @@ class Batch(NamedTuple):
     end: int = 0  # the position once the whole step is done
     lease: int = -1  # names the slice when it was leased from a cursor
     closure: Callable[[], Tensor] | None = None  # the user's own forward pass, in place of model and loss
-    draws: Draws | None = None  # where more comes from while the step lasts; see `OpenBatch`
+    draws: Draws | None = None  # further micro-batches of this step; see `OpenBatch`
 
     def split(self, parts: int, weigh: Callable[[Any], float] | None = None) -> list[Batch]:
-        """Micro-batches whose weights add up to this one's: in proportion to their samples, or to what they weigh."""
+        """Micro-batches whose weights add up to this batch's: in proportion to their samples, or to `weigh`."""
         if parts == 1 or self.samples < 2 or self.closure is not None:
             return [self]
         cuts = [self.samples * i // parts for i in range(parts + 1)]
@@ -74,7 +74,7 @@ class Batch(NamedTuple):
 
 
 class OpenBatch(Batch):
-    """A part of a step that grows while the worker is at it: samples and weight are those of what it has drawn so far.
+    """A batch that grows during the step: `samples` and `weight` count what the worker has drawn so far.
 
     `slice` is the whole step.
     """
@@ -83,7 +83,6 @@ class OpenBatch(Batch):
 
     @classmethod
     def of(cls, step: Slice, draws: Draws) -> OpenBatch:
-        """The part of this step that is still to be drawn."""
         return cls(None, None, 0, 0.0, step, step.position + step.count, draws=draws)
 
     @property

@@ -1,20 +1,20 @@
 """A model's buffers: running statistics, moving averages, masks, counters.
 
-Buffers are looked up each time they are needed, never kept: a forward pass may assign a new tensor to a buffer's name
+Buffers are looked up each time they are needed, never cached: a forward pass may assign a new tensor to a buffer's name
 (`self.ema = 0.9 * self.ema + …`), add a buffer, remove one, or change its shape or dtype.
 
 Workers exchange floating-point and complex buffers only. A mean is weighted by the samples that each worker has seen; a
-worker that has seen none is left out. What all workers hold alike stays as it is, in bits, masks of -inf included: a
-buffer in single precision times a whole number is exact in double precision, and buffers in double precision travel in
-two parts that are.
+worker that has seen none is left out. Values that are equal on all workers stay the same in bits, masks of -inf
+included: a buffer in single precision times a whole number is exact in double precision, and buffers in double
+precision travel in two parts for which this holds too.
 
 The size of an exchange is fixed by what the workers last agreed on. A worker whose buffers have changed in name, shape
-or dtype since then says so with a NaN in a place where none can be, and all workers agree anew. So the usual case takes
-no exchange more.
+or dtype since then signals it with a NaN in a place where none can be, and all workers agree again. So the usual case
+needs no additional exchange.
 
-A frozen parameter may be a buffer in all but name: a codebook, a teacher, prototypes that a forward pass writes into.
-Workers compare theirs whenever buffers are averaged, and average those that differ. A backbone that nobody touches is
-read, and not sent.
+A frozen parameter may be used as a buffer: a codebook, a teacher, prototypes that a forward pass writes into. Workers
+compare theirs whenever buffers are averaged, and average those that differ. A backbone that does not change is read,
+but not sent.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from podium.engine.bits import bits_added_up
 from podium.errors import ConfigError, TrainingError
 
 _CHANGED = 0x7FF8706F6469756D
-"""The bits of a NaN that no computation makes: the first worker's buffers are not what the workers agreed on."""
+"""The bits of a NaN that no computation makes. It means: the first worker's buffers are not what all agreed on."""
 _LOW_BITS = (1 << 27) - 1
-"""The lower half of a double's mantissa: what is left above it, times up to 2**27 samples, is exact."""
+"""The lower half of a double's mantissa: the upper half, times up to 2**27 samples, is exact."""
 
 
 class Form(NamedTuple):
-    """What must be alike on all workers for a buffer to be exchanged."""
+    """Must be the same on all workers for a buffer to be exchanged."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Form(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Real numbers in it."""
+        """Real numbers in it: two per complex element."""
         return torch.Size(self.shape).numel() * (2 if self.dtype.startswith("complex") else 1)
 
     @property
@@ -58,7 +58,7 @@ Forms = tuple[Form, ...]
 
 
 class Snapshot:
-    """All buffers of a model as they were: which tensors had which names, and what was in them."""
+    """A copy of all buffers of a model: the tensors by name, and their values."""
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [(m, dict(m._buffers.items()), set(m._non_persistent_buffers_set)) for m in model.modules()]
@@ -70,7 +70,7 @@ class Snapshot:
         ]
 
     def restore(self) -> None:
-        """The model has the same tensors again under the same names, with what was in them."""
+        """Give the model the same tensors again under the same names, with the saved values."""
         for module, held, hidden in self._held:
             for name in set(module._buffers.keys()) - held.keys():
                 del module._buffers[name]
@@ -85,7 +85,7 @@ class Snapshot:
 
 
 class Buffers:
-    """One worker's buffers, and how they are made alike on all workers."""
+    """One worker's buffers, and how they are synced over the workers."""
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self._model, self._comm = model, comm
@@ -93,27 +93,27 @@ class Buffers:
             _refuse_sparse(model)
         self._first = self._agreed = _forms(self.floating())
         self.samples_since = 0
-        """Samples that went through the model in training since buffers were last made alike."""
+        """Samples that went through the model in training since the last sync."""
 
     def floating(self) -> list[tuple[str, Tensor]]:
         """Floating-point and complex buffers as they are now, by name."""
         found = [(name, b) for name, b in self._model.named_buffers() if _is_number(b)]
-        return sorted(found, key=lambda each: each[0])  # a buffer that is registered anew comes last in its module
+        return sorted(found, key=lambda each: each[0])  # a buffer that is registered again comes last in its module
 
     def forget_agreement(self) -> None:
-        """Members have changed: what a newcomer's buffers look like counts as agreed on, until somebody objects."""
+        """Members have changed: start again from the buffers of a new model, as a worker that joins has them."""
         self._agreed = self._first
 
     def count(self, samples: int) -> None:
-        """This many samples went through the model in training, and into its buffers."""
+        """Add samples that went through the model in training."""
         self.samples_since += samples
 
     def seen_since(self, samples: int) -> None:
-        """A step or round is undone: this many samples went through the model since buffers were made alike."""
+        """Set `samples_since` back, where a step or round is undone."""
         self.samples_since = samples
 
     def mean(self) -> None:
-        """Average floating-point buffers over the workers, by the samples each has seen since last time. Collective.
+        """Average floating-point buffers over the workers, weighted by samples since the last sync. Collective.
 
         Frozen parameters too, where a worker has written into them.
         """
@@ -145,7 +145,7 @@ class Buffers:
         if joined[-1].isnan():
             self._agree_anew(has_samples=samples > 0)
             return self._mean(samples)
-        if joined[-1] > 0:  # otherwise nobody has changed any
+        if joined[-1] > 0:  # otherwise no worker has changed any
             assert mine is not None
             self._take_mean(mine, joined, weight)
         return None
@@ -212,7 +212,7 @@ class Buffers:
         self._scatter(mine, mean)
 
     def _explain_nan(self, mine: Sequence[tuple[str, Tensor]], mean: Tensor, weight: float) -> None:
-        """A mean is NaN where a worker holds NaN; where none does, +inf met -inf, which have no mean. Collective."""
+        """Raise where a mean is NaN though no worker holds NaN: +inf and -inf have no mean. Collective."""
         own = torch.cat([_reals(b) for _, b in mine])
         has = (own.isnan() & (weight > 0)).to(torch.float32)
         self._comm.wait(self._comm.all_reduce(has))
@@ -233,9 +233,9 @@ class Buffers:
                 write(self._model, name, buffer, value)
 
     def _agree_anew(self, *, has_samples: bool) -> None:
-        """Some worker's buffers changed in name, shape or dtype: go by those of the workers that have seen samples.
+        """A worker's buffers changed in name, shape or dtype: agree on those of the workers that have seen samples.
 
-        Collective. Workers that have seen none take over what the others agree on.
+        Collective. Workers that have seen none adopt them.
         """
         told: dict[int, tuple[bool, Forms]] = {}
         for rank in self._comm.workers:
@@ -251,7 +251,7 @@ class Buffers:
         self._adopt(wanted)
 
     def _adopt(self, wanted: Forms) -> None:
-        """Have floating-point buffers of these names, shapes and dtypes; what is in them comes with the exchange."""
+        """Make floating-point buffers of these names, shapes and dtypes; the exchange brings their values."""
         mine = dict(self.floating())
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         for name in mine.keys() - {form.name for form in wanted}:
@@ -264,12 +264,12 @@ class Buffers:
 
 
 def load_buffers(model: nn.Module, by_name: Mapping[str, Tensor]) -> None:
-    """Give buffers these values; one that the model has not made yet, or has in another shape, is made."""
+    """Set these buffers; one that the model does not have yet, or has in another shape, is created."""
     have = dict(model.named_buffers())
     for name, kept in by_name.items():
         module, leaf = _place(model, name)
         if name not in have:
-            module.register_buffer(leaf, kept.clone(), persistent=False)  # of the others `state_dict` knows
+            module.register_buffer(leaf, kept.clone(), persistent=False)  # persistent ones are in `state_dict`
         elif _form(name, have[name]) == _form(name, kept):
             write(model, name, have[name], kept)
         else:
@@ -277,7 +277,7 @@ def load_buffers(model: nn.Module, by_name: Mapping[str, Tensor]) -> None:
 
 
 def fit_buffers(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Make the buffers' shapes and dtypes those of a `state_dict`; another worker's may have changed theirs."""
+    """Make the buffers' shapes and dtypes those of a `state_dict`, which another worker's model may have changed."""
     have = dict(model.named_buffers())
     for name in have.keys() & state.keys():
         if _form(name, have[name]) != _form(name, state[name]):
@@ -286,7 +286,7 @@ def fit_buffers(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def write(model: nn.Module, name: str, buffer: Tensor, value: Tensor) -> None:
-    """Give a buffer this value: in place, or as a new tensor where several of its elements are one in memory."""
+    """Set a buffer: in place, or as a new tensor where it is expanded, so that elements share memory."""
     if _is_writable(buffer):
         buffer.detach().copy_(value)
     else:
@@ -317,7 +317,7 @@ def _forms_in(told: bytes) -> Forms:
 
 
 def _disagreement(first: int, wanted: Forms, rank: int, forms: Forms) -> str:
-    """What a person needs to know: the first buffer that differs, and on whom."""
+    """The error's text: the first buffer that differs, and on which ranks."""
     mine, theirs = {form.name: form for form in wanted}, {form.name: form for form in forms}
     name = next(n for n in sorted(mine.keys() | theirs.keys()) if mine.get(n) != theirs.get(n))
     return (
@@ -332,9 +332,9 @@ def _words(form: Form | None) -> str:
 
 
 def _join(mine: Sequence[tuple[str, Tensor]], agreed: Forms, weight: float) -> Tensor:
-    """Buffers times weight, the lower parts of those in double precision, and room for the weight."""
+    """Buffers times weight, the low parts of those in double precision, and a place for the weight."""
     numel, double = sum(form.numel for form in agreed), sum(form.numel for form in agreed if form.is_double)
-    # Minus zero: added to anything, minus zero too, it changes no bit.
+    # Minus zero: adding it to any number, also to minus zero, changes no bit.
     joined = torch.full((numel + double + 1,), -0.0, dtype=torch.float64)
     if weight == 0:
         return joined
@@ -366,7 +366,7 @@ def _refuse_sparse(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided:
             raise ConfigError(
-                f"buffer {name}: workers make dense buffers alike, and cannot those of layout {buffer.layout}; keep "
+                f"buffer {name}: workers can average dense buffers only, not those of layout {buffer.layout}; keep "
                 "it in a plain attribute of the module, or register its indices and values"
             )
 
@@ -383,14 +383,14 @@ def _reals(tensor: Tensor) -> Tensor:
 
 
 def _from_reals(part: Tensor, like: Tensor) -> Tensor:
-    """These numbers in the form of another tensor, on its device."""
+    """These numbers with the shape, dtype and device of another tensor."""
     if like.is_complex():
         return torch.view_as_complex(part.reshape(*like.shape, 2)).to(like.dtype).to(like.device)
     return part.view(like.shape).to(like.dtype).to(like.device)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are alike to the last bit, NaN and signs of zero included."""
+    """Whether two tensors are equal in bits, NaN and signs of zero included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(_bits(a), _bits(b))

@@ -1,4 +1,4 @@
-"""What a rank is to do, and the parts it is built from: data, replica, server."""
+"""A rank's job, and the parts it is built from: data, replica, packing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OF_A_RANK = frozenset(
         "strategy_options",
     ]
 )
-"""Fields of a configuration that may differ from rank to rank: places on its host, and patience.
+"""Fields of a configuration that may differ from rank to rank: paths on its host, and deadlines.
 
 The options of a strategy are compared as part of the strategy.
 """
@@ -61,18 +61,18 @@ The options of a strategy are compared as part of the strategy.
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is to do."""
+    """What a rank trains, and how."""
 
     config: RunConfig
-    """Resolved: `RunConfig` as given, then the task's own values for what it leaves open."""
+    """Resolved: the given `RunConfig`, with the task's values for fields that are None."""
     task: Task
     strategy: Strategy[Any]
     run_dir: Path | None = None
-    """Where checkpoints and the model go; None keeps nothing."""
+    """Where checkpoints and the model go; None: nothing is saved."""
     task_is_named: bool = True
-    """Whether `config.task` names the task, so that another process can make it for itself."""
+    """Whether `config.task` names the task, so that another process can make it."""
     warnings: tuple[str, ...] = ()
-    """What the user has to be told before the run begins."""
+    """Shown to the user before the run begins."""
     digests: Mapping[str, Digest] | None = None
     """Of the data, where one process made them for all ranks."""
 
@@ -89,12 +89,11 @@ class Job:
 
     @property
     def sends_rows(self) -> bool:
-        """Whether embeddings travel by rows: not where the norm of whole gradients is needed."""
+        """Whether embeddings travel by rows; not under `clip_norm`, which needs whole gradients."""
         return self.strategy.server_spec.sends_rows and self.clip_norm is None
 
     @property
     def packing(self) -> Packing:
-        """How what is sent is packed."""
         return packing_for(self.config, self.strategy)
 
     @property
@@ -118,7 +117,7 @@ _BY_TASK = ("epochs", "batch_size", "accumulate", "clip_norm", "autocast", "buff
 
 
 def resolved(config: RunConfig, task: Task) -> RunConfig:
-    """The configuration with nothing left open: what it does not say, the task does."""
+    """The configuration with the task's values for fields that are None."""
     left_open = {name: getattr(task, name) for name in _BY_TASK if getattr(config, name) is None}
     return dataclasses.replace(config, **left_open) if left_open else config
 
@@ -130,12 +129,12 @@ def _known(value: T | None) -> T:
 
 
 def packing_for(config: RunConfig, strategy: Strategy[Any]) -> Packing:
-    """How a strategy's gradients are packed; one that sends none packs none."""
+    """How a strategy's gradients are packed; dense for a strategy that sends none."""
     return make_packing(config.codec) if strategy.payload.is_sent else Packing(Dense(), feedback=False)
 
 
 def fitted(packing: Packing, optimizer: Optimizer) -> Packing:
-    """The packing for this optimizer: a codec that does the momentum takes it over from there."""
+    """The packing for this optimizer: a codec that applies the momentum itself takes the optimizer's values."""
     codec = packing.codec
     if not codec.takes_momentum:
         return packing
@@ -152,7 +151,7 @@ def fitted(packing: Packing, optimizer: Optimizer) -> Packing:
 
 
 def open_data(task: Task, workers: int, batch_size: int) -> Data:
-    """The task's data, checked to be enough."""
+    """The task's data; raises where there is not enough."""
     data = task.data()
     if len(data.train) == 0 or len(data.test) == 0:
         raise DataError(
@@ -166,7 +165,7 @@ def open_data(task: Task, workers: int, batch_size: int) -> Data:
 
 
 def build_worker(job: Job, comm: Communicator, total_steps: int, device: torch.device) -> Worker:
-    """The replica, made from the seed; rank 0 continues the same random stream, as plain PyTorch would."""
+    """A worker whose replica is made from the seed; rank 0 continues the same random stream, as plain PyTorch would."""
     task, config = job.task, job.config
     with comm.computing(), undrawn() if comm.shares_process else nullcontext():
         seed_generators(config.seed)

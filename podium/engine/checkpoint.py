@@ -1,15 +1,15 @@
-"""Checkpoints: a folder per step, whole or absent.
+"""Checkpoints: a folder per step, complete or absent.
 
     checkpoints/step-00000120/
         shared.safetensors    parameters, optimizer, schedule, position: by name, so any number of workers can load it
-        rank-0.safetensors    what is one worker's own: its generator and its buffers
-        checkpoint.json       what it is: step, position, members, and size and checksum of every file
+        rank-0.safetensors    one worker's own state: its generators, buffers and residuals
+        checkpoint.json       step, position, members, and size and checksum of every file
 
-Ranks write into a `.partial` folder; the first worker renames it once all are done. A kill at any moment leaves the
-last whole one, and so does a power failure: files and folders are flushed to disk before the next thing is done.
+Ranks write into a `.partial` folder; the first worker renames it once all are done. A kill or a power failure at any
+moment leaves the last complete one: files and folders are flushed to disk before the next write.
 
-The first worker publishes a checkpoint only when it has seen the file of every member, by its checksum. A worker on a
-host with a disk of its own sends its file instead (`podium.engine.training` does so, over the communicator).
+The first worker publishes a checkpoint only when it has verified the checksum of every member's file. A worker on a
+host with its own disk sends its file over the communicator (`podium.engine.checkpoint_parts`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REPLACED = ".replaced"
 
 
 class Checkpoint(NamedTuple):
-    """One whole checkpoint on disk."""
+    """One complete checkpoint on disk."""
 
     path: Path
     step: int
@@ -40,13 +40,13 @@ class Checkpoint(NamedTuple):
     files: Mapping[str, Checksum] = {}
     """Every file of it, by name; empty for an old checkpoint without checksums."""
     warnings: tuple[str, ...] = ()
-    """What the user has to know: that newer checkpoints are damaged, that this one cannot be verified."""
+    """For the user: newer checkpoints are damaged, or this one cannot be verified."""
 
     def shared(self) -> dict[str, Any]:
         return self._load(_SHARED)
 
     def own(self, rank: int) -> dict[str, Any] | None:
-        """What this rank wrote for itself, or None if it was not a member."""
+        """This rank's own state, or None if it was not a member."""
         return self._load(name_of(rank)) if rank in self.members else None
 
     def _load(self, name: str) -> dict[str, Any]:
@@ -58,12 +58,12 @@ def folder_for(run_dir: Path, step: int) -> Path:
 
 
 def name_of(rank: int) -> str:
-    """The file of what is a rank's own."""
+    """The file of a rank's own state."""
     return f"rank-{rank}.safetensors"
 
 
 def save_own(run_dir: Path, step: int, rank: int, state: Mapping[str, Any]) -> Checksum:
-    """Write what is this rank's own. Call on every worker, then a barrier, then `save_shared` on the first."""
+    """Write this rank's own state. Call on every worker, then a barrier, then `save_shared` on the first."""
     return save_tree(_partial(run_dir, step) / name_of(rank), state)
 
 
@@ -77,12 +77,12 @@ def read_own(run_dir: Path, step: int, rank: int) -> bytes:
 
 
 def take_own(run_dir: Path, step: int, rank: int, data: bytes) -> None:
-    """Write the file of a rank whose disk is another one."""
+    """Write the file of a rank on another disk."""
     write_atomically(_partial(run_dir, step) / name_of(rank), data, durable=True, error=CheckpointError)
 
 
 def drop_own(run_dir: Path, step: int, rank: int) -> None:
-    """Remove what this rank wrote on a disk of its own, once the first worker has published its copy."""
+    """Remove this rank's file from its own disk, once the first worker has published the copy."""
     partial = _partial(run_dir, step)
     (partial / name_of(rank)).unlink(missing_ok=True)
     if partial.is_dir() and not any(partial.iterdir()):
@@ -90,7 +90,7 @@ def drop_own(run_dir: Path, step: int, rank: int) -> None:
 
 
 def unseen(run_dir: Path, step: int, parts: Mapping[int, Checksum]) -> list[int]:
-    """The ranks whose files, which they have just written, are not here."""
+    """The ranks whose files are not on this disk."""
     partial = _partial(run_dir, step)
     return [rank for rank, part in parts.items() if not _is_here(partial / name_of(rank), part)]
 
@@ -103,9 +103,9 @@ def save_shared(
     keep: int,
     parts: Mapping[int, Checksum] | None = None,
 ) -> Path:
-    """Write what all share, make the checkpoint whole, and drop all but the newest `keep`.
+    """Write the shared state, publish the checkpoint, and delete all but the newest `keep`.
 
-    `parts`: what the members say they wrote; without it, what lies in the folder is taken for it.
+    `parts`: the members' checksums of their files; without it, the files in the folder are accepted.
     """
     partial, target = _partial(run_dir, step), folder_for(run_dir, step)
     files = {_SHARED: save_tree(partial / _SHARED, state)}
@@ -118,7 +118,7 @@ def save_shared(
                 f"checkpoint of step {step}: the file of rank {rank} must be there before it is published ({error}); "
                 "do all hosts see the run's folder?"
             ) from error
-    for left in partial.glob("rank-*"):  # by a rank that was lost over an earlier try
+    for left in partial.glob("rank-*"):  # from a rank that was lost during an earlier attempt
         if left.name not in files:
             left.unlink()
     facts = {"step": step, "position": state["position"], "members": list(members), "files": files}
@@ -128,14 +128,14 @@ def save_shared(
         _publish(partial, target)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror}") from error
-    abandoned = [p for p in target.parent.glob("step-*.partial") if p.name < partial.name]  # a rank was lost over it
+    abandoned = [p for p in target.parent.glob("step-*.partial") if p.name < partial.name]  # a rank was lost then
     for old in abandoned + sorted(target.parent.glob("step-????????"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
 
 def _publish(partial: Path, target: Path) -> None:
-    """Give a checkpoint its name; one of the same step, of before a resume, stays until this one is there."""
+    """Give a checkpoint its final name; an older one of the same step stays until this one is in place."""
     replaced = target.with_name(target.name + _REPLACED)
     if target.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -146,10 +146,10 @@ def _publish(partial: Path, target: Path) -> None:
 
 
 def find_checkpoint(path: Path, *, verified: bool = True) -> Checkpoint:
-    """The checkpoint at `path`, or the newest whole one of a run's folder.
+    """The checkpoint at `path`, or the newest complete one of a run's folder.
 
-    In a run's folder, a damaged one is passed over for the one before it, and `warnings` says so. A checkpoint that is
-    named itself must be whole. Not `verified`: the bytes of its files are checked when they are loaded.
+    In a run's folder, a damaged one is skipped for the one before it, with a warning. A checkpoint that `path` names
+    must be complete. Not `verified`: the bytes of its files are checked when they are loaded.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such run or checkpoint")
@@ -171,7 +171,7 @@ def find_checkpoint(path: Path, *, verified: bool = True) -> Checkpoint:
 
 
 def _candidates(run_dir: Path) -> list[Path]:
-    """A run's checkpoints, newest first; one that was about to be replaced when the run was killed counts too."""
+    """A run's checkpoints, newest first, with those that were being replaced when the run was killed."""
     folder = run_dir / "checkpoints"
     named = {p.name: p for p in folder.glob("step-????????")}
     for left in folder.glob(f"step-????????{_REPLACED}"):
@@ -192,7 +192,7 @@ def _steps_between(damaged: Path, found: Checkpoint) -> int | str:
 
 
 def _open(path: Path, verified: bool) -> Checkpoint:
-    """A checkpoint's facts, once all its files are there; `verified`: and hold the bytes that were written."""
+    """Read a checkpoint's facts and check that all its files exist; `verified`: and that their bytes are intact."""
     if not (path / _FACTS).is_file():
         raise CheckpointError(f"{path}: {_FACTS} is missing")
     try:
@@ -236,7 +236,7 @@ def _is_here(path: Path, part: Checksum) -> bool:
 
 
 def _partial(run_dir: Path, step: int) -> Path:
-    """Where a checkpoint is made. The run's own folder must be there: a deleted folder is not made again."""
+    """Where a checkpoint is written. The run's folder must exist: a deleted one is not made again."""
     folder = folder_for(run_dir, step)
     partial = folder.with_name(folder.name + ".partial")
     if not run_dir.is_dir():

@@ -1,7 +1,7 @@
-"""What workers tell each other about a checkpoint: who wrote which file, and which one they resume from.
+"""How workers agree on a checkpoint: which files each rank wrote, and which checkpoint all resume from.
 
 Hosts need not share a disk. A worker whose file the first worker does not see sends the file to it, so that a
-checkpoint is whole in one place. With a common disk this costs two small exchanges, not counted as training's.
+checkpoint is complete in one place. On a shared disk this costs two small exchanges, not counted as training's.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from podium.engine.files import Checksum
 from podium.errors import CheckpointError
 
 _CHUNK_BYTES = 64 << 20
-"""What is sent at once: workers that only listen need no more memory than this."""
+"""Bytes sent at once, and so the memory that workers which only listen need."""
 
 
 class Parts(NamedTuple):
     """The members' own files of a checkpoint."""
 
     by_rank: Mapping[int, Checksum] | None
-    """None where all ranks see the same files, so no rank had to ask."""
+    """None where all ranks share a disk: nothing was exchanged."""
     sent: tuple[int, ...] = ()
-    """The ranks that had to send theirs to the first worker."""
+    """The ranks that sent their files to the first worker."""
 
 
 def gather_parts(comm: Communicator, run_dir: Path, step: int, mine: Checksum) -> Parts:
-    """All members' files, in the first worker's folder when this returns there. Collective."""
+    """Bring all members' files into the first worker's folder. Collective."""
     if comm.size == 1:
         return Parts({comm.rank: mine})
     comm.barrier()
@@ -49,7 +49,7 @@ def gather_parts(comm: Communicator, run_dir: Path, step: int, mine: Checksum) -
 
 @contextmanager
 def _uncounted(comm: Communicator) -> Iterator[None]:
-    """What is asked here is no part of training: a run sends the same bytes in every world."""
+    """Leave these exchanges out of the run's traffic, which is the same number of bytes in every world."""
     traffic = comm.traffic
     before = traffic.sent, traffic.received
     try:
@@ -59,7 +59,7 @@ def _uncounted(comm: Communicator) -> Iterator[None]:
 
 
 def _ask(comm: Communicator, run_dir: Path, step: int, mine: Checksum) -> tuple[dict[int, Checksum], tuple[int, ...]]:
-    """What each member wrote, and whose file the first worker does not see. Collective."""
+    """Each member's checksum, and the ranks whose files the first worker does not see. Collective."""
     row = torch.tensor([mine.size_bytes, *np.frombuffer(bytes.fromhex(mine.sha256), "<i8").tolist()])
     rows = torch.empty(comm.size * row.numel(), dtype=torch.int64)
     comm.wait(comm.all_gather(row, rows))
@@ -76,7 +76,7 @@ def _ask(comm: Communicator, run_dir: Path, step: int, mine: Checksum) -> tuple[
 
 
 def _send_part(comm: Communicator, run_dir: Path, step: int, rank: int, size_bytes: int) -> None:
-    """From this rank to the first worker; the others take part, since only collectives reach everybody."""
+    """Send this rank's file to the first worker. All workers take part: it is a broadcast."""
     data = checkpoint.read_own(run_dir, step, rank) if comm.rank == rank else b""
     got = bytearray()
     for start in range(0, size_bytes, _CHUNK_BYTES):
@@ -88,7 +88,7 @@ def _send_part(comm: Communicator, run_dir: Path, step: int, rank: int, size_byt
 
 
 def agree_on_checkpoint(comm: Communicator, found: checkpoint.Checkpoint) -> None:
-    """Raise where workers would resume from different checkpoints: on hosts with disks of their own. Collective."""
+    """Raise where workers would resume from different checkpoints, as hosts without a shared disk may. Collective."""
     if comm.size == 1 or comm.shares_disk:
         return
     mine = f"{found.step}:{found.files.get('shared.safetensors', Checksum(0, '')).sha256}"

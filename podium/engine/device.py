@@ -1,4 +1,4 @@
-"""The device of a rank, and tensors on their way to it."""
+"""The device of a rank, and moving tensors to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from podium.errors import ConfigError
 
 
 def device_of(setting: str, rank: int, first: int = 0) -> torch.device:
-    """The device of a rank, by the run's `device`; those of one node that are on `cuda` share its GPUs in turn.
+    """The device of a rank, by the run's `device`; ranks of one node on `cuda` take its GPUs round-robin.
 
     `first`: the lowest rank of this node.
     """

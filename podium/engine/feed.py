@@ -25,16 +25,16 @@ from podium.servers.wire.messages import Draw, DrawReply, decode, encode
 
 
 class Feed(ABC):
-    """Hands out the batches of one worker until the horizon."""
+    """Yields the batches of one worker until the horizon."""
 
     def __init__(self, dataset: Dataset, order: GlobalOrder, worker: Worker, device: torch.device) -> None:
         self.dataset, self.order, self.worker, self.device = dataset, order, worker, device
 
     took_s = 0.0
-    """What it took to have the last batch at hand, but for waiting for others."""
+    """Seconds that the last `fetch` took, without waiting for other ranks."""
 
     def fetch(self) -> Batch | None:
-        """The next batch, or None when this segment of training is over; `took_s` says how long that took."""
+        """The next batch, or None when this segment is over; sets `took_s`."""
         comm = self.worker.comm
         began, waited = comm.clock.now_ns(), comm.waited_ns
         batch = self.next()
@@ -43,10 +43,10 @@ class Feed(ABC):
 
     @abstractmethod
     def next(self) -> Batch | None:
-        """The next batch, or None when this segment of training is over."""
+        """The next batch, or None when this segment is over."""
 
     def batch(self, mine: Slice, weight: float, end: int, lease: int = -1) -> Batch:
-        """These samples, on the device; `end`: where the step ends that they are part of."""
+        """These samples, on the device; `end`: the position at which their step ends."""
         if mine.count == 0:
             return Batch(None, None, 0, 0.0, mine, end, lease)
         drawing = self.worker.generators.computing() if self.worker.generators.are_own else nullcontext()
@@ -62,9 +62,9 @@ class StepFeed(Feed):
     """This worker's share of each global step."""
 
     def __init__(self, *args: Any, balancing: Balancing | None = None, weighed: bool = False) -> None:
-        """`weighed`: by what the task says that targets weigh; one more, small, exchange per step.
+        """`weighed`: by the task's `weigh`, which costs one more small exchange per step.
 
-        It also says that workers go through every step together, so that they can draw from it (`Steal`).
+        It also means that workers go through every step together, so that they can draw from it (`Steal`).
         """
         super().__init__(*args)
         self._balancing, self._weighed = balancing, weighed and self.worker.gradients.options.weigh is not None
@@ -92,7 +92,7 @@ class StepFeed(Feed):
         return batch._replace(weight=self._weight(batch)) if self._weighed else batch
 
     def _weight(self, batch: Batch) -> float:
-        """This batch's part of what the whole step weighs. Collective."""
+        """This batch's part of the whole step's weight. Collective."""
         weigh, comm = self.worker.gradients.options.weigh, self.worker.comm
         assert weigh is not None
         mine = float(weigh(batch.targets)) if batch.samples else 0.0
@@ -122,23 +122,23 @@ class _Stolen(Draws):
 
 
 class RoundPlan(NamedTuple):
-    """What one worker does in a round."""
+    """One worker's slices of a round."""
 
     begin: int
     end: int
     """Sample positions of the whole round, over all workers."""
     mine: list[Slice]
-    """One per step, in order; never empty, but the only one may hold no samples."""
+    """One per step, in order; at least one, which may hold no samples."""
     steps: float
-    """How many global steps the round makes up."""
+    """The round's length in global steps."""
 
     def step_at(self, k: int) -> int:
-        """The global steps, counted from the round's first, that are behind when its k-th step is done here."""
+        """Global steps of the round that correspond to k steps of this worker."""
         return round(k * self.steps / len(self.mine))
 
 
 def parts_from(order: GlobalOrder, position: int, end: int, batch_size: int, size: int) -> Iterator[Slice]:
-    """The order from here on, each global step cut in `size` parts, up to `end` or the end of the epoch.
+    """The order from `position` on, each global step cut in `size` parts, up to `end` or the end of the epoch.
 
     Where a step has fewer samples than parts, some are empty. A step that was begun is continued.
     """
@@ -159,9 +159,9 @@ def parts_from(order: GlobalOrder, position: int, end: int, batch_size: int, siz
 def plan_round(
     order: GlobalOrder, position: int, horizon: int, batch_size: int, paces: Sequence[int], index: int
 ) -> RoundPlan:
-    """What the worker at `index` does in the round that begins here, where worker i does `paces[i]` parts of it.
+    """The slices of the worker at `index` in the round that begins here; worker i does `paces[i]` parts of the round.
 
-    A part is what one of them would get of a global step. The last round of an epoch or segment has fewer parts, which
+    A part is one worker's equal share of a global step. The last round of an epoch or segment has fewer parts, which
     are divided in the same proportion.
     """
     parts = list(islice(parts_from(order, position, horizon, batch_size, len(paces)), sum(paces)))
@@ -177,8 +177,8 @@ def plan_round(
 class RoundFeed(Feed):
     """This worker's parts of each round, where workers do unequal numbers of steps.
 
-    `progress.round_steps` says how many. The worker's position stays where the round began until its last step of the
-    round is done. With one step for everybody it is the division of a `StepFeed`.
+    `progress.round_steps` holds these numbers. The worker's position stays where the round began until its last step of
+    the round is done. With one step per worker it is the division of a `StepFeed`.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -197,7 +197,7 @@ class RoundFeed(Feed):
         worker.replica.follow_schedule(self._step_at(plan.begin) + plan.step_at(k))
         piece, is_last = plan.mine[k], k == len(plan.mine) - 1
         weight, end = piece.count / (plan.end - plan.begin), plan.end if is_last else plan.begin
-        return self.batch(piece, weight, end, lease=0)  # any lease: the schedule is followed here
+        return self.batch(piece, weight, end, lease=0)  # any lease: the schedule was advanced above
 
     def _step_at(self, position: int) -> int:
         """The global step that begins here, or is under way."""
@@ -208,9 +208,9 @@ class RoundFeed(Feed):
 
 @final
 class CursorFeed(Feed):
-    """Leases from the cursor on the first server: one comes with the answer to a push, where there is one left.
+    """Leases from the cursor on the first server: the answer to a push carries the next one, where any is left.
 
-    A lease of several slices is a batch for each; what is left of it stays the worker's next lease.
+    A lease of several slices gives one batch per slice; the rest of it stays the worker's next lease.
     """
 
     def next(self) -> Batch | None:
@@ -226,9 +226,10 @@ class CursorFeed(Feed):
         return self.batch(lease.slice, lease.slice.count / lease.step, lease.end, lease.number)
 
     def _draw(self) -> Lease | NoLease:
-        """Ask for a lease; the answer may have to wait until all other workers have finished theirs.
+        """Request a lease; the server may answer only when all other workers have finished theirs.
 
-        A worker that only serves is told to ask again after a number of others' pushes, each of which may take as long.
+        A serve-only worker is answered after a number of other workers' pushes, each of which may take as long, and
+        requests again.
         """
         worker, comm, patience = self.worker, self.worker.comm, 1
         while True:
@@ -242,7 +243,7 @@ class CursorFeed(Feed):
             patience = reply.again
 
     def _follow_schedule(self, piece: Slice) -> None:
-        """The learning rate is that of the global step in which the lease lies."""
+        """Use the learning rate of the global step in which the lease lies."""
         worker = self.worker
         if worker.replica.schedule is None:
             return
@@ -261,9 +262,9 @@ def make_feed(
     *,
     weighed: bool = False,
 ) -> Feed:
-    """The feed that a strategy asks for.
+    """The feed of this kind (`Cadence.feed`).
 
-    Where it is fed by global steps, `balancing` divides them, and they are `weighed` as the task says.
+    For global steps, `balancing` divides them, and `weighed` applies the task's `weigh`.
     """
     if kind == "lease":
         return CursorFeed(dataset, order, worker, device)

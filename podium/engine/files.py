@@ -1,13 +1,13 @@
 """State and models as safetensors files: for checkpoints, for models, for sending state to a rank.
 
-What is not a tensor rides in the header's metadata as JSON (`state_tree`), so other tools read the tensors. Nothing is
-ever unpickled. The package `safetensors` reads: it checks every size against the bytes before it allocates. Writing is
-ours, for three reasons: the package orders the metadata at random, so the same state would have other bytes in every
-process; it refuses tensors that share memory, as tied weights do; and it needs all tensors of a GPU in the host's
-memory at once, where ours needs one.
+Values that are not tensors are JSON in the header's metadata (`state_tree`), so other tools read the tensors. Nothing
+is ever unpickled. The package `safetensors` reads: it checks every size against the bytes before it allocates. This
+module writes, for three reasons: the package orders the metadata at random, so the same state would give different
+bytes in every process; it refuses tensors that share memory, as tied weights do; and it needs all tensors of a GPU in
+the host's memory at once, where this needs one.
 
-A file also carries its own SHA-256 in the metadata, computed over all its bytes with the digest's place held by zeros.
-Reading verifies it, so a flipped bit is an error and not a wrong weight. A file without a checksum is read as it is.
+A file also carries its own SHA-256 in the metadata, computed over all its bytes with zeros in place of the digest.
+Reading verifies it, so a flipped bit is an error and not a wrong weight. A file without a checksum is read unverified.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _AS_BYTES = {
         *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
     )
 }
-"""Types that safetensors has no name for: stored as bytes, with an axis more, and the type noted in the metadata."""
+"""Types that safetensors has no name for: stored as bytes, with one more axis, and the type in the metadata."""
 _PLAIN = "podium"  # the metadata key that holds everything that is not a tensor
 _DIGEST = "sha256"  # the metadata key that holds the file's own checksum
 _NO_DIGEST = "0" * 64
@@ -63,11 +63,11 @@ _MAX_HEADER = 64 << 20
 
 
 class Checksum(NamedTuple):
-    """What identifies a file's content."""
+    """Identifies a file's content."""
 
     size_bytes: int
     sha256: str
-    """As the file itself has it; empty for a file without a checksum."""
+    """From the file's header; empty for a file without a checksum."""
 
 
 def tree_to_bytes(tree: Mapping[str, Any]) -> bytes:
@@ -92,14 +92,14 @@ def check_tree(tree: Mapping[str, Any]) -> None:
 
 
 def save_tree(path: Path, tree: Mapping[str, Any], *, durable: bool = True) -> Checksum:
-    """Write a tree, whole or not at all; not `durable`: it outlives this process, and perhaps not the machine."""
+    """Write a tree atomically; not `durable`: without fsync, so a power failure may lose it."""
     tensors: dict[str, Tensor] = {}
     metadata = {_PLAIN: strip(tree, tensors)}
     return _write_tensors(path, tensors, metadata, durable)
 
 
 def load_tree(path: Path, expected: Checksum | None = None) -> Any:
-    """The tree in a file; with `expected`, the file must be the very one that was written then."""
+    """The tree in a file; with `expected`, raises unless the file has this checksum."""
     data = _read(path)
     if expected is not None:
         _check_identity(path, _checksum_of(data, str(path)), expected)
@@ -107,7 +107,7 @@ def load_tree(path: Path, expected: Checksum | None = None) -> Any:
 
 
 def checksum_of(path: Path, expected: Checksum | None = None) -> Checksum:
-    """What a file says it is, by its header alone; `verify` also reads the rest."""
+    """The checksum in a file's header; `verify` also reads the rest."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -122,10 +122,10 @@ def checksum_of(path: Path, expected: Checksum | None = None) -> Checksum:
 
 
 def verify(path: Path, expected: Checksum | None = None) -> None:
-    """Raise where a file is damaged, or is not the one that is `expected`. Reads all of it, a part at a time."""
+    """Raise where a file is damaged or is not the `expected` one. Reads all of it, 1 MiB at a time."""
     found = checksum_of(path, expected)
     if not found.sha256:
-        _decode(_read(path), str(path))  # no checksum: at least its sizes have to fit
+        _decode(_read(path), str(path))  # no checksum: at least its sizes must match
         return
     try:
         with path.open("rb") as file:
@@ -140,9 +140,9 @@ def verify(path: Path, expected: Checksum | None = None) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Any]) -> Checksum:
-    """Write a state dict as a plain safetensors file, whole or not at all.
+    """Write a state dict as a plain safetensors file, atomically.
 
-    What a module's `get_extra_state` returned and is no tensor goes into the metadata: other tools see the tensors.
+    Values of `get_extra_state` that are not tensors go into the metadata: other tools see the tensors.
     """
     named = {k: v.detach() for k, v in tensors.items() if isinstance(v, Tensor)}
     others = {k: v for k, v in tensors.items() if not isinstance(v, Tensor)}
@@ -223,7 +223,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
 
 
 def _body(tensor: Tensor) -> memoryview:
-    """A tensor's bytes; those of a contiguous one on the CPU are its own memory."""
+    """A tensor's bytes; of a contiguous tensor on the CPU without a copy."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().data
 
@@ -300,7 +300,7 @@ def _decode(data: bytes | bytearray | memoryview, origin: str) -> tuple[dict[str
     metadata = header.pop("__metadata__", {})
     try:
         found = safetensors.torch.load(bytes(data))
-        tensors = {name: found[name] for name in header}  # the package has them in no order
+        tensors = {name: found[name] for name in header}  # the package returns them in no fixed order
     except (safetensors.SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{origin}: cut short or damaged: {error}") from error
     for name, dtype in _odd_dtypes(metadata, origin).items():
@@ -319,7 +319,7 @@ def _odd_dtypes(metadata: Mapping[str, str], origin: str) -> dict[str, str]:
 
 
 class _Parts(dict[str, Tensor]):
-    """Tensors by name, and which of them were asked for."""
+    """Tensors by name; remembers which of them were read."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)

@@ -1,4 +1,4 @@
-"""Whether all workers train on the same: each takes a fingerprint of its data and settings, and all compare them.
+"""Checks that all workers have the same data and settings: each computes fingerprints, and all compare them.
 
 A data set cannot be read whole before every run. Its fingerprint is
 
@@ -7,11 +7,11 @@ A data set cannot be read whole before every run. Its fingerprint is
     samples   a hash of each of up to 64 samples that are spread over the set
 
 Each of those samples is read twice, with torch's, numpy's and Python's generators set to a fixed state before. So
-augmentation that draws from them looks the same on all workers. A sample that does not repeat itself all the same,
-since it draws from elsewhere, is left out. All generators are put back afterwards, also those that the data set holds:
+augmentation that draws from them gives the same on all workers. A sample that still differs between the two reads,
+since it draws from elsewhere, is left out. All generators are restored afterwards, also those that the data set holds:
 training draws the same numbers as without the comparison.
 
-What this does not see: a difference in samples that were not read.
+This does not detect a difference in samples that were not read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from podium.errors import ConfigError, DataError, PodiumError
 MOST_SAMPLES = 64
 FEWEST_SAMPLES = 2
 BUDGET_S = 0.5
-"""Once this has passed, no further sample is read, where `FEWEST_SAMPLES` were; workers compare what all have read."""
+"""After this time no further sample is read, except for the first `FEWEST_SAMPLES`; workers compare what all read."""
 WHOLE_BYTES = 8 << 20
 """Arrays in memory up to this size are hashed whole: about 20 ms."""
 _FIXED_SEED = 20_170_706
@@ -58,11 +58,11 @@ class Digest(NamedTuple):
     whole: int
     """0 where nothing was hashed whole."""
     samples: tuple[int, ...]
-    """In the order in which they were read; 0 where a sample did not repeat itself."""
+    """In the order in which they were read; 0 where two reads of a sample differed."""
 
     @classmethod
     def of(cls, dataset: Dataset) -> Digest:
-        """Read what can be read in a moment; leaves no generator changed."""
+        """Reads for about `BUDGET_S`; leaves all generators unchanged."""
         began = time.monotonic()
         found: list[int] = []
         with undrawn(dataset):
@@ -87,7 +87,7 @@ class Digest(NamedTuple):
         return sum(each != 0 for each in self.samples)
 
     def row(self) -> list[int]:
-        """For an exchange: the same number of values whatever was read."""
+        """As a fixed number of values, for an exchange."""
         padding = [0] * (MOST_SAMPLES - len(self.samples))
         return [self.length, self.whole, len(self.samples), *self.samples, *padding]
 
@@ -97,7 +97,7 @@ class Digest(NamedTuple):
         return cls(length, whole, tuple(samples[:count]))
 
     def difference(self, other: Digest) -> str | None:
-        """What differs, in words; None where nothing that can be compared does."""
+        """What differs, as text; None where nothing that can be compared differs."""
         if self.length != other.length:
             return f"{self.length} samples against {other.length}"
         pairs = list(zip(spread(self.length, MOST_SAMPLES), self.samples, other.samples, strict=False))
@@ -115,7 +115,7 @@ ROW = len(Digest(0, 0, ()).row())
 
 
 def spread(length: int, most: int) -> list[int]:
-    """Up to `most` indices, spread over a set of this length, so that the first few of them are spread, too."""
+    """Up to `most` indices, spread over a set of this length, so that any first few of them are spread too."""
     found: dict[int, None] = {}
     if length <= most:
         bits = max(1, (length - 1).bit_length())
@@ -128,7 +128,7 @@ def spread(length: int, most: int) -> list[int]:
 
 
 def compare(comm: Communicator, facts: Mapping[str, Any], digests: Mapping[str, Digest]) -> None:
-    """Raise on all workers where one differs in a fact or in its data. Collective; all must name the same facts."""
+    """Raise on all workers where one differs in a fact or in its data. Collective; all must pass the same names."""
     if comm.size == 1:
         return
     names = sorted(facts)
@@ -136,7 +136,7 @@ def compare(comm: Communicator, facts: Mapping[str, Any], digests: Mapping[str, 
     rows = comm.gather_aside(torch.tensor(mine, dtype=torch.int64)).tolist()
     if all(row == rows[0] for row in rows):
         return
-    reference = max(range(comm.size), key=lambda i: (rows.count(rows[i]), -i))  # what most have, else the first
+    reference = max(range(comm.size), key=lambda i: (rows.count(rows[i]), -i))  # the majority's row, else the first
     for place, row in enumerate(rows):
         unequal = [n for n, a, b in zip(names, row, rows[reference], strict=False) if a != b]
         if unequal:
@@ -151,12 +151,12 @@ def compare(comm: Communicator, facts: Mapping[str, Any], digests: Mapping[str, 
 
 
 def digests_of(data: Data) -> dict[str, Digest]:
-    """Of what a task trains and validates on, by the words that messages use."""
+    """Fingerprints of a task's data, by the names that messages use."""
     return {"training data": Digest.of(data.train), "test data": Digest.of(data.test)}
 
 
 def difference_of(mine: Mapping[str, Digest], saved: Mapping[str, Sequence[Any]]) -> str | None:
-    """What differs from digests that were kept as plain values, in words."""
+    """What differs from digests that were saved as plain values, as text."""
     for what, digest in mine.items():
         if what in saved and (said := digest.difference(Digest.from_plain(saved[what]))):
             return f"other {what}: {said}; {REMEDY}"
@@ -166,7 +166,7 @@ def difference_of(mine: Mapping[str, Digest], saved: Mapping[str, Sequence[Any]]
 def _unequal_facts(
     comm: Communicator, facts: Mapping[str, Any], names: Sequence[str], rank: int, other: int
 ) -> PodiumError:
-    """The error that names both values of the first few facts. Collective, like what led to it."""
+    """The error that names both values of the first few facts. Collective."""
     own = json.dumps({name: _plain(facts[name]) for name in names}).encode()
     theirs, usual = (json.loads(share_bytes(comm, source, own)) for source in (rank, other))
     said = "; ".join(
@@ -177,7 +177,7 @@ def _unequal_facts(
 
 
 def model_facts(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """What replicas must have in common before they can agree on anything: parameters, buffers, optimizer."""
+    """What must be the same on all replicas: parameters, buffers, optimizer."""
     parameters = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     buffers = [(name, list(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -203,7 +203,7 @@ def _sample(dataset: Dataset, index: int) -> int:
 
 
 def _whole(dataset: Dataset) -> int:
-    """A hash of what lies in memory anyway; 0 where there is nothing, or it is too large."""
+    """A hash of the arrays that are in memory anyway; 0 where there are none, or they are too large."""
     held: list[Any] = []
     if isinstance(dataset, ArrayDataset):
         held = [dataset.inputs, dataset.targets]
@@ -254,7 +254,7 @@ def _feed(digest: Any, value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold; of anything else its text, without the address at which it lies."""
+    """The value for JSON; of other types the `repr`, without memory addresses."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -2,12 +2,12 @@
 
 Parameters lie in reverse order of registration, roughly the order in which backward finishes their gradients, so that
 the first bucket is ready first. Buckets begin at cache lines, so there may be a little padding between two, which
-always holds zeros. Gradients lie in a twin buffer. The last bucket carries a short tail behind its
-gradients, which travels with the exchange for nothing: see `TAIL`.
+always holds zeros. Gradients lie in a second buffer of the same layout. The last bucket carries a short tail behind
+its gradients, which costs no exchange of its own: see `TAIL`.
 
 Build this last: a parameter that gets another storage afterwards (`p.data = …`) is brought back by `follow`; one that
 gets another dtype, device, shape or layout is refused, and so is another object in its place
-(`load_state_dict(assign=True)`). An empty parameter has nothing to train and no place here.
+(`load_state_dict(assign=True)`). Empty parameters are left out.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.optim import SGD, Adagrad, Optimizer
 from podium.errors import ConfigError, TrainingError
 
 TAIL = 5
-"""Extra numbers behind the last bucket: how many workers want to stop, the sum of their weighted losses, how many used
-other parameters in this step than when they last agreed on the used ones, how many want to pause, and how many say that
-the phase is over."""
+"""Extra numbers behind the last bucket: how many workers vote to stop, the sum of their weighted losses, how many used
+other parameters in this step than when they last agreed on the used ones, how many vote to pause, and how many vote to
+switch to the next phase."""
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is smaller, so that the first exchange starts early."""
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """What travels together: elements `start` to `stop` of a flat buffer, holding pieces `first` to `last`."""
+    """Gradients that travel together: elements `start` to `stop` of a flat buffer, and the `pieces` in them."""
 
     buffer: int
     start: int
@@ -93,7 +93,7 @@ class Flat:
         _require_known(optimizer, named)
         _require_apart(model, {id(p) for p in trainable})
         self.parameters: list[nn.Parameter] = trainable[::-1]
-        """Trainable parameters in piece order; a tied one stands once."""
+        """Trainable parameters in piece order; a tied one is listed once."""
         self.pieces: list[Piece] = []
         self.params: list[Tensor] = []
         self.grads: list[Tensor] = []
@@ -111,7 +111,7 @@ class Flat:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters, padding left out."""
+        """Bytes of all parameters, without padding."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def bucket(self, index: int) -> Tensor:
@@ -121,7 +121,7 @@ class Flat:
         return self.grads[b.buffer][b.start : b.stop + extra]
 
     def touched_rows(self, piece: int) -> tuple[Tensor, Tensor]:
-        """Of a parameter that travels by rows: which rows have a gradient, in order, and what it is."""
+        """Of a parameter that travels by rows: sorted indices of the rows that have a gradient, and their gradients."""
         p, row = self.parameters[piece], self.pieces[piece].row
         if p.grad is None:
             return torch.empty(0, dtype=torch.int64), torch.empty((0, row), dtype=p.dtype)
@@ -132,27 +132,27 @@ class Flat:
         return rows.cpu(), p.grad[rows].cpu()
 
     def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Copies of the parts of flat tensors laid out as the parameters are, by parameter; rows stay away."""
+        """Copies of each parameter's part of these flat tensors, by name; without parameters that travel by rows."""
         return {p.name: flats[p.buffer][p.start : p.stop].clone() for p in self.pieces if not p.row}
 
     def add_by_name(self, flats: Sequence[Tensor], parts: Mapping[str, Tensor]) -> None:
-        """Add such parts to flat tensors."""
+        """Add what `by_name` returned to flat tensors."""
         for piece in self.pieces:
             if piece.name in parts:
                 mine = flats[piece.buffer][piece.start : piece.stop]
                 mine += parts[piece.name].to(mine.device)
 
     def holds_all(self) -> bool:
-        """Whether all parameters lie where they were put."""
+        """Whether all parameters are still views of the flat buffers."""
         return list(map(Tensor.data_ptr, self.parameters)) == self._places
 
     def left(self) -> str:
-        """The name of a parameter that does not lie where it was put."""
+        """The name of a parameter that is no longer a view of its flat buffer."""
         both = zip(self.pieces, self.parameters, self._places, strict=True)
         return next(piece.name for piece, p, place in both if p.data_ptr() != place)
 
     def check(self) -> None:
-        """Follow the parameters, and raise when one is no longer the model's own."""
+        """Call `follow`, and raise where another object has replaced a parameter in the model."""
         present = dict(self._model.named_parameters())
         for p, piece in zip(self.parameters, self.pieces, strict=True):
             if present.get(piece.name) is not p:
@@ -163,7 +163,7 @@ class Flat:
         self.follow()
 
     def follow(self, *, may_change: bool = True) -> None:
-        """Bring parameters that got another storage back into their buffer, with the values that they have now.
+        """Bring parameters that got another storage back into their buffer, with their present values.
 
         `may_change`: whether these values may differ from those in the buffer.
         """
@@ -192,7 +192,7 @@ class Flat:
             p.data = home
 
     def _shares_place(self, p: Tensor) -> str | None:
-        """The parameter whose place in a buffer this storage is; its own does not count."""
+        """The other parameter whose place in a buffer this storage overlaps, if any."""
         for other, piece in zip(self.parameters, self.pieces, strict=True):
             if other is not p and _overlap(p, piece.view(self.params[piece.buffer])):
                 return piece.name
@@ -213,7 +213,7 @@ class Flat:
         return closed + list(filling.values())
 
     def _lay_out(self, buckets: list[list[int]], named: dict[int, str], groups: dict[int, int]) -> None:
-        """Give every parameter its place, copy it there, and make it a view of it."""
+        """Assign every parameter its place, copy it there, and make it a view of that place."""
         buffers: dict[tuple[torch.dtype, torch.device], int] = {}
         ends: list[int] = []
         pieces: dict[int, Piece] = {}
@@ -240,7 +240,7 @@ class Flat:
 
 
 def rows_of(model: nn.Module, optimizer: Optimizer) -> set[int]:
-    """Embeddings with `sparse=True` under an optimizer that does nothing to rows without a gradient, by id."""
+    """Ids of embeddings with `sparse=True` whose optimizer does nothing to rows without a gradient."""
     local: set[int] = set()
     for group in optimizer.param_groups:
         plain = not group.get("momentum") and not group.get("weight_decay") and not group.get("maximize")
@@ -270,7 +270,7 @@ def _is_dense(p: Tensor) -> bool:
 
 
 _TIED = (
-    "{one} and {other} share memory (tied through .data?), and would come apart; tie parameters by assigning the "
+    "{one} and {other} share memory (tied through .data?), and would be separated; tie parameters by assigning the "
     "parameter itself: b.weight = a.weight"
 )
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from podium.comm.base import Communicator
 
 State = tuple[Tensor, ...]
-"""The CPU generator's state; behind it the GPU's, where there is one."""
+"""The CPU generator's state, then the GPU's, where there is one."""
 
 _MOST_VISITED = 10_000
 
@@ -34,14 +34,14 @@ def generator_state(device: torch.device) -> State:
 
 
 def set_generator_state(state: State, device: torch.device) -> None:
-    """Go on from `state`; one that was taken on a CPU leaves the GPU's generator as it is."""
+    """Restore `state`; one that was taken on a CPU leaves the GPU's generator as it is."""
     torch.set_rng_state(state[0])
     if device.type == "cuda" and len(state) > 1:
         torch.cuda.set_rng_state(state[1], device)
 
 
 def seed_generators(seed: int, *, cuda: bool = True) -> None:
-    """Seed torch, numpy and Python alike; `cuda`: the GPUs' generators, too."""
+    """Seed torch, numpy and Python; `cuda`: the GPUs' generators, too."""
     if cuda:
         torch.manual_seed(seed)
     else:
@@ -50,27 +50,27 @@ def seed_generators(seed: int, *, cuda: bool = True) -> None:
 
 
 def seed_others(seed: int) -> None:
-    """Seed numpy's and Python's global generators, as a script would that calls both with its seed."""
+    """Seed numpy's and Python's global generators."""
     seed_numpy(seed)
     random.seed(seed)
 
 
 def seed_numpy(seed: int) -> None:
-    """Numpy takes 32 bits, or words of them."""
+    """Numpy takes a seed of 32 bits, or a list of such."""
     np.random.seed(seed if seed < 2**32 else [seed & 0xFFFFFFFF, seed >> 32])
 
 
 class Others:
     """Numpy's and Python's generators of one of several workers that share a process.
 
-    Both are global. The worker that computes puts its own in place; those in place before are kept for their worker. A
-    worker that has not drawn from numpy costs no reading of numpy's state (0.1 ms).
+    Both are global. The worker that computes installs its own; the state of those before is saved for their worker. A
+    numpy state that was not drawn from is not read back, which would take 0.1 ms.
     """
 
     _in_place: ClassVar[Others | None] = None
 
     def __init__(self) -> None:
-        """Begins as the global generators are now."""
+        """Starts as a copy of the global generators."""
         state: Any = np.random.get_state(legacy=False)
         self._bits: Any = np.random.MT19937()
         self._bits.state = state
@@ -113,7 +113,7 @@ class WorkerGenerators:
         return self._own is not None
 
     def fork(self, *, numpy_and_python: bool = True) -> None:
-        """Begin copies here, where the process's generators are now."""
+        """Use copies from now on, which start in the present state of the process's generators."""
         self._own = generator_state(self._device)
         self._others = Others() if numpy_and_python else None
 
@@ -137,7 +137,7 @@ class WorkerGenerators:
             set_others_state(state)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Around forward and backward: this worker's generators, and alone where workers share a process."""
+        """Around forward and backward: installs this worker's generators, and excludes other workers of its process."""
         return self._in_place() if self._comm.shares_process else nullcontext()
 
     @contextmanager
@@ -158,7 +158,7 @@ class WorkerGenerators:
 
 @contextmanager
 def several_in_one_process() -> Iterator[None]:
-    """Around workers that put their generators in place: afterwards the process's own are back."""
+    """Around workers that install their generators: restores the process's own afterwards."""
     bits, others = get_bit_generator(), Others._in_place
     with undrawn():
         try:
@@ -182,7 +182,7 @@ def others_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     state = np.random.get_state(legacy=False)
     found: dict[str, Any] = {"python": {"version": version, "words": torch.tensor(words), "gauss": gauss}}
-    if state["bit_generator"] == "MT19937":  # another one is the user's own affair
+    if state["bit_generator"] == "MT19937":  # a generator that the user installed is not saved
         inner = state["state"]
         key = torch.from_numpy(inner["key"].astype(np.int64))
         rest = {"pos": int(inner["pos"]), "has_gauss": int(state["has_gauss"]), "gauss": float(state["gauss"])}
@@ -191,7 +191,7 @@ def others_state() -> dict[str, Any]:
 
 
 def set_others_state(state: Mapping[str, Any]) -> None:
-    """Go on from what `others_state` said."""
+    """The inverse of `others_state`."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     if "numpy" in state:
@@ -202,7 +202,7 @@ def set_others_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def undrawn(*holders: Any) -> Iterator[None]:
-    """Whatever is drawn inside leaves no trace: in the global generators, and in those that the holders hold."""
+    """Restore, at the end, the global generators and those that the holders hold."""
     held = held_generators(*holders)
     states = [_state_of(each) for each in held]
     cpu, numpys, pythons = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
@@ -288,5 +288,5 @@ def _restore(generator: Any, state: Any) -> None:
 
 
 def derived_seed(seed: int, *salts: int) -> int:
-    """A seed of its own for each rank or purpose."""
+    """A different seed for each rank or purpose."""
     return int(np.random.SeedSequence([seed, *salts]).generate_state(1, np.uint64)[0] >> np.uint64(1))

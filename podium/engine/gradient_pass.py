@@ -1,7 +1,7 @@
 """One forward and backward pass: gradients land in the buckets, and full buckets are announced in order.
 
-Autograd makes each gradient afresh; a hook copies it into its place in the flat buffer at once and lets the original
-go. Reducing may begin on a bucket while autograd is still busy with the next.
+Autograd allocates each gradient; a hook copies it into its place in the flat buffer at once and frees the original.
+Reducing a bucket may start while autograd still computes the next.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PassOptions:
     loss: Callable[[Any, Any], Tensor]
     """(outputs, targets) to the mean loss."""
     weigh: Callable[[Any], float] | None = None
-    """(targets) to how much a batch's mean loss counts; by its samples where there is none."""
+    """(targets) to the weight of a batch's mean loss; None: its number of samples."""
     accumulate: int = 1
     """Micro-batches that a batch is cut into."""
     autocast: str = "off"
@@ -41,7 +41,7 @@ class PassOptions:
 
 
 class UsedParameters:
-    """Which parameters any worker's pass has reached: the others get no step, as in plain PyTorch."""
+    """Which parameters got a gradient on any worker: the other parameters get no step, as in plain PyTorch."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -49,11 +49,11 @@ class UsedParameters:
         self._own: list[bool] = []  # by this worker, when all last agreed
 
     def has_changed(self, used: Sequence[bool]) -> bool:
-        """Whether this worker's last pass reached other parameters than when all last agreed."""
+        """Whether this worker's last pass used other parameters than when all last agreed."""
         return self._anywhere is not None and used != self._own
 
     def agree(self, used: Sequence[bool], *, changed: bool) -> Sequence[bool]:
-        """Those that any worker used. Collective in the first step, and where `changed`, which the tail told all."""
+        """Those that any worker used. Collective in the first step, and where `changed`, which all read in the tail."""
         if self._anywhere is None or changed or self._comm.size == 1:
             self._own = list(used)
             mask = torch.tensor(self._own, dtype=torch.float32)
@@ -82,7 +82,7 @@ class GradientPass:
         self.options, self.times = options, PassTimes()
         self.loss = options.loss
         self.noise: NoiseMeter | None = None
-        """Measures the gradient noise scale, where a rule asks for it."""
+        """Measures the gradient noise scale, where a trigger needs it."""
         self._replica, self._comm, self._generators, self._buffers, self._votes = (
             replica,
             comm,
@@ -92,7 +92,7 @@ class GradientPass:
         )
         flat = self._flat = replica.flat
         self.used = [False] * len(flat.pieces)
-        """Which parameters the last pass has reached."""
+        """Which parameters got a gradient in the last pass."""
         self._used_anywhere = UsedParameters(comm)
         self._fired = [False] * len(flat.pieces)
         self._missing = [len(b.pieces) for b in flat.buckets]
@@ -108,36 +108,35 @@ class GradientPass:
             _own_hook(p, self._hook(i))
 
     def use_loss(self, loss: Callable[[Any, Any], Tensor]) -> None:
-        """Compute the loss by another function from here on."""
         self.loss = loss
 
     def measure_noise(self, wanted: bool) -> None:
-        """Measure the gradient noise scale from here on, or no longer."""
+        """Start or stop to measure the gradient noise scale."""
         self.noise = NoiseMeter() if wanted else None
 
     def forget_step(self) -> None:
-        """The step under way did not happen."""
+        """The step under way is undone."""
         if self.noise is not None:
             self.noise.forget()
 
     def forget_agreement(self) -> None:
-        """The workers must agree anew on which parameters are used: some may have been in the middle of it."""
+        """After a loss the workers must agree again on which parameters are used."""
         self._used_anywhere.forget()
 
     def agree_on_used(self, *, changed: bool) -> Sequence[bool]:
-        """Which parameters any worker used in this step; `changed`: the tail says that some worker's differ."""
+        """Which parameters any worker used in this step; `changed`: according to the tail, some worker's changed."""
         return self._used_anywhere.agree(self.used, changed=changed)
 
     def unused_among(self, pieces: Iterable[int], *, exact: bool) -> list[int]:
-        """Those of these pieces that the last pass has not reached.
+        """Those of these pieces that got no gradient in the last pass.
 
-        Where what is sent is not `exact`, what was left out of a gradient may come, unless its parameter is frozen.
+        Where the codec is not `exact`, such a piece may still receive its residual, unless its parameter is frozen.
         """
         unused = [i for i in pieces if not self.used[i]]
         return unused if exact else [i for i in unused if not self._flat.parameters[i].requires_grad]
 
     def run(self, batch: Batch, on_ready: Callable[[int], None] | None) -> Tensor:
-        """Weighted gradients of this batch into the buckets; returns its mean loss. See `Worker.backward`."""
+        """See `Worker.backward`."""
         clock, waited = self._comm.clock, self._comm.waited_ns
         began = clock.now_ns()
         means = self._passes(batch, on_ready or _ignore)
@@ -145,12 +144,12 @@ class GradientPass:
         for part, mean in means:
             loss = loss + mean * _part_of(part, batch, weighed=self.options.weigh is not None)
         self._flush(on_ready or _ignore, batch.samples, float(loss) * batch.weight)
-        waited = self._comm.waited_ns - waited  # it may have waited to draw
+        waited = self._comm.waited_ns - waited  # for micro-batches that it drew
         self.times.record(clock.now_ns() - began - waited, sum(part.samples for part, _ in means))
         return loss
 
     def _passes(self, batch: Batch, on_ready: Callable[[int], None]) -> list[tuple[Batch, Tensor]]:
-        """A pass over each micro-batch; their mean losses."""
+        """Run a pass over each micro-batch; returns each with its mean loss."""
         clock = self._comm.clock
         self.used = [False] * len(self.used)
         self._missing = [len(b.pieces) for b in self._flat.buckets]
@@ -166,22 +165,22 @@ class GradientPass:
             clock.begin_pass(part.samples)
             mean = self._pass(part)
             clock.reach(1.0)
-            means.append((part, mean.detach().cpu()))  # waits for a GPU, which would draw more than it can compute
-        if not means:  # no forward pass has looked at the storages, and parameters may land
+            means.append((part, mean.detach().cpu()))  # waits for the GPU, or its worker would draw too many
+        if not means:  # no forward pass has checked the storages, and parameters may arrive from servers
             self._replica.step_check.follow_storages()
         return means
 
     def _parts(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:
-        """What to pass over, and whether nothing can follow it.
+        """The micro-batches, each with whether it is known to be the last.
 
         A micro-batch is drawn when the pass over the one before it is done, not earlier: a slow worker that holds a
-        second micro-batch delays the others at the end of the step by more than it gains by knowing which is its last.
-        So only the worker with the step's last samples sends buckets while backward still runs.
+        second micro-batch delays the other workers at the end of the step by more than it gains by knowing which is its
+        last. So only the worker with the step's last samples sends buckets while backward still runs.
         """
         if batch.draws is None:
             weigh = self.options.weigh
             parts = batch.split(self.options.accumulate, weigh) if batch.samples else []
-            if weigh is not None and batch.closure is None:  # the mean over nothing is no number
+            if weigh is not None and batch.closure is None:  # a mean over nothing is NaN
                 parts = [part for part in parts if weigh(part.targets) > 0]
             for part in parts:
                 yield part, part is parts[-1]
@@ -190,7 +189,7 @@ class GradientPass:
             yield drawn, drawn.slice.position + drawn.slice.count == batch.end
 
     def _pass(self, part: Batch) -> Tensor:
-        check, comm, model = self._replica.step_check, self._comm, self._replica.model
+        check, model = self._replica.step_check, self._replica.model
         with self._generators.computing():
             with self._autocast():
                 loss = part.closure() if part.closure is not None else self.loss(model(part.inputs), part.targets)
@@ -198,11 +197,8 @@ class GradientPass:
                 came = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise ConfigError(f"the loss must be one number per batch, a tensor of shape (), got {came}")
             check.after_forward()
-            comm.in_backward = True
-            try:
+            with self._comm.backward_pass():
                 loss.backward(torch.full_like(loss, part.weight))
-            finally:
-                comm.in_backward = False
             check.after_backward()
         return loss
 
@@ -212,25 +208,25 @@ class GradientPass:
         return torch.autocast(self._replica.device.type, dtype=torch.bfloat16)
 
     def _be_last(self, i: int, p: nn.Parameter) -> None:
-        """A hook that the user added later must come first: what it does to a gradient would miss the exchange."""
-        held: dict[int, object] = p._post_accumulate_grad_hooks  # torch has no public way to ask
+        """A hook that the user added later must run before ours, or the exchange would miss its changes."""
+        held: dict[int, object] = p._post_accumulate_grad_hooks  # torch has no public way to read them
         if next(reversed(held)) != p._podium_hook.id:  # type: ignore[attr-defined]  # ours
             _own_hook(p, self._hook(i))
 
     def _hook(self, i: int) -> Callable[[Tensor], None]:
-        # A parameter holds its hooks where Python's collector cannot look. Were this one to hold the parameter in turn,
-        # by way of the worker, no model would ever be let go.
+        # Python's garbage collector does not see a parameter's hooks. If this hook held the worker, which holds the
+        # parameter, no model would ever be freed.
         back = weakref.ref(self)
 
         def landed(p: Tensor) -> None:
             this = back()
-            if this is not None:  # else the model is used by somebody after its training
+            if this is not None:  # else the model is used after its training
                 this._land(i, p)
 
         return landed
 
     def _land(self, i: int, p: Tensor) -> None:
-        """A gradient is there: put it into its place, and announce the buckets that are full."""
+        """Copy a gradient into its place in the flat buffer, and announce the buckets that are full."""
         flat = self._flat
         if self._fired[i]:
             raise TrainingError(
@@ -240,9 +236,9 @@ class GradientPass:
         self._fired[i] = True
         view = flat.views[i]
         if flat.pieces[i].row > 0:
-            pass  # stays where it is until its rows are asked for
+            pass  # stays in p.grad until `Flat.touched_rows`
         elif p.grad is None:
-            return  # a hook before this one took it away: the parameter gets no step
+            return  # an earlier hook set it to None: the parameter gets no step
         elif p.grad is not view:
             view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
             p.grad = view
@@ -259,7 +255,7 @@ class GradientPass:
             self._next += 1
 
     def _flush(self, on_ready: Callable[[int], None], samples: int, weighted_loss: float) -> None:
-        """What no gradient reached holds zeros; the tail is written; the rest is announced."""
+        """Zero the gradients of unused parameters, write the tail, and announce the remaining buckets."""
         for view, piece, used in zip(self._flat.views, self._flat.pieces, self.used, strict=True):
             if not used and not piece.row:
                 view.zero_()
@@ -272,14 +268,14 @@ class GradientPass:
 
 
 def _part_of(part: Batch, batch: Batch, *, weighed: bool) -> float:
-    """How much of the batch's mean loss is the part's."""
+    """The part's weight in the batch's mean loss."""
     if not weighed:
         return part.samples / batch.samples
     return part.weight / batch.weight if batch.weight else 0.0
 
 
 def _own_hook(p: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    """Be the one who lands this parameter's gradient; a worker that held the model before no longer is."""
+    """Register this hook in place of the one of a worker that held the model before."""
     before = getattr(p, "_podium_hook", None)
     if before is not None:
         before.remove()

@@ -1,12 +1,12 @@
-"""Whether a loss is a mean over samples, as `Task.loss` has to be: tried once, on the first batch.
+"""Checks whether a loss is a mean over samples, as `Task.loss` must be: once, on the first batch.
 
 A step's samples are divided among the workers, and each worker's loss counts by its samples. That adds up to the loss
 of the whole step if the loss is a mean over samples. It does not where the loss is a sum, where classes have weights,
 where some targets are ignored, or where samples are compared with each other: then results change with the number of
 workers.
 
-The outputs of the first batch are kept, cut in two, and the loss of the parts is held against that of the whole. The
-model is not run again, so dropout and batch normalisation have no part in it.
+The outputs of the first batch are cut in two, and the mean loss of the parts is compared with the loss of the whole.
+The model is not run again, so dropout and batch normalisation do not matter.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 Loss = Callable[[Any, Any], Tensor]
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""By the dtype of the loss: what rounding may do to a mean of means."""
+"""By the dtype of the loss: the relative rounding error allowed in a mean of means."""
 
 
 def try_once(worker: Worker, say: Callable[[str], None]) -> None:
-    """Let this worker's loss be tried when it is first called, and `say` what comes of it."""
+    """Check this worker's loss when it is first called; `say` gets a warning, if any."""
     gradients = worker.gradients
     loss, weigh = gradients.loss, gradients.options.weigh
 
@@ -62,7 +62,7 @@ def check_loss(loss: float, batch: Batch, *, rank: int, step: int) -> None:
 
 @torch.no_grad()
 def check_parameters(flat: Flat, *, rank: int, step: int) -> None:
-    """Raise where a gradient that was not finite has spoilt the parameters, though no loss has shown it yet."""
+    """Raise where a parameter is not finite, though no loss has shown it yet."""
     for p, piece in zip(flat.parameters, flat.pieces, strict=True):
         if not torch.isfinite(p).all():
             raise TrainingError(
@@ -75,26 +75,26 @@ def check_parameters(flat: Flat, *, rank: int, step: int) -> None:
 def changes_with_cut(
     loss: Loss, weigh: Callable[[Any], float] | None, outputs: Any, targets: Any, whole: Tensor
 ) -> str | None:
-    """What to tell a user whose loss depends on how a batch is divided; None where it does not, or cannot be tried."""
+    """A warning where the loss depends on how a batch is divided; None where it does not, or cannot be checked."""
     count = _rows(targets)
     if count < 2 or _rows(outputs) != count or not math.isfinite(float(whole)):
         return None
     outputs, tolerance = map_tensors(Tensor.detach, outputs), TOLERANCE.get(whole.dtype, 1e-4)
     try:
         with undrawn(loss):
-            loss = deepcopy(loss)  # it may keep what it has seen, or count its calls
+            loss = deepcopy(loss)  # it may have state that a call changes
             again = float(loss(outputs, targets))
     except Exception:  # a user's class may raise anything when it is copied
         return None
     if abs(again - float(whole)) > tolerance * max(abs(float(whole)), 1e-12):
-        return None  # it draws numbers, or changes from call to call
+        return None  # it draws random numbers, or changes from call to call
     for cut in sorted({count // 2, max(1, count // 4), 1 if count < 4 else 2}):
         parts = [(slice(0, cut), cut), (slice(cut, count), count - cut)]
         try:
             with undrawn(loss):
                 means = [float(loss(_cut(outputs, rows), _cut(targets, rows))) for rows, _ in parts]
                 weights = [float(size if weigh is None else weigh(_cut(targets, rows))) for rows, size in parts]
-        except Exception:  # a user's loss may raise anything where it cannot be taken of these parts
+        except Exception:  # a user's loss may raise anything on parts of a batch
             return None
         text = _judged(float(whole), means, weights, tolerance, weighed=weigh is not None)
         if text is not None:

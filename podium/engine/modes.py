@@ -1,9 +1,9 @@
-"""Evaluation without a trace: a model is put into evaluation mode, and afterwards is what it was before.
+"""Evaluation that leaves the model unchanged.
 
 Each module gets back the mode that it had: a BatchNorm or a Dropout that the user put into evaluation mode for training
-(`model.backbone.eval()`) stays in it. Buffers come back too, and the parameters of modules that do more than change
-their mode (an adapter that merges its weights for evaluation). Only the first worker of a run validates, so what its
-validation left behind would be a difference between the workers.
+(`model.backbone.eval()`) stays in it. Buffers are restored too, and the parameters of modules whose `train` method does
+more than set the mode (an adapter that merges its weights for evaluation). Only the first worker of a run validates, so
+any change that its validation left would make it differ from the other workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from podium.engine.buffers import Snapshot, same_bits
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every module's mode and every buffer come back at the end."""
+    """Evaluation mode inside; every module's mode and every buffer are restored at the end."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = Snapshot(model)
     busy = [module for module in model.modules() if type(module).train is not nn.Module.train]
@@ -30,14 +30,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         _restore(model, modes)
         buffers.restore()
         for p, value in params.items():
-            if not same_bits(p, value):  # what was added and taken away again is not quite what it was
+            if not same_bits(p, value):  # adding and subtracting a weight again leaves a rounding error
                 p.data.copy_(value)
 
 
 def _restore(model: nn.Module, modes: list[tuple[nn.Module, bool]]) -> None:
     model.train(modes[0][1])
     for module, was_training in modes:
-        # A module may do more in its own `train` than to note the mode: an adapter merges its weights there.
+        # A module's own `train` may do more than set the mode: an adapter merges its weights there.
         if module.training != was_training and type(module).train is not nn.Module.train:
             module.train(was_training)
     for module, was_training in modes:

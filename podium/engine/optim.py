@@ -3,8 +3,8 @@
 An elementwise optimizer does not care where its tensors are cut, so a hundred small parameters that lie side by side
 can be stepped as one (5 to 7 times faster on small models). The task's own optimizer stays the owner: its groups hold
 the hyper-parameters, schedulers change them there, and its state holds views of the blocks' state, so its
-`state_dict` is always true. Where blocks cannot serve (a parameter that nobody used, an optimizer that looks at
-whole tensors), it steps by itself.
+`state_dict` is always up to date. Where blocks do not work (an unused parameter, an optimizer that needs whole
+tensors), the task's own optimizer steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ this size stays in the cache, with its gradient and its moments, between two pas
 
 
 _CUTS_AT_ONCE = 2
-"""How many cuts are stepped by one call when they are written elsewhere at once: a call costs as much as half a cut."""
+"""Cuts per optimizer call in `step_into`: a call costs as much as half a cut."""
 
 
 class _Block(NamedTuple):
@@ -65,8 +65,8 @@ class FlatOptimizer:
         self._owners: tuple[Any, list[Any]] = (None, [])  # the owner's state when it was linked, and each parameter's
         self._blocks: list[_Block] = []
         self._counts: list[tuple[Tensor, Tensor]] = []
-        """A block's step count, and one for each of its pieces: were one shared, a script that loads the owner's state
-        and steps piece by piece would count every step several times."""
+        """A block's step count, and one for each of its pieces: with one shared count, a script that loads the owner's
+        state and steps piece by piece would count every step several times."""
         self._fast = self._make_fast(params, grads) if may_be_cut(optimizer) else None
 
     def step(self, all_used: bool = True) -> None:
@@ -85,7 +85,7 @@ class FlatOptimizer:
         self._has_stepped()
 
     def _take_options(self) -> None:
-        """The owner's hyper-parameters are the ones that count."""
+        """Copy the owner's hyper-parameters, which schedulers may have changed."""
         assert self._fast is not None
         for fast, slow in zip(self._fast.param_groups, self.optimizer.param_groups, strict=True):
             fast.update((k, v) for k, v in slow.items() if k != "params")
@@ -100,8 +100,8 @@ class FlatOptimizer:
     def step_on(self, grads: Sequence[Tensor], unused: Collection[int] = ()) -> None:
         """One step on gradients that lie in these buffers; pieces in `unused` are left alone.
 
-        For a server, whose optimizer nobody else has: hooks were refused when it was made, and only `reload` tells of
-        another state. Looking for either was 6 % of what a small push takes.
+        For a server, which alone uses its optimizer: it has no hooks, and only `reload` announces a replaced state.
+        Looking for either was 6 % of the time of a small push.
         """
         self._point_at(grads)
         if unused or self._fast is None or not self._linked:  # may go piece by piece
@@ -110,7 +110,7 @@ class FlatOptimizer:
         self._step(not unused)
 
     def step_into(self, grads: Sequence[Tensor], out: Sequence[Tensor], unused: Collection[int] = ()) -> None:
-        """The same, and write the parameters to `out`, a few cuts at a time, while they are still in the cache."""
+        """As `step_on`, and write the parameters to `out`, a few cuts at a time, while they are still in the cache."""
         if unused or self._fast is None or not self._linked:
             self.step_on(grads, unused)
             for mine, theirs in zip(out, self._params, strict=True):
@@ -143,7 +143,7 @@ class FlatOptimizer:
                 start += cut.numel()
 
     def reload(self) -> None:
-        """Somebody replaced the optimizer's state; take it up before the next step."""
+        """The caller replaced the optimizer's state: read it before the next step."""
         self._linked = False
 
     def _make_fast(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Optimizer:
@@ -165,7 +165,7 @@ class FlatOptimizer:
         return fast
 
     def _link(self) -> None:
-        """Let the owner's state be views of the blocks' state."""
+        """Make the owner's state views of the blocks' state."""
         assert self._fast is not None
         self._counts = []
         for block in self._blocks:
@@ -182,7 +182,7 @@ class FlatOptimizer:
         self._owners = (self.optimizer.state, list(self.optimizer.state.values()))
 
     def _is_owners_state(self) -> bool:
-        """Whether nobody has replaced the owner's state (`load_state_dict`) since it was linked."""
+        """Whether the owner's state is still the one that was linked (`load_state_dict` replaces it)."""
         state, each = self._owners
         now = self.optimizer.state
         return now is state and len(now) == len(each) and all(map(is_, now.values(), each))
@@ -208,7 +208,7 @@ class FlatOptimizer:
         return piece._replace(start=piece.start - block.start, stop=piece.stop - block.start).view(whole)
 
     def _gather(self) -> bool:
-        """Build the blocks' state from the owner's; False where its parameters have come to differ."""
+        """Build the blocks' state from the owner's; False where parameters of a block differ in theirs."""
         assert self._fast is not None
         self._fast.state = defaultdict(dict)
         return all(self._gather_block(block) for block in self._blocks)
@@ -233,8 +233,8 @@ class FlatOptimizer:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody wants to be called around this optimizer's own step, or has put another in its place."""
-    owner: Any = optimizer  # torch has no public way to ask
+    """Whether this optimizer has step hooks, or another function in place of its class's `step`."""
+    owner: Any = optimizer  # torch has no public way to read hooks
     if owner._optimizer_step_pre_hooks or owner._optimizer_step_post_hooks or _has_own_step(optimizer):
         return True
     everybodys = (*_of_torch._global_optimizer_pre_hooks.values(), *_of_torch._global_optimizer_post_hooks.values())
@@ -242,7 +242,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def refuse_step_hooks(optimizer: Optimizer, who: str) -> None:
-    """Raise ConfigError where servers step in this optimizer's place and its own step is wanted."""
+    """Raise ConfigError where this optimizer has step hooks, which servers, that step in its place, cannot call."""
     if has_step_hooks(optimizer):
         raise ConfigError(
             f"{who}: the optimizer must have no step hooks (register_step_pre_hook, register_step_post_hook) and no "
@@ -252,7 +252,7 @@ def refuse_step_hooks(optimizer: Optimizer, who: str) -> None:
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:
-    """Whether somebody assigned `optimizer.step`; a schedule does, to count calls, and leaves the step as it is."""
+    """Whether the user assigned `optimizer.step`; a schedule's wrapper, which counts calls, is none."""
     step = vars(optimizer).get("step")
     if step is None:
         return False

@@ -1,6 +1,6 @@
 """The user's own training loop, under any strategy: what `podium.join` returns.
 
-The steps are those of `podium train` (`SegmentLoop`); the user's code runs between them.
+The steps are those of `podium train` (`SegmentLoop`); the user's code runs between two steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from podium.strategies.base import Strategy
 from podium.strategies.triggers.base import Course
 
 Notices = Callable[[Strategy[Any], Course, int], Sequence[str]]
-"""What to tell the user before the first step, given the strategy, the course and the number of workers."""
+"""Warnings to show before the first step, given the strategy, the course and the number of workers."""
 
 
 class Run:
@@ -50,7 +50,7 @@ class Run:
         self._loop = SegmentLoop(
             worker,
             strategy,
-            Course(1, 1),  # until `batches` says what there is to train on
+            Course(1, 1),  # until `batches` brings the data
             config,
             recorder,
             control,
@@ -60,12 +60,12 @@ class Run:
         self._batch: Batch | None = None
         self._step_failed = False
         self.failure: PodiumError | None = None
-        """What went wrong when the user broke out of the loop; raised by the next call, or at the script's end."""
+        """An error from when the user broke out of the loop; raised by the next call, or at the script's end."""
         self._digested: tuple[tuple[Any, ...], Digest] | None = None  # the data of the last comparison
 
     @property
     def strategy(self) -> Strategy[Any]:
-        """How replicas come to agree in the present phase."""
+        """The present phase's strategy."""
         return self._loop.strategy
 
     @property
@@ -89,10 +89,10 @@ class Run:
     ) -> Iterator[tuple[Any, Any]]:
         """This worker's part of every global step of `batch_size` samples, for this many further epochs.
 
-        `total_epochs`: how many there will be in all, where this is called for a few of them at a time: fractions of
-        the budget, at which phases may end, are fractions of this. Without it, of the epochs of this call.
+        `total_epochs`: the epochs of all calls together, where a script calls this for a few epochs at a time. The
+        run's budget, at fractions of which phases may end, is this number. Default: the epochs of this call.
 
-        `data` is a map-style data set, a pair of arrays or a `podium.Dataset`. Each batch wants one call of `step`.
+        `data` is a map-style data set, a pair of arrays or a `podium.Dataset`. Each batch needs one call of `step`.
         """
         self.check()
         if self._loop.retired:
@@ -101,11 +101,11 @@ class Run:
         order = self._begin_alike(data, told)
         end = self.worker.position + epochs * order.samples
         last = max(end, (total_epochs or 0) * order.samples)
-        self._follow(Course(order.samples, batch_size, last, eval_every=0))  # the script validates, if anybody
+        self._follow(Course(order.samples, batch_size, last, eval_every=0))  # the script validates, not Podium
         yield from self._segments(end)
 
     def _begin_alike(self, data: Any, told: Mapping[str, Any]) -> GlobalOrder:
-        """Refuse what cannot be trained on; let all workers begin alike. Collective."""
+        """Check the data, and copy the first worker's replica before the first step. Collective."""
         worker, dataset, batch_size = self.worker, as_dataset(data), told["batch_size"]
         order = GlobalOrder(len(dataset), self.seed)
         if batch_size < self.size:
@@ -126,14 +126,14 @@ class Run:
         return order
 
     def _follow(self, course: Course) -> None:
-        """The phases of the run continue from one call of `batches` to the next."""
+        """Continue the phases of the run from one call of `batches` to the next."""
         if self._loop.phases.course.end == 0 and self.is_first:
             for text in self._notices(self._plan, course, self.size):
                 logging.getLogger("podium").warning(text)
         self._loop.phases.follow(course)
 
     def _segments(self, end: int) -> Iterator[tuple[Any, Any]]:
-        """Batches up to this position, segment by segment. A peer may be lost at any place but the user's own code."""
+        """Batches up to this position, segment by segment. Survives a loss anywhere but in the user's own code."""
         loop, left = self._loop, False
         while not left and (loop.is_under_way or self._has_more(end)):
             batch: Batch | None = None
@@ -149,7 +149,7 @@ class Run:
                 continue
             try:
                 yield batch.inputs, batch.targets
-            except GeneratorExit:  # the user breaks out of the loop, as all workers must; in step, after the same step
+            except GeneratorExit:  # the user breaks out, as all workers must; if synchronous, after the same step
                 self._break_out()
                 raise
             if self._batch is not None:
@@ -166,14 +166,14 @@ class Run:
         batch = loop.next_batch()
         weighs = self.worker.gradients.options.weigh is not None and self.strategy.cadence.feed == "step"
         if batch is not None and weighs and batch.weight == 0:
-            return batch._replace(samples=0)  # all of it is padding: the mean over nothing is no number
+            return batch._replace(samples=0)  # all of it is padding: a mean over nothing is NaN
         return batch
 
     def step(self, closure: Callable[[], Tensor] | None) -> Tensor:
-        """One step of the strategy on the batch in hand; `closure` computes its mean loss.
+        """One step of the strategy on the present batch; `closure` computes its mean loss.
 
-        When a peer is lost meanwhile, the survivors regroup and this returns nan; the samples of a step that did not
-        happen come again.
+        When a peer is lost meanwhile, the survivors regroup and this returns nan; later batches bring the samples of
+        the undone step again.
         """
         self.check()
         batch, self._batch = self._batch, None
@@ -189,20 +189,20 @@ class Run:
         return loss
 
     def _break_out(self) -> None:
-        """The user left the loop. Python drops what is raised here, so it is kept for the next call."""
+        """The user left the loop. Python drops an error raised here, so it is stored for the next call."""
         try:
-            if not self._step_failed:  # otherwise the others may be gone, and nobody would answer
+            if not self._step_failed:  # otherwise the other workers may be gone, and none would answer
                 with self._loop.surviving():
                     self._end_segment(broke=True)
         except PodiumError as error:
             self.failure = error
 
     def _end_segment(self, *, broke: bool = False) -> bool:
-        """Everything comes home, and buffers are made alike. Whether the user's loop ends with it. Collective.
+        """Finish the segment and sync buffers; returns whether the user's loop ends with it. Collective.
 
-        Where workers lease samples, one may break out while another is still at it. What the first was lent goes back,
-        for the other to take; what nobody has taken by then is left out of this epoch. The order goes on behind the
-        furthest sample that was lent.
+        Where workers lease samples, one may break out while another still trains. Its leases go back to the cursor for
+        other workers; samples that no worker has taken by then are left out of this epoch. Training continues behind
+        the last sample that was leased.
         """
         worker, loop, cadence, in_hand = self.worker, self._loop, self.strategy.cadence, self._batch
         self._batch = None
@@ -227,7 +227,7 @@ class Run:
         return broke
 
     def _between_segments(self) -> None:
-        """Buffers are made alike; the phase or the members may change here."""
+        """Sync buffers; then change the phase or the members, where due."""
         loop = self._loop
         loop.sync_buffers()
         if loop.phases.is_over:
@@ -236,7 +236,7 @@ class Run:
             loop.change_members()
 
     def _compare(self, data: Any, dataset: Dataset, told: Mapping[str, Any]) -> None:
-        """Raise where ranks have different data, or were told different things. Collective."""
+        """Raise where ranks have different data, settings or models. Collective."""
         held, worker = tuple(data) if isinstance(data, tuple) else (data,), self.worker
         if self._digested is None or not _same_objects(held, self._digested[0]):
             self._digested = held, Digest.of(dataset) if self.size > 1 else Digest(len(dataset), 0, ())
@@ -264,7 +264,7 @@ class Run:
             save_tensors(Path(path), self.worker.model.state_dict())
 
     def check(self) -> None:
-        """Raise what went wrong when the user broke out of the loop."""
+        """Raise `failure`, if any."""
         if self.failure is not None:
             raise self.failure
 

@@ -1,4 +1,4 @@
-"""What a task makes, checked before the first step."""
+"""Checks a task's model, optimizer and schedule before the first step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from podium.errors import ConfigError
 
 
 def check_parts(who: str, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None) -> None:
-    """Refuse, before the first step, what cannot be trained."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"{who}: optimizer must make a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, LBFGS):

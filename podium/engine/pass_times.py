@@ -1,4 +1,4 @@
-"""How long this worker's passes take, and what it hears of the other workers' passes."""
+"""How long this worker's passes take, and how long the other workers' passes take."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ class PassTimes:
 
     def __init__(self) -> None:
         self.last_ns = 0
-        """What the last step's forward and backward passes took."""
+        """Duration of the last step's forward and backward passes."""
         self.last_samples = 0
-        """Samples that these went through."""
+        """Samples in these passes."""
         self.sent_to_servers = False
-        """Whether each push says how fast this worker is, for the first worker to hear."""
-        self._busy_ns = self._busy_samples = 0  # since somebody asked
+        """Whether each push carries this worker's speed, which servers pass on to the first worker."""
+        self._busy_ns = self._busy_samples = 0  # since `take_s_per_sample`
         self._told: Mapping[int, float] = {}
         self._exposed: Callable[[], float] | None = None
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of an exchange that this worker's own link takes and its computing does not hide; 0: not known."""
+        """Seconds of an exchange on this worker's own link that its computing does not hide; 0: not known."""
         return 0.0 if self._exposed is None else self._exposed()
 
     def expose(self, seconds: Callable[[], float] | None) -> None:
-        """`seconds` says what `exchange_s` is: it is called between two steps, and may measure. None: nobody knows."""
+        """`seconds` returns `exchange_s`: it is called between two steps, and may measure. None: not known."""
         self._exposed = seconds
 
     def record(self, ns: int, samples: int) -> None:
-        """The passes of a step took this long."""
         self.last_ns, self.last_samples = ns, samples
         self._busy_ns += ns
         self._busy_samples += samples
@@ -42,7 +41,7 @@ class PassTimes:
         self.sent_to_servers = wanted
 
     def take_s_per_sample(self) -> float:
-        """Seconds of computing per sample since somebody last asked; 0 where there was none."""
+        """Seconds of computing per sample since the last call; 0 where there was none."""
         pace = self._busy_ns / self._busy_samples / 1e9 if self._busy_samples else 0.0
         self._busy_ns = self._busy_samples = 0
         return pace
@@ -55,10 +54,10 @@ class PassTimes:
         return {rank: seconds for rank, seconds in zip(comm.workers, mine.tolist(), strict=True) if seconds > 0}
 
     def tell(self, s_per_sample: Mapping[int, float]) -> None:
-        """A server said how long all workers compute per sample."""
+        """A server sent how long each worker computes per sample."""
         self._told = s_per_sample
 
     def take_told(self) -> Mapping[int, float]:
-        """What the servers last said, once."""
+        """What a server last sent, once."""
         told, self._told = self._told, {}
         return told

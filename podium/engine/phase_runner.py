@@ -2,11 +2,11 @@
 
 The first worker decides: after each step and validation it evaluates the rule that ends the phase, records its value,
 and votes for the switch with its next exchange once the rule fires. Other rules are evaluated beside it, so that the
-records can tell when each of them would have fired.
+records show when each of them would have fired.
 
-What carries over: parameters, the optimizer's moments (unless told otherwise), buffers, generators, what a codec left
-out, the position in the data, the schedule and the count of steps. What a strategy kept for itself (an outer momentum,
-a centre) ends with it, and lives on where the same kind of strategy follows.
+What carries over: parameters, the optimizer's moments (unless `keep_moments=false`), buffers, generators, residuals,
+the position in the data, the schedule and the count of steps. A strategy's own state (an outer momentum, a centre) ends
+with it, unless a strategy of the same class follows.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 COMPARE_EVERY = 10
-"""Steps between two comparisons of the workers' speeds, where a rule asks for them."""
+"""Steps between two comparisons of the workers' speeds, where a rule needs them."""
 
 
 @dataclass
 class Watched:
-    """A rule that is not in force, and what it has seen."""
+    """A rule that is not in force, and its memory."""
 
     text: str
     rule: Trigger
@@ -48,7 +48,7 @@ class Watched:
 
 
 class Ending(NamedTuple):
-    """Why a phase is over."""
+    """Why a phase ended."""
 
     rule: str
     why: str
@@ -56,15 +56,15 @@ class Ending(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """A phase that has ended, while the next has not begun, and what that cost this worker."""
+    """A switch under way: one phase has ended, the next has not begun; and what it cost this worker so far."""
 
     before: str
     after: str
     ending: Ending
     drain_ns: int
     home_ns: int
-    left: int  # when everything was home
-    leftovers: str  # what became of what a codec had left out
+    left: int  # clock time at which the worker held the whole state again
+    leftovers: str  # what became of the codec's residuals
 
 
 class PhaseRunner:
@@ -81,7 +81,7 @@ class PhaseRunner:
         self._memory: Memory = {}
         self._packed_by = codec
         self.ending: Ending | None = None
-        """Why the present phase is over, once the rule has fired."""
+        """Why the present phase ends, once the rule has fired."""
         self.leaving: Leaving | None = None
         self._watched = [Watched(text, make_trigger(text)) for text in WATCHED] if self.is_led else []
         self.times: Mapping[int, float] = {}
@@ -89,11 +89,11 @@ class PhaseRunner:
         self._step_s = 0.0
         for phase in phases_of(strategy):
             if phase.codec is not None:
-                self._fitted(phase.codec)  # refuse now what would be refused in mid-run
+                self._fitted(phase.codec)  # raise now, not in mid-run
         self._prepare()
 
     def follow(self, course: Course) -> None:
-        """The run has this course from here on; the present phase began where it did."""
+        """Use this course from here on; the start of the present phase stays."""
         self.course = course._replace(began=self.course.began, again=self.course.again)
 
     @property
@@ -113,7 +113,7 @@ class PhaseRunner:
 
     @property
     def strategy(self) -> Strategy[Any]:
-        """How replicas come to agree just now."""
+        """The present phase's strategy."""
         return self.phase.strategy
 
     @property
@@ -122,13 +122,13 @@ class PhaseRunner:
         rule, course = self.phase.until, self.course
         if rule is None:
             return course.end
-        # One global step at least where phases repeat, or they would follow each other for ever without one.
+        # Where phases repeat, at least one global step each, or they would switch for ever without a step.
         least = course.position_of(course.step_at(course.began) + 1) if course.again else 0
         return min(course.end, max(least, rule.horizon(course)))
 
     @property
     def is_over(self) -> bool:
-        """Whether the next phase is due. All workers know it alike."""
+        """Whether the next phase is due: the same answer on all workers."""
         if self.phase.until is None or self.worker.position >= self.course.end:
             return False
         return self.worker.votes.agreed.switch or self.worker.position >= self.horizon
@@ -140,14 +140,14 @@ class PhaseRunner:
 
     @property
     def _rule(self) -> Trigger | None:
-        """What ends the present phase, by the run's budget where it leaves something to that."""
+        """The trigger that ends the present phase, with open settings fitted to the run's budget."""
         until = self.phase.until
         return None if until is None else until.fitted(self.course)
 
     # Judging, on the first worker.
 
     def saw_step(self, loss: float, step_s: float) -> None:
-        """A step is done, and took this long; `loss` is this worker's own."""
+        """A step is done; `loss` is this worker's own."""
         worker, self._step_s = self.worker, step_s
         self.times = self._compare_times()
         meter = worker.gradients.noise
@@ -155,11 +155,10 @@ class PhaseRunner:
         self._judge(Seen(self.course, worker.position, loss=shared, noise=None if meter is None else meter.scale))
 
     def saw_validation(self, loss: float, metrics: Mapping[str, float]) -> None:
-        """A validation is done."""
         self._judge(Seen(self.course, self.worker.position, validated=loss, metrics=metrics))
 
     def _compare_times(self) -> Mapping[int, float]:
-        """Seconds of computing per sample, by worker, every few steps where a rule asks for it. Collective."""
+        """Seconds of computing per sample, by worker, every few steps where a rule needs it. Collective."""
         worker, strategy = self.worker, self.strategy
         if not self.compares_times:
             return {}
@@ -173,7 +172,7 @@ class PhaseRunner:
         if not self.is_led or worker.comm.index != 0:
             return
         if self.ending is not None:
-            worker.votes.request(switch=True)  # also after a resume, or in the place of one who saw it and is gone
+            worker.votes.request(switch=True)  # also after a resume, or after the worker that voted was lost
         rate = float(worker.optimizer.param_groups[0]["lr"])
         seen = seen._replace(rate=rate, times=self.times, step_s=self._step_s)
         for watched in self._watched:
@@ -210,7 +209,7 @@ class PhaseRunner:
     # From one phase to the next.
 
     def advance(self, drain_ns: int = 0, home_ns: int = 0) -> None:
-        """Make the worker ready for the next phase; the strategy has finished, which took this long."""
+        """Prepare the worker for the next phase, after the strategy's `finish`, which took this long."""
         left, before, ending = self.worker.comm.clock.now_ns(), self.phase, self.ending or self._ending_at_horizon()
         scale = scale_of(self.strategy, self.worker)
         self.turn += 1
@@ -224,7 +223,7 @@ class PhaseRunner:
         self.leaving = Leaving(before.text, self.phase.text, ending, drain_ns, home_ns, left, leftovers)
 
     def has_begun(self, began: int) -> None:
-        """The strategy has set out since `began`: where a phase was left before, put on record why and at what cost."""
+        """The strategy's `init`, which began at `began`, is done: after a switch, record why and at what cost."""
         if self.leaving is None:
             return
         leaving, self.leaving, worker, now = self.leaving, None, self.worker, self.worker.comm.clock.now_ns()
@@ -261,14 +260,14 @@ class PhaseRunner:
             worker.strategy_state.clear()
         step = self.course.step_at(worker.position)
         if not strategy.cadence.by_leases:
-            worker.progress.count_from(step)  # asynchronous workers have counted their own
+            worker.progress.count_from(step)  # asynchronous workers have counted their own steps
         worker.replica.follow_schedule(step)
         worker.leases.clear()
         worker.votes.set_mean_loss(None)
         self._prepare()
 
     def _prepare(self) -> None:
-        """What of the worker depends on the phase."""
+        """Set the worker's codec and measurements for the phase."""
         worker, phase = self.worker, self.phase
         codec = phase.codec or self._codec
         if codec != self._packed_by:
@@ -279,9 +278,9 @@ class PhaseRunner:
         worker.gradients.measure_noise(measures)
 
     def _pack_by(self, codec: str) -> None:
-        """Pack otherwise from here on; servers are told the codec's name, where it is not what the run began with."""
+        """Use this codec from here on; servers get its name, where it is not the run's own codec."""
         replica, own = self.worker.replica, codec == self._codec
-        replica.reclaim_momentum()  # first: another codec looks at the optimizer's own settings
+        replica.reclaim_momentum()  # first: another codec reads the optimizer's own settings
         packing = self._packing if own else self._fitted(codec)
         self.worker.sender.use(packing, None if own else codec)
         replica.lend_momentum(packing.codec)
@@ -289,7 +288,7 @@ class PhaseRunner:
     def _fitted(self, codec: str) -> Packing:
         return fitted(make_packing(codec), self.worker.optimizer)
 
-    # What a checkpoint keeps, and what survivors and newcomers take over.
+    # State, for checkpoints and for workers that regroup.
 
     def state(self) -> dict[str, Any]:
         return {
@@ -310,7 +309,7 @@ class PhaseRunner:
             ) from error
 
     def starts_over(self, state: Mapping[str, Any]) -> str:
-        """What to tell the user where a checkpoint was made with other phases; empty where it was not."""
+        """A warning where a checkpoint was made with other phases; empty where it was not."""
         before, now = list(state["plan"]), [phase.text for phase in phases_of(self._plan)]
         if before == now or max(len(before), len(now)) == 1:
             return ""
@@ -321,13 +320,13 @@ class PhaseRunner:
         )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` says; a run with other phases begins with its first."""
+        """Continue in the phase of `state`; a run with other phases begins with its first."""
         if list(state["plan"]) != [phase.text for phase in phases_of(self._plan)]:
             self.course = self.course._replace(began=self.worker.position)
             return
         moved = self.turn != state["turn"]
         if state["turn"] < self.turn:
-            self.leaving = None  # the others have not left it
+            self.leaving = None  # the source has not left that phase
         again = state["turn"] >= len(phases_of(self._plan))
         self.turn, self.course = state["turn"], self.course._replace(began=state["began"], again=again)
         self._memory = json.loads(state["memory"])
@@ -341,7 +340,7 @@ class PhaseRunner:
             self._prepare()
 
     def share(self) -> None:
-        """All take over what the first worker has seen, so that any of them can judge in its place. Collective."""
+        """Copy the first worker's state to all, so that any of them can judge in its place. Collective."""
         comm = self.worker.comm
         mine = json.dumps(self.state()).encode() if comm.index == 0 else b""
         told = share_bytes(comm, comm.workers[0], mine)
@@ -350,7 +349,7 @@ class PhaseRunner:
 
 
 def _ask(rule: Trigger, seen: Seen, memory: Memory) -> Reading | None:
-    """A rule's reading; one that is the user's own may raise anything."""
+    """A rule's reading; a user's own rule may raise anything."""
     try:
         return rule.judge(seen, memory)
     except PodiumError:

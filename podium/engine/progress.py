@@ -1,4 +1,4 @@
-"""How far one worker is: in its steps, in the global order of samples, in its segment and in its round."""
+"""One worker's progress: its steps, its position in the global order of samples, its segment and its round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Round:
     """What this worker has trained since the last exchange, where workers step by themselves.
 
     A round is to such strategies what a step is to synchronous ones: the unit of retry. When a worker is lost in a
-    round, the others go back to where the round began, and its samples are divided among those who are left.
+    round, the survivors roll back to where the round began, and divide its samples among themselves.
     """
 
     steps: int = 0
@@ -37,7 +37,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.steps_done = 0
-        """Optimizer steps of this worker; of asynchronous workers each counts its own."""
+        """Optimizer steps of this worker; each asynchronous worker counts its own."""
         self.position = 0
         """Samples of the global order that the parameters have seen."""
         self.samples = 0
@@ -47,10 +47,10 @@ class Progress:
         self.horizon = 0
         """The position at which the present segment ends."""
         self.segment = (-1, 0)
-        """Names the present segment with servers: the generation of workers, and the segment's number in it."""
+        """Identifies the present segment to servers: the generation of workers, and the segment's number in it."""
         self.round = Round()
         self.round_steps: Sequence[int] = ()
-        """Steps of each worker in the present round, by place, where the workers do different numbers of steps."""
+        """Steps of each worker in the present round, by index, where the workers do different numbers of steps."""
 
     @property
     def epoch(self) -> float:
@@ -58,14 +58,14 @@ class Progress:
 
     @property
     def global_step(self) -> int:
-        """Whole global steps that the samples used so far make up: the same on all workers."""
+        """Whole global steps in the samples used so far: the same on all workers."""
         if not self.samples or not self.batch_size:
             return self.steps_done
         epochs, offset = divmod(self.position, self.samples)
         return epochs * -(-self.samples // self.batch_size) + offset // self.batch_size
 
     def train_on(self, samples: int, batch_size: int) -> None:
-        """The data have this many samples, and a global step this many of them."""
+        """`samples`: in the training data; `batch_size`: per global step."""
         self.samples, self.batch_size = samples, batch_size
 
     def run_until(self, horizon: int) -> None:
@@ -73,7 +73,7 @@ class Progress:
         self.horizon = horizon
 
     def name_segment(self, generation: int) -> None:
-        """A segment with servers begins; all members begin a generation together, and each of its segments."""
+        """A segment with servers begins. All members begin a generation and each of its segments together."""
         before, number = self.segment
         self.segment = (generation, number + 1 if before == generation else 0)
 
@@ -86,14 +86,13 @@ class Progress:
         self.position = position
 
     def count_from(self, steps_done: int) -> None:
-        """This worker has done as many steps as this."""
         self.steps_done = steps_done
 
     def plan_round(self, steps: Sequence[int]) -> None:
-        """The round that begins now has this many steps of each worker, by place."""
+        """The round that begins now has this many steps of each worker, by index."""
         self.round_steps = steps
 
     def close_round(self) -> Round:
-        """The round is over: what this worker did in it. The next one begins."""
+        """Begin the next round; returns the one that ended."""
         done, self.round = self.round, Round()
         return done

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], nest: Any) -> Any:
-    """The same nest with every tensor changed; what is not a tensor stays."""
+    """The same nest with `change` applied to every tensor; other values stay."""
     if isinstance(nest, Tensor):
         return change(nest)
     if isinstance(nest, dict):
@@ -23,7 +23,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], nest: Any) -> Any:
 
 
 def join_rows(nests: Sequence[Any]) -> Any:
-    """Batches of one shape of nest as one batch; a value that is not a tensor is the first one's."""
+    """Concatenate batches of the same structure; a value that is not a tensor is taken from the first."""
     first = nests[0]
     if isinstance(first, Tensor):
         return torch.cat(list(nests)) if first.dim() else torch.stack(list(nests))

@@ -1,7 +1,7 @@
-"""How the survivors of a lost rank continue: undo, agree, copy the state of the worker that is furthest.
+"""How the survivors of a lost rank continue: undo the step, agree on the members, copy the most advanced state.
 
 Parameters change only when a whole step is reduced, so survivors differ by one step at most, and the worker that is a
-step ahead holds the full sum: nothing needs to be rolled back, only taken over.
+step ahead has applied the full sum: its state is copied, and no parameter needs to be rolled back.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from podium.errors import CheckpointError, Lost
 
 
 class Regroup(NamedTuple):
-    """Who goes on together: after a loss, or because somebody joins or leaves."""
+    """The new members, after a loss or because a rank joins or leaves."""
 
     generation: int
     members: tuple[int, ...]
-    source: int  # whose state all take
+    source: int  # the rank whose state all copy
     servers: tuple[int, ...] | None = None  # None: as before
-    addresses: Mapping[int, str] = MappingProxyType({})  # where those who are new listen
+    addresses: Mapping[int, str] = MappingProxyType({})  # where new ranks listen
 
 
 class Control(ABC):
-    """What the world outside tells a rank, and hears from it."""
+    """A rank's link to its launcher: requests to stop or regroup come in, progress goes out."""
 
     @abstractmethod
     def stop_requested(self) -> bool: ...
@@ -42,24 +42,24 @@ class Control(ABC):
         """Called after every step; must be cheap."""
 
     def change_requested(self) -> bool:
-        """Whether somebody wants to join or leave: the segment is to end at a step all agree on, then regroup."""
+        """Whether a rank wants to join or leave: the segment then ends at an agreed step, and all regroup."""
         return False
 
     def busy(self, what: str | None) -> None:
-        """Say what this rank does that may take longer than the others wait (`validation`), and None once it is done.
+        """Report work that may take longer than other ranks wait (`validation`), and None once it is done.
 
-        Meanwhile it is not taken for hung.
+        Meanwhile this rank is not taken for hung.
         """
 
     def regroup(self, generation: int, steps_done: int) -> Regroup:
-        """Say how far this rank is, and hear who goes on; a newcomer says -1 and -1. Raises where nobody can say."""
-        raise Lost("a peer is lost, and nobody here can regroup")
+        """Report this rank's progress and wait for the new membership; a rank that joins passes -1 and -1."""
+        raise Lost("a peer is lost, and there is no coordinator to regroup the survivors")
 
 
 def share_from_first(worker: Worker) -> None:
-    """All that a replica is made of, as the first worker has it: parameters, frozen ones too, and buffers.
+    """Copy the first worker's parameters, frozen ones too, and buffers to all workers. Collective.
 
-    Collective. A task may draw them from elsewhere than the seed.
+    Needed because a task may initialise them from something else than the seed.
     """
     comm, model = worker.comm, worker.model
     if comm.size == 1:
@@ -79,17 +79,17 @@ def share_from_first(worker: Worker) -> None:
 
 
 def check_state(worker: Worker) -> None:
-    """Raise where this worker's state could not be saved, or sent to a worker that takes it over.
+    """Raise where this worker's state could not be saved, or sent to another worker.
 
-    Cheap, since nothing is copied: called before the first step, and again as optimizer and schedule fill theirs.
+    Cheap, since nothing is copied: called before the first step, and again as optimizer and schedule fill their state.
     """
-    if worker.steps_done & (worker.steps_done - 1):  # looked at after 0, 1, 2, 4, 8 … steps
+    if worker.steps_done & (worker.steps_done - 1):  # checked after 0, 1, 2, 4, 8 … steps
         return
     try:
         check_tree({**worker.state(copied=False), "buffers": dict(worker.model.named_buffers())})
     except CheckpointError as error:
         raise CheckpointError(
-            f"rank {worker.comm.rank}: the state of this run cannot be saved (looked at after {worker.steps_done} "
+            f"rank {worker.comm.rank}: the state of this run cannot be saved (checked after {worker.steps_done} "
             f"steps): {error}"
         ) from error
 
@@ -103,14 +103,14 @@ def recover(
     in_round: bool = False,
     late: bool = False,
 ) -> Regroup:
-    """Bring this worker to the state that the remaining workers agree on. `carried` travels with it and is updated.
+    """Bring this worker to the state that the new members agree on. `carried` travels with it and is updated.
 
-    `undo`: undoes the step that was under way; `in_round`: a round was, and has been undone. A worker that is not among
-    them is left as it is.
+    `undo`: undoes the step that was under way; `in_round`: a round was under way, and has been undone. A worker that is
+    not a member is left as it is.
     """
     comm = worker.comm
     if not late:
-        comm.abandon()  # at once: those who do not know of the loss yet learn of it by this
+        comm.abandon()  # first: it tells workers that have not noticed the loss yet
     if undo is not None:
         undo()
     before = worker.position
@@ -123,16 +123,16 @@ def recover(
         try:
             comm.regroup(plan.generation, plan.members, plan.servers, plan.addresses)
             _take_state(worker, plan.source, carried)
-            # A worker that is a step or round ahead has a sum that holds our part: what we sent for it is sent.
+            # If the source was a step or round ahead, its sum holds our part: the residual of that step counts.
             worker.sender.residuals.settle(happened=(undo is not None or in_round) and worker.position > before)
             return plan
-        except Lost:  # another one went while we were forming: report again
+        except Lost:  # another rank was lost while the group formed: report again
             comm.abandon()
             late = False
 
 
 def _take_state(worker: Worker, source: int, carried: dict[str, Any]) -> None:
-    """Everybody becomes what the source is; nothing is changed before all of it is here."""
+    """Copy the source's state to all workers; nothing changes before all of it has arrived."""
     comm = worker.comm
     mine = b""
     if comm.rank == source:

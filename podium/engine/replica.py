@@ -1,6 +1,6 @@
 """A replica: one worker's model and optimizer, with parameters and gradients in flat buffers.
 
-It moves the parameters, knows its state by name as a checkpoint keeps it, and sees to it that the model stays what
+It moves the parameters, returns its state by name for checkpoints, and checks that the model keeps the parameters that
 training began with. It knows no other worker.
 """
 
@@ -40,15 +40,14 @@ class Replica:
     ) -> None:
         """Moves the model's parameters into flat buffers; cast and move the model before, not after.
 
-        `rows` and `allocate` as `Flat` has them.
+        `rows` and `allocate`: see `Flat`.
         """
         self.model, self.optimizer, self.schedule, self.clip_norm = model, optimizer, schedule, clip_norm
         self.flat = Flat(model, optimizer, bucket_bytes, allocate=allocate, rows=rows)
         self.device = self.flat.params[0].device
         self.step_check = StepCheck(model, optimizer, self.flat)
-        """Looks in every step at what the model has done to itself."""
         self.strategy_state: dict[str, list[Tensor]] = {}
-        """What a strategy wants to find again after a checkpoint: flat tensors, laid out as the parameters are."""
+        """A strategy's tensors that checkpoints save: flat, laid out as the parameters are."""
         flat = self.flat
         self._flat_optimizer = FlatOptimizer(optimizer, flat.parameters, flat.pieces, flat.params, flat.grads)
         self._codec: Codec | None = None
@@ -81,30 +80,30 @@ class Replica:
             self.schedule.step()
 
     def moments(self) -> list[Tensor]:
-        """The optimizer's state that is as large as the parameters, such as momentum: the tensors themselves.
+        """The optimizer's state that is as large as the parameters, such as momentum: the tensors, not copies.
 
-        The same on all workers in number and order, where all have stepped all parameters.
+        Number and order are the same on all workers, once all have stepped all parameters.
         """
         states = (self.optimizer.state.get(p, {}) for p in self.flat.parameters)
         found = [state[key] for state in states for key in sorted(state)]
         return [value for value in found if isinstance(value, Tensor) and value.dim() > 0]
 
-    # Momentum that a codec does.
+    # A codec that applies the momentum.
 
     def reclaim_momentum(self) -> None:
-        """The optimizer does the momentum again that a codec did."""
+        """Give the momentum back from the codec to the optimizer."""
         for group, momentum in zip(self.optimizer.param_groups, self._momentum or (), strict=False):
             group["momentum"] = momentum
         self._momentum = None
 
     def lend_momentum(self, codec: Codec) -> None:
-        """Where this codec does the momentum, the optimizer does none."""
+        """Where this codec applies the momentum itself, switch off the optimizer's."""
         self._codec, self._momentum = codec, None
         if not codec.takes_momentum:
             return
         if getattr(self.schedule, "cycle_momentum", False):
             raise ConfigError(
-                f"codec {codec.name} does the momentum itself, and the schedule would cycle the optimizer's: "
+                f"codec {codec.name} applies the momentum itself, and the schedule would cycle the optimizer's: "
                 "give it cycle_momentum=False"
             )
         self._momentum = []
@@ -112,7 +111,7 @@ class Replica:
             codec.check(group)
             self._momentum.append(group["momentum"])
             group["momentum"] = 0.0
-            for p in group["params"]:  # or it would come back as it was, however long the codec lasts
+            for p in group["params"]:  # or the optimizer would later resume with this old momentum
                 self.optimizer.state.get(p, {}).pop("momentum_buffer", None)
         self._flat_optimizer.reload()
 
@@ -132,7 +131,7 @@ class Replica:
         return digest.hexdigest()[:16]
 
     def state(self, *, copied: bool = True) -> dict[str, Any]:
-        """All that a checkpoint keeps of this replica, by name: copies, unless it is only to be looked at."""
+        """All that a checkpoint saves of this replica, by name; not `copied`: the tensors themselves, to read only."""
         copy_of: Callable[[Any], Any] = _copy if copied else _as_it_is
         names = {id(p): name for name, p in self.model.named_parameters()}
         states = self.optimizer.state.items()
@@ -140,7 +139,7 @@ class Replica:
             "model": {k: copy_of(v) for k, v in self.model.state_dict().items()},
             "optimizer_class": type(self.optimizer).__name__,
             "optimizer": {names[id(p)]: copy_of(s) for p, s in states if isinstance(p, Tensor)},
-            # What an optimizer keeps for all parameters together, under a key of its own.
+            # State that an optimizer has for all parameters together, under its own key.
             "optimizer_common": {key: copy_of(s) for key, s in states if not isinstance(key, Tensor)},
             "groups": [copy_of(self._settings(g)) for g in range(len(self.optimizer.param_groups))],
             "schedule": None if self.schedule is None else copy_of(_plain_state(self.schedule.state_dict())),
@@ -148,7 +147,7 @@ class Replica:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Become what `state` says; the inverse of `state`."""
+        """The inverse of `state`."""
         self._check_fits(state)
         self.model.load_state_dict(state["model"])
         self.load_optimizer_state(state["optimizer"])
@@ -168,10 +167,12 @@ class Replica:
 
     def _check_fits(self, state: Mapping[str, Any]) -> None:
         if state["optimizer_class"] != type(self.optimizer).__name__:
-            raise ValueError(f"state of {state['optimizer_class']} cannot go on in {type(self.optimizer).__name__}")
+            raise ValueError(
+                f"state of {state['optimizer_class']} cannot be loaded into {type(self.optimizer).__name__}"
+            )
         if (state["schedule"] is None) != (self.schedule is None):
             raise ValueError(
-                f"a schedule was {'not ' if state['schedule'] is None else ''}used, and now is the other way"
+                f"it was saved {'without' if state['schedule'] is None else 'with'} a schedule, unlike this run"
             )
         if len(state["groups"]) != len(self.optimizer.param_groups):
             raise ValueError(f"{len(state['groups'])} parameter groups saved, {len(self.optimizer.param_groups)} here")
@@ -192,7 +193,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _copy(value: Any) -> Any:
-    """A state that does not change when the one that it was taken from does."""
+    """A deep copy of a state, without gradients."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) in (dict, OrderedDict):
@@ -207,8 +208,8 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _plain_state(state: Any) -> Any:
-    """A scheduler's or a group's state without the functions in it: a checkpoint cannot hold them, and who made the
-    scheduler has made them anew."""
+    """A scheduler's or a group's state without its functions: a checkpoint cannot hold them, and the run that resumes
+    has made them again with the scheduler."""
     if isinstance(state, dict):
         return {k: _plain_state(v) for k, v in state.items() if not _has_functions(v)}
     return [_plain_state(v) for v in state] if isinstance(state, list) else state

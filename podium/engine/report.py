@@ -1,4 +1,4 @@
-"""What a worker reports at its end."""
+"""A worker's result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Report(NamedTuple):
-    """What a worker came to."""
+    """A worker's result."""
 
     rank: int
     param_hash: str

@@ -1,8 +1,8 @@
-"""Rollback: a step or round that did not happen leaves no trace.
+"""Rollback: undoes a step or round in which a worker was lost.
 
-A step moves parameters only when all of it is summed, so what must be undone is what a pass changes besides: generators
-and buffers. A round moves parameters step by step, so it is undone by going back to all that the worker was when the
-round began. Numpy's and Python's generators are not undone: their states take 0.1 ms to read, too long for every step.
+A step moves parameters only after the whole sum, so only generators and buffers must be undone, which a pass changes. A
+round moves parameters step by step, so it is undone by restoring the worker's whole state from when the round began.
+Numpy's and Python's generators are not undone: their states take 0.1 ms to read, too long for every step.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from podium.engine.worker import Worker
 class _Before(NamedTuple):
     generators: State
     buffers: Snapshot
-    samples_since: int  # that the buffers have seen since all workers' were made alike
+    samples_since: int  # samples since the workers' buffers were last synced
     state: dict[str, Any]  # of the worker; empty where only a step is to be undone
 
 
 class Rollback:
-    """What one worker goes back to."""
+    """One worker's states before the step and the round under way."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -30,21 +30,21 @@ class Rollback:
         self._round: _Before | None = None
 
     def before_step(self) -> None:
-        """Remember what a step changes besides parameters."""
+        """Save what a step changes besides parameters."""
         self._step = self._take({})
 
     def undo_step(self) -> None:
-        """The step under way did not happen: generators and buffers go back to where it began."""
+        """Restore generators and buffers to the beginning of the step under way."""
         assert self._step is not None
         self._put_back(self._step)
         self._worker.gradients.forget_step()
 
     def before_round(self) -> None:
-        """All workers are alike here: remember where to go back to, should the next round fail."""
+        """Save the worker's state; all workers have the same parameters here."""
         self._round = self._take(self._worker.state())
 
     def undo_round(self) -> None:
-        """The round under way did not happen."""
+        """Restore the worker to the beginning of the round under way."""
         assert self._round is not None
         self._put_back(self._round)
         self._worker.progress.close_round()

@@ -1,4 +1,4 @@
-"""When a run is saved, what a checkpoint of it holds, and how a run goes on from one."""
+"""When a run is saved, what its checkpoints hold, and how a run resumes from one."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class RunCheckpoints:
-    """The checkpoints of one run, as one worker has its part in them."""
+    """One worker's part in a run's checkpoints."""
 
     def __init__(self, job: Job, total_steps: int, digests: Mapping[str, Digest]) -> None:
         self._job, self._total_steps, self._digests = job, total_steps, digests
         self.saved_at = -1
         """The position of the last checkpoint."""
         self.began_at = 0
-        """The position from which this run began, or went on."""
+        """The position at which this run began or resumed."""
 
     def begin(self, position: int) -> None:
         self.began_at = position
 
     def regrouped(self, saved_at: int, began_at: int) -> None:
-        """The workers regrouped: the furthest of them has these."""
+        """The workers regrouped: take over these positions of the most advanced worker."""
         self.saved_at, self.began_at = saved_at, began_at
 
     def next_horizon(self, loop: SegmentLoop) -> int:
@@ -45,7 +45,7 @@ class RunCheckpoints:
         return min(course.end, course.position_of((loop.worker.progress.global_step // every + 1) * every))
 
     def was_missed(self, loop: SegmentLoop) -> bool:
-        """Whether a checkpoint was due here and a loss came in between."""
+        """Whether a checkpoint was due here and a lost worker prevented it."""
         every, here = self._job.config.checkpoint_every, loop.worker.position
         due = every > 0 and loop.phases.course.step_at(here) % every == 0 and here != self.began_at
         return due and self.saved_at != here
@@ -53,7 +53,7 @@ class RunCheckpoints:
     # Save.
 
     def save(self, loop: SegmentLoop, *, is_last: bool) -> None:
-        """All workers write what is their own; then the first writes what is shared and makes it whole. Collective."""
+        """All workers write their own files; then the first writes the shared file and publishes. Collective."""
         worker, comm, run_dir, began = loop.worker, loop.comm, self._job.run_dir, loop.comm.clock.now_ns()
         if run_dir is not None:
             step = loop.phases.course.step_at(worker.position)
@@ -71,7 +71,7 @@ class RunCheckpoints:
                         save_tensors(run_dir / "model.safetensors", worker.model.state_dict())
                     self._save_shared(loop, run_dir, step, began, parts.by_rank)
             if comm.size > 1:
-                comm.barrier()  # nobody leaves, or goes on, before it is whole: the first may be lost over it
+                comm.barrier()  # no worker leaves or continues before it is published: the first may be lost meanwhile
             if comm.rank in parts.sent:
                 checkpoint.drop_own(run_dir, step, comm.rank)
         self.saved_at = worker.position
@@ -85,12 +85,12 @@ class RunCheckpoints:
         shared["strategy"], shared["unit"] = type(strategy).__name__, list(scale_of(strategy, worker))
         keep = self._job.config.keep_checkpoints
         path = checkpoint.save_shared(run_dir, step, shared, loop.comm.workers, keep, parts)
-        self.saved_at = worker.position  # at once: should others give up waiting, it is not written again
+        self.saved_at = worker.position  # now: if the other workers time out, it is not written again
         now = loop.comm.clock.now_ns()
         loop.recorder.write("checkpoint", now, step=step, position=worker.position, path=path.name, took_ns=now - began)
 
     def _must_match(self, loop: SegmentLoop) -> dict[str, int | None]:
-        """What a checkpoint and the run that goes on from it must have in common."""
+        """What must be the same in a checkpoint and in the run that resumes from it."""
         scheduled = self._job.task.schedule is not None
         return {
             "seed": self._job.config.seed,
@@ -101,8 +101,8 @@ class RunCheckpoints:
     # Resume.
 
     def resume(self, loop: SegmentLoop, path: Path) -> None:
-        """Go on from the newest checkpoint at this path. Collective."""
-        found = checkpoint.find_checkpoint(path, verified=False)  # what is loaded is verified then
+        """Resume from the newest checkpoint at this path. Collective."""
+        found = checkpoint.find_checkpoint(path, verified=False)  # loading a file verifies it
         agree_on_checkpoint(loop.comm, found)
         shared = found.shared()
         self._check(loop, found, shared)
@@ -116,7 +116,7 @@ class RunCheckpoints:
                 loop.control.progress({"event": "warning", "text": f"{found.path}: {said}"})
             loop.phases.load_state(shared["phasing"])
         if shared.get("strategy") != type(loop.strategy).__name__:
-            worker.strategy_state.clear()  # another strategy's own
+            worker.strategy_state.clear()  # it is another strategy's
         self._take_own(loop, found)
         if "unit" in shared:
             convert_residuals(worker, ResidualScale(*shared["unit"]), scale_of(loop.strategy, worker))
@@ -129,7 +129,7 @@ class RunCheckpoints:
             raise CheckpointError(f"{found.path}: was made with {said}")
 
     def _take_own(self, loop: SegmentLoop, found: checkpoint.Checkpoint) -> None:
-        """What this worker wrote for itself; the first worker takes the residuals of workers now missing, too."""
+        """Load this worker's own file; the first worker also takes the residuals of workers that are now missing."""
         comm, worker = loop.comm, loop.worker
         own = found.own(comm.rank)
         if own is not None:

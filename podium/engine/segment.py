@@ -1,13 +1,13 @@
-"""The one loop: trains one worker segment by segment, for `podium train` and for a script's own loop.
+"""The training loop: trains one worker segment by segment, for `podium train` and for a script's own loop.
 
-    segment   init, steps until the horizon, finish; then the worker's own state is the whole truth
-    Lost      under a strategy that survives it: undo the step or round under way, ask the launcher who is left, take
-              the state of the worker that is furthest, and begin a new segment from there
+    segment   init, steps until the horizon, finish; then the worker's own state is complete
+    Lost      under a strategy that survives it: undo the step or round under way, ask the coordinator for the new
+              members, copy the state of the most advanced worker, and begin a new segment from there
     pause     a worker joins or leaves: the segment ends at a step that all workers agree on; they regroup, and begin
               the next segment
 
-Its driver asks for a batch, then for a step on it. What lies between segments (validation, checkpoints, the user's own
-code) is the driver's.
+Its driver calls `next_batch`, then `step`. What lies between segments (validation, checkpoints, the user's own code)
+is the driver's.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def _ignore(_carried: dict[str, Any], _first_is_gone: bool) -> None:
 
 
 class Driver(NamedTuple):
-    """What the loop asks of its driver: `Training`, or a script's `Run`."""
+    """Callbacks of the loop's driver: `Training`, or a script's `Run`."""
 
     after_step: Callable[[], None] = _nothing
-    """Called when a segment has begun, and after every step: validates where that is due."""
+    """Called when a segment has begun, and after every step: validates if that is due."""
     totals: Callable[[], dict[str, Any]] = _no_facts
     """How much there is to train, for the progress display."""
     carried: Callable[[], dict[str, Any]] = _no_facts
-    """What workers that regroup take over from the furthest of them, besides the worker's state."""
+    """What workers that regroup copy from the most advanced of them, besides the worker's state."""
     regrouped: Callable[[dict[str, Any], bool], None] = _ignore
-    """Takes what was carried, and whether the worker that was the first is gone."""
+    """Gets the source's `carried`, and whether the worker that was the first is gone."""
 
 
 class SegmentLoop:
@@ -89,19 +89,19 @@ class SegmentLoop:
         self.is_under_way = False
         """Whether a segment has begun and not ended."""
         self.retired = False
-        """Whether this worker has left the run, and the others train without it."""
+        """Whether this worker has left the run, and the other workers train without it."""
         self._buffers, self._driver, self._saves = buffers, driver, saves
         self._rollback = Rollback(worker)
         self._source: tuple[Dataset, GlobalOrder] | None = None
         self._feed: Feed | None = None
         self._state: Any = None
         self._in_step = False
-        self._undone: tuple[int, int] | None = None  # steps of the round that did not happen, and where it began
+        self._undone: tuple[int, int] | None = None  # steps of the undone round, and the position where it began
         self._step_ended_ns = self._finish_ns = 0  # when the last step ended, and how long the last finish took
 
     @property
     def strategy(self) -> Strategy[Any]:
-        """How replicas come to agree in the present phase."""
+        """The present phase's strategy."""
         return self.phases.strategy
 
     @property
@@ -111,12 +111,11 @@ class SegmentLoop:
     # A segment.
 
     def train_on(self, dataset: Dataset, order: GlobalOrder, batch_size: int) -> None:
-        """Samples come from here."""
         self._source = dataset, order
         self.worker.progress.train_on(order.samples, batch_size)
 
     def prepare(self) -> None:
-        """Before a segment, and before the worker's state is saved."""
+        """Call before a segment, and before the worker's state is saved."""
         self.worker.flat.check()
         self.worker.sender.prepare()
 
@@ -131,7 +130,7 @@ class SegmentLoop:
         self._state = self.strategy.init(worker)
         self.phases.has_begun(began)
         self.is_under_way = True
-        self._driver.after_step()  # again, where the worker that validated was lost over it
+        self._driver.after_step()  # validates again, if the worker that validated was lost meanwhile
 
     def _make_feed(self) -> Feed:
         assert self._source is not None
@@ -169,11 +168,11 @@ class SegmentLoop:
 
     @property
     def _is_retried(self) -> bool:
-        """Whether a step or round that a worker is lost in is done again."""
+        """Whether a step or round in which a worker is lost is retried."""
         return self._cadence.survives_loss and self.comm.size > 1
 
     def _look_at(self, batch: Batch, loss: float, step_s: float) -> None:
-        """A step is done: learn from it, and say so."""
+        """After a step: update balance and phases, check the loss, report progress."""
         worker, cadence, times = self.worker, self._cadence, self.worker.gradients.times
         worker.sender.record_news(self.recorder, worker.steps_done)
         if cadence.feed == "step":
@@ -186,11 +185,11 @@ class SegmentLoop:
         self.control.progress(progress_of(worker, loss, **self._driver.totals()))
 
     def settle(self) -> None:
-        """This worker leaves the segment before its horizon: wait for the answers that it still awaits."""
+        """This worker leaves the segment before its horizon: wait for its outstanding answers."""
         self.strategy.settle(self.worker, self._state)
 
     def finish(self) -> None:
-        """End the segment: afterwards the worker's own state is the whole truth. Collective."""
+        """End the segment: afterwards the worker's own state is complete. Collective."""
         self.is_under_way = False
         began = self.comm.clock.now_ns()
         try:
@@ -203,25 +202,25 @@ class SegmentLoop:
         check_parameters(self.worker.flat, rank=self.comm.rank, step=self.worker.steps_done)
 
     def end_phase(self) -> None:
-        """The segment was the last of its phase: the next phase begins with the next segment."""
+        """Call after the last segment of a phase: the next phase begins with the next segment."""
         began = self.comm.clock.now_ns()
         self.phases.advance(drain_ns=began - self._finish_ns - self._step_ended_ns, home_ns=self._finish_ns)
 
     def change_members(self) -> None:
-        """The workers agreed to pause: regroup with those who join, and without those who leave. Collective."""
+        """The workers agreed to pause: regroup with workers that join, and without workers that leave. Collective."""
         self.worker.sender.residuals.share()
         self.regroup("a worker joins or leaves, or is gone")
 
     def sync_buffers(self) -> None:
-        """Before buffers are used (validated, saved), make them alike on all workers, if they should be. Collective."""
-        apart = self._cadence.every != "step"  # they cannot be broadcast before every step
+        """Make buffers the same on all workers, unless they are `local`, before they are used or saved. Collective."""
+        apart = self._cadence.every != "step"  # buffers cannot be broadcast before every step
         if self._buffers == "mean" or (self._buffers == "broadcast" and apart):
             self.worker.buffers.mean()
         elif self._buffers == "broadcast":
             self.worker.buffers.broadcast_frozen()
 
     def check_state(self) -> None:
-        """Find out now, and not after the last step or at the first loss, that the state cannot be saved."""
+        """Raise now, and not after the last step or at the first lost worker, if the state cannot be saved."""
         if self._saves or self._is_retried:
             check_state(self.worker)
 
@@ -229,14 +228,14 @@ class SegmentLoop:
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
-        """Where a peer is lost inside, the survivors regroup; a segment that was under way has then ended."""
+        """When a peer is lost inside, the survivors regroup; a segment that was under way has then ended."""
         try:
             yield
         except Lost as error:
             self.recover(error)
 
     def recover(self, error: Lost) -> None:
-        """Continue with the survivors, from the last step or the start of the round; raises where that cannot be."""
+        """Continue with the survivors, from the last step or the start of the round; raises where it cannot."""
         if not self._cadence.survives_loss:
             raise error
         if self.is_under_way:
@@ -248,7 +247,7 @@ class SegmentLoop:
         self.regroup(str(error))
 
     def _rescue(self) -> None:
-        """A step did not happen. Where the truth lives on servers, bring it home before the survivors regroup."""
+        """Undo the step or round; where servers hold the parameters, fetch them before the survivors regroup."""
         if self._cadence.by_rounds:
             return self._undo_round()
         if not self.strategy.server_spec:  # there may be servers all the same, for another phase
@@ -260,13 +259,13 @@ class SegmentLoop:
         self.strategy.finish(self.worker, self._state)
 
     def _undo_round(self) -> None:
-        """The round under way did not happen: its samples come again, divided among those who are left."""
+        """Undo the round under way: its samples are divided among the survivors."""
         before, self._in_step = self.worker.steps_done, False
         self._rollback.undo_round()
         self._undone = (before - self.worker.steps_done, self.worker.position)
 
     def regroup(self, cause: str) -> None:
-        """Ask the coordinator for the new membership, and copy the state of the worker that is furthest."""
+        """Ask the coordinator for the new membership, and copy the state of the most advanced worker."""
         began, own_steps = self.comm.clock.now_ns(), self.worker.steps_done
         servers, before = self.comm.servers, self.comm.workers
         carried = {**self._driver.carried(), "phasing": self.phases.state()}
@@ -281,7 +280,7 @@ class SegmentLoop:
         self.retired = self.retired or self.comm.rank not in plan.members
         self.phases.load_state(carried["phasing"])
         if not self.is_late and self._cadence.by_leases:
-            self.worker.progress.count_from(own_steps)  # each counts its own
+            self.worker.progress.count_from(own_steps)  # each worker counts its own steps
         self._driver.regrouped(carried, before[0] not in plan.members)
         self._dismiss(sorted(set(servers) - set(self.comm.servers)))
         self.is_late = False
@@ -302,7 +301,7 @@ class SegmentLoop:
         )
 
     def _record_undone(self) -> None:
-        """The round did not happen; unless others have its sum, with our part in it, which we have now taken over."""
+        """Record the undone round, unless the source had completed it: then this worker has copied its result."""
         if self._undone is None:
             return
         (steps, position), self._undone = self._undone, None
@@ -311,7 +310,7 @@ class SegmentLoop:
             self.recorder.write("undone", self.comm.clock.now_ns(), **facts)
 
     def _dismiss(self, servers: Sequence[int]) -> None:
-        """Let servers that are no longer needed go."""
+        """Retire servers that are no longer needed."""
         if not self.retired and self.comm.rank == self.comm.workers[0]:
             for server in servers:
                 with suppress(Lost):  # it is gone already

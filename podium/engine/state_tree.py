@@ -1,7 +1,7 @@
 """Trees of state as tensors by name, and one JSON text for everything else.
 
 A tree is a nest of dicts, lists, tuples and sets of tensors, numpy arrays and plain values. `strip` takes the tensors
-out of it and `fill` puts them back: every type comes back as it was, and nothing is unpickled.
+out of it and `fill` puts them back: every type is restored, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def fill(text: str, tensors: Mapping[str, Tensor], origin: str) -> Any:
     try:
         return _fill(json.loads(text), tensors)
     except (ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
-        raise CheckpointError(f"{origin}: what it says of its tensors is damaged: {error!r}") from error
+        raise CheckpointError(f"{origin}: its table of tensors is damaged: {error!r}") from error
 
 
 def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -50,7 +50,7 @@ def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         if value.dtype.kind not in _NUMPY_KINDS:
             raise _cannot_be_saved(path, f"numpy {type(value).__name__} of {value.dtype}")
-        if isinstance(value, np.generic):  # with its type: arithmetic with a float32 is not that with a float
+        if isinstance(value, np.generic):  # with its type: arithmetic with a float32 gives other results
             return {"numpy": [value.dtype.str, value.tobytes().hex()]}
         return {"array": [value.dtype.str, list(value.shape), _put(_bytes(value.tobytes()), path, tensors)]}
     if isinstance(value, bytes | bytearray):

@@ -1,6 +1,6 @@
-"""`podium train` on one rank, in whatever world: a task is trained segment by segment, validated and saved.
+"""`podium train` on one rank, in any world: trains a task segment by segment, validates and saves.
 
-The steps themselves are `SegmentLoop`'s. A segment ends where the next checkpoint is due, or at the end of the run.
+`SegmentLoop` runs the steps. A segment ends where the next checkpoint is due, or at the end of the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from podium.servers.server import Server
 from podium.strategies.triggers.base import Course
 
 _DIGESTS = "data.json"
-"""Where the first worker keeps the fingerprints of the data, for those who join the run later."""
+"""Where the first worker saves the fingerprints of the data, for workers that join the run later."""
 
 
 class Training:
@@ -83,7 +83,7 @@ class Training:
         return self._end()
 
     def _is_over(self) -> bool:
-        """Nothing left to train, and what comes after a segment is done too."""
+        """Whether training is over, and validation and checkpoint after it are done too."""
         here = self.worker.position
         return self._is_trained() and self._checkpoints.saved_at == here and self._validation.at == here
 
@@ -104,7 +104,7 @@ class Training:
         if loop.phases.is_over:
             self._switch()
         if worker.votes.agreed.pause:
-            return loop.change_members()  # all begin anew, newcomers too
+            return loop.change_members()  # then all workers, new ones too, begin the next segment
         if loop.phases.leaving is not None and not self._is_trained():
             return None
         loop.sync_buffers()
@@ -113,7 +113,7 @@ class Training:
     def _validate_and_save(self) -> None:
         worker = self.worker
         stopped = worker.votes.agreed.stop and worker.position < self.end
-        if stopped:  # at once: the user or scheduler that ends a run may kill it soon after
+        if stopped:  # before validating: the user or scheduler that stops a run may kill it soon after
             self._save()
         if self._is_trained() and (self._validation.at != worker.position or self._validation.loss is None):
             self._validation.run(self.loop)
@@ -124,13 +124,13 @@ class Training:
         self._checkpoints.save(self.loop, is_last=self._is_trained())
 
     def _switch(self) -> None:
-        """The phase is over: everything is home, and the next phase takes it from there."""
+        """Begin the next phase; the worker holds the whole state."""
         by_leases = self.loop.strategy.cadence.by_leases
         self.loop.end_phase()
         if by_leases and self._comm.size > 1:
             self._validation.share(self.loop)
 
-    # What the loop asks.
+    # Called by the loop.
 
     def _validate_when_due(self) -> None:
         self._validation.run_when_due(self.loop)
@@ -149,7 +149,7 @@ class Training:
     # Beginning and end.
 
     def _take_digests(self) -> Mapping[str, Digest]:
-        """Fingerprints of the data, where there is somebody or a checkpoint to compare them with."""
+        """Fingerprints of the data, where there is another worker or a checkpoint to compare them with."""
         if self._job.digests is not None:
             return self._job.digests
         if self._comm.size == 1 and self._job.run_dir is None:
@@ -158,7 +158,7 @@ class Training:
             return digests_of(self.data)
 
     def _compare(self) -> None:
-        """Refuse to begin where ranks were told, or made, different things. Collective."""
+        """Refuse to begin where ranks have different settings, models or data. Collective."""
         worker, comm, run_dir = self.worker, self._comm, self._job.run_dir
         compare(comm, {**self._job.facts, **model_facts(worker.model, worker.optimizer)}, self._digests)
         if comm.index == 0 and run_dir is not None and not comm.shares_process:
@@ -166,14 +166,14 @@ class Training:
             write_atomically(run_dir / _DIGESTS, json.dumps(kept), durable=True)
 
     def _compare_late(self) -> None:
-        """One that joins a run under way compares its data with what the others began with, and may still stay away."""
+        """A late worker compares its data with the data that the run began with, and raises before it joins."""
         path = None if self._job.run_dir is None else self._job.run_dir / _DIGESTS
         began_with = json.loads(path.read_text()) if path is not None and path.is_file() else {}
         if said := difference_of(self._digests, began_with):
             raise DataError(f"rank {self._comm.rank} has {said}")
 
     def _begin_alike(self) -> None:
-        """All from the checkpoint, or all as the first worker is; a late one as those who are at it."""
+        """Load the checkpoint, or copy the first worker's replica; a late worker regroups with the running ones."""
         if self.loop.is_late:
             self._compare_late()
             self.loop.regroup("joins late")
@@ -181,15 +181,15 @@ class Training:
         if self._job.config.resume is not None:
             with as_request():
                 self._checkpoints.resume(self.loop, Path(self._job.config.resume))
-            self._validation.done_before(self.worker.position)  # what was due before the checkpoint was done before it
-            self._compare()  # behind it: should a peer be lost here, the others go on from the checkpoint
+            self._validation.done_before(self.worker.position)  # validations due before the checkpoint were done
+            self._compare()  # after loading: if a peer is lost here, the survivors continue from the checkpoint
         else:
             self._compare()
             share_from_first(self.worker)
         self._checkpoints.begin(self.worker.position)
 
     def _warn(self, text: str) -> None:
-        """Tell the user something that is no error."""
+        """Record and show a warning."""
         said = f"task {self._job.task.name}: {text}"
         self._recorder.write("warning", self._comm.clock.now_ns(), text=said)
         self.loop.control.progress({"event": "warning", "text": said})
@@ -218,7 +218,7 @@ class Training:
         report = self._report(self.worker)
         facts = {k: v for k, v in report._asdict().items() if k != "rank"}
         if self.loop.retired:
-            facts.pop("param_hash")  # it left before the end: what it holds is not what the run came to
+            facts.pop("param_hash")  # it left before the end: its parameters are not the run's result
         traffic = self._comm.traffic
         self._recorder.write("end", self._comm.clock.now_ns(), **facts, sent=traffic.sent, received=traffic.received)
         return report
@@ -232,7 +232,7 @@ class Training:
 
 
 def _make_run_dir(run_dir: Path) -> None:
-    """The launcher has made it, unless this host has a disk of its own. Later on nobody makes it anew."""
+    """Usually the launcher has made it, unless this host has its own disk. It is not made again later in the run."""
     try:
         make_folder(run_dir)
     except OSError as error:
@@ -240,7 +240,7 @@ def _make_run_dir(run_dir: Path) -> None:
 
 
 def run_server(server: Server) -> None:
-    """A server's run: until all workers have left."""
+    """Serve until all workers have left; records begin and end."""
     comm, recorder = server.comm, server.recorder
     recorder.write(
         "begin",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """When one worker's run was last validated, and what came of it."""
+    """When one worker last validated, and the result."""
 
     def __init__(self, task: Task, test: Dataset, every: int) -> None:
         """`every`: epochs between two validations; 0: only at the end."""
@@ -34,18 +34,18 @@ class Validation:
         self._began_ns = self._took_ns = 0
 
     def begin(self, now_ns: int) -> None:
-        """Training begins: seconds of training are counted from here, without those of validation."""
+        """Training time is counted from here, without validations."""
         self._began_ns = now_ns
 
     def is_due(self, position: int, samples: int) -> bool:
-        """Whether an epoch has ended that was not validated; an asynchronous first worker sees its leases pass it."""
+        """Whether an epoch has ended that was not validated; `position` may be beyond its end, as under leases."""
         if self._every == 0:
             return False
         due = position // samples // self._every * self._every * samples
         return due > 0 and self.at < due
 
     def run_when_due(self, loop: SegmentLoop) -> None:
-        """Validate where that is due. Collective where workers go through steps together."""
+        """Validate if that is due. Collective where workers go through steps together."""
         course, position = loop.phases.course, loop.worker.position
         if position >= course.end or not self.is_due(position, course.samples):
             return
@@ -90,16 +90,16 @@ class Validation:
         self.metrics = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
 
     def done_before(self, position: int) -> None:
-        """What was due up to here was done, in this run or in the one that it resumes."""
+        """Validations up to here were done, in this run or in the one that it resumes."""
         self.at = position
 
     def regrouped(self, at: int, position: int, first_is_gone: bool) -> None:
-        """The workers regrouped: the furthest of them last validated `at`."""
-        # Where the first worker is gone and no step was done since, nobody knows whether it was done with validating.
+        """The workers regrouped: the most advanced of them last validated `at`."""
+        # If the first worker is gone and no step was done since, it may not have finished validating.
         self.at = -1 if first_is_gone and at == position else at
 
     def share(self, loop: SegmentLoop) -> None:
-        """Asynchronous workers pass the end of an epoch each for itself; what the first has validated counts."""
+        """Take the first worker's position: asynchronous workers pass the end of an epoch at different times."""
         at = torch.tensor([self.at], dtype=torch.int64)
         loop.comm.wait(loop.comm.broadcast(at, loop.comm.workers[0]))
         self.at = int(at.item())
@@ -107,7 +107,7 @@ class Validation:
 
 @contextmanager
 def busy(control: Control, what: str) -> Iterator[None]:
-    """The other workers wait for this one, and know why."""
+    """Report why this worker makes the other workers wait."""
     control.busy(what)
     try:
         yield
@@ -117,7 +117,7 @@ def busy(control: Control, what: str) -> Iterator[None]:
 
 @torch.no_grad()
 def predict(model: nn.Module, dataset: Dataset, batch_size: int, device: torch.device) -> tuple[Any, Any]:
-    """The model's outputs and the targets over a whole data set, on the CPU; leaves the model as it was."""
+    """The model's outputs and the targets over a whole data set, on the CPU; leaves the model unchanged."""
     outputs, targets = [], []
     with evaluating(model):
         for start in range(0, len(dataset), batch_size):

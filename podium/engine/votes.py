@@ -1,11 +1,11 @@
-"""Votes: what each worker asks of all workers, and what all have agreed on.
+"""Votes: what each worker requests of all workers, and what all have agreed on.
 
     stop     end the run after this step
     pause    end the segment here and regroup: a worker joins or leaves
     switch   end the segment here and begin the next phase
 
 A worker's votes travel with its next exchange. One worker's vote is enough, so all workers agree in the same step. What
-they agreed on holds until it is carried out. The loss travels the same way: its mean over the workers comes back.
+they agreed on holds until it is carried out. The loss travels the same way, and its mean over the workers is returned.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Votes:
 
     def __init__(self) -> None:
         self.requested = Vote()
-        """What this worker asks for with its next exchange."""
+        """What this worker votes for with its next exchange."""
         self.agreed = Vote()
         """What all workers agreed on and have not carried out yet."""
         self.mean_loss: float | None = None
-        """Mean loss of all workers over the last step or round that they ended together; None where nobody knows it."""
+        """Mean loss of all workers over the last step or round that they ended together; None where it is unknown."""
 
     @property
     def ends_segment(self) -> bool:
@@ -43,12 +43,12 @@ class Votes:
         return any(self.agreed)
 
     def request(self, *, stop: bool | None = None, pause: bool | None = None, switch: bool | None = None) -> None:
-        """Ask for these with the next exchange; None leaves a vote as it is."""
+        """Vote for these with the next exchange; None leaves a vote as it is."""
         asked = {"stop": stop, "pause": pause, "switch": switch}
         self.requested = self.requested._replace(**{name: vote for name, vote in asked.items() if vote is not None})
 
     def agree(self, outcome: Sequence[bool]) -> None:
-        """Take over what the workers agreed on, in the order of `Vote`; what was agreed before stays."""
+        """Store what the workers agreed on, in the order of `Vote`; what was agreed before stays."""
         self.agreed = Vote(*(old or bool(new) for old, new in zip(self.agreed, outcome, strict=True)))
 
     def ballot(self, done: Round) -> Tensor:
@@ -56,13 +56,13 @@ class Votes:
         return torch.tensor([*self.requested, done.loss, done.samples], dtype=torch.float64)
 
     def count(self, ballots: Tensor) -> None:
-        """The sum of all workers' ballots is here."""
+        """Read the sum of all workers' ballots."""
         *votes, loss, samples = ballots.tolist()
         self.agree([vote > 0 for vote in votes])
         self.mean_loss = loss / samples if samples else None
 
     def set_mean_loss(self, loss: float | None) -> None:
-        """The mean loss came otherwise than by `count`: with the gradients, or from a server."""
+        """For a mean loss that does not come through `count`: with the gradients, or from a server."""
         self.mean_loss = loss
 
     def regrouped(self) -> None:
@@ -70,10 +70,10 @@ class Votes:
         self.agreed = self.agreed._replace(pause=False)
 
     def switched(self) -> None:
-        """The next phase begins: nobody asks for it any more."""
+        """The next phase begins: drop this worker's vote for it."""
         self.requested, self.agreed = self.requested._replace(switch=False), self.agreed._replace(switch=False)
 
     def restore(self, agreed: Sequence[bool]) -> None:
-        """Take over what another worker knows of the outcome; a pause is this worker's own to carry out."""
+        """Take over another worker's outcome, except the pause, which this worker carries out itself."""
         stop, _, switch = agreed
         self.agreed = self.agreed._replace(stop=stop, switch=switch)

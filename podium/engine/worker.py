@@ -1,19 +1,19 @@
 """A worker: one replica of the model, and what a strategy may do with it.
 
-A strategy asks it for gradients (`backward`), exchanges them, and lets it move the parameters (`apply`). Gradients are
-weighted by samples, not by ranks: each worker scales its own by its part of the global step, so that a plain sum over
-the workers is the gradient of the whole step, however unevenly it was divided.
+A strategy calls `backward` for gradients, exchanges them, and calls `apply` to move the parameters. Gradients are
+weighted by samples, not by ranks: each worker scales its gradient by its part of the global step, so that a plain sum
+over the workers is the gradient of the whole step, however unevenly it was divided.
 
     replica       model, optimizer, schedule, flat buffers, state by name
     gradients     forward and backward passes, and how long they take
-    buffers       running statistics and the like, made alike on all workers
+    buffers       running statistics and the like, synced over the workers
     generators    random numbers
     progress      steps, position in the global order, segment, round
     votes         stop, pause, switch of phase, mean loss: requested and agreed
     leases        samples that a server lent to this worker
-    sender        what is sent, how it is packed, and what was left out
+    sender        what is sent, how it is packed, and the residuals
 
-Each changes through its own methods; nobody writes another's fields.
+Each changes through its own methods; none writes another's fields.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from podium.exchange.sender import Sender
 
 
 class Worker:
-    """One replica, its communicator, and how far it is."""
+    """One replica, its communicator and its progress."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Worker:
         self.sender = Sender(comm, replica.flat, packing, collective or Backend())
         replica.lend_momentum(packing.codec)
 
-    # What there is.
+    # Parts.
 
     @property
     def model(self) -> nn.Module:
@@ -91,7 +91,7 @@ class Worker:
 
     @property
     def strategy_state(self) -> dict[str, list[Tensor]]:
-        """What a strategy wants to find again after a checkpoint: flat tensors, laid out as the parameters are."""
+        """A strategy's tensors that checkpoints save: flat, laid out as the parameters are."""
         return self.replica.strategy_state
 
     @property
@@ -117,9 +117,9 @@ class Worker:
     # A step.
 
     def backward(self, batch: Batch, on_ready: Callable[[int], None] | None = None) -> Tensor:
-        """Weighted gradients of this batch into the buckets; returns its mean loss.
+        """Compute this batch's weighted gradients into the buckets; returns its mean loss.
 
-        `on_ready(b)` is called once per bucket, in index order, as soon as its gradients are there: it may issue an
+        `on_ready(b)` is called once per bucket, in index order, as soon as its gradients are complete: it may issue an
         exchange and must not wait. A worker without samples contributes zeros.
         """
         return self.gradients.run(batch, on_ready)
@@ -134,7 +134,7 @@ class Worker:
         return self.flat.bucket(index)
 
     def issue(self, bucket: int) -> None:
-        """Begin to sum a bucket's gradients over the workers; never waits."""
+        """Start to sum a bucket's gradients over the workers; does not wait."""
         if self.gradients.noise is not None:
             self.gradients.noise.add_own(_squared_norm(self.sender.spans[bucket].of(self.flat.grads)))
         self.sender.issue(bucket, self.context)
@@ -144,12 +144,12 @@ class Worker:
         self.sender.complete(self.context)
 
     def apply(self, batch: Batch) -> None:
-        """Move the parameters by the reduced gradients: the one place where a synchronous step becomes true."""
+        """Move the parameters by the reduced gradients: only here does a synchronous step take effect."""
         stop, loss, changed, pause, switch = self.flat.tail.tolist()
         used = self.gradients.agree_on_used(changed=changed > 0)
         self.replica.step_check.compare(self.comm, self.steps_done + 1)
         if not self.sender.is_exact:
-            # What was left out of a parameter's gradient may come when nobody has used it; not while it is frozen.
+            # A parameter that no worker used may still receive its residual; not while it is frozen.
             each = zip(self.flat.parameters, used, self.flat.views, strict=True)
             used = [is_used or (p.requires_grad and bool(view.any())) for p, is_used, view in each]
         self.votes.set_mean_loss(loss)
@@ -163,7 +163,7 @@ class Worker:
         """One step by this worker's own gradient, over its own samples; no other worker takes part."""
         began = self.comm.clock.now_ns()
         loss = self.backward(batch._replace(weight=1.0))
-        # Now: the next exchange would spread it.
+        # Before the next exchange, which would spread it.
         check_loss(float(loss), batch, rank=self.comm.rank, step=self.steps_done + 1)
         self._move(self.gradients.used, batch)
         self.round.add(batch, float(loss), self.comm.clock.now_ns() - began)
@@ -175,14 +175,14 @@ class Worker:
         self.advance(batch)
 
     def advance(self, batch: Batch) -> None:
-        """A step became true: count it and move on in the order; in synchronous training the schedule follows."""
+        """Count a step that took effect and advance the position; in synchronous training also the schedule."""
         self.progress.step_done(batch.end)
         self.sender.step_done()
         if batch.lease < 0:
             self.replica.step_schedule()
 
     def end_round(self, *handles: Handle) -> None:
-        """The round is over: wait for these exchanges and count the workers' votes and losses. Collective."""
+        """End the round: wait for these exchanges, and sum the workers' votes and losses. Collective."""
         ballots = self.votes.ballot(self.progress.close_round())
         self.comm.wait(*handles, self.comm.all_reduce(ballots))
         self.votes.count(ballots)
@@ -190,7 +190,7 @@ class Worker:
     # Between segments.
 
     def state(self, *, copied: bool = True) -> dict[str, Any]:
-        """All that a checkpoint keeps of this worker, by name: copies, unless it is only to be looked at."""
+        """All that a checkpoint saves of this worker, by name; not `copied`: the tensors themselves, to read only."""
         return {
             **self.replica.state(copied=copied),
             "steps_done": self.progress.steps_done,
@@ -198,7 +198,7 @@ class Worker:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Become what `state` says; the inverse of `state`."""
+        """The inverse of `state`."""
         self.replica.load_state(state)
         self.progress.count_from(state["steps_done"])
         self.progress.move_to(state["position"])
@@ -209,12 +209,12 @@ def _squared_norm(tensor: Tensor) -> float:
 
 
 def _refuse_max_norm(model: nn.Module) -> None:
-    """Rows that one worker looks up are rescaled there and nowhere else: replicas would differ."""
+    """A worker rescales the rows that it looks up, and no other worker does: replicas would differ."""
     for name, module in model.named_modules():
         table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if table and module.max_norm is not None and module.weight.requires_grad:
             raise ConfigError(
                 f"module {name or type(module).__name__}: max_norm rescales the rows that a worker has looked up, on "
-                "that worker only, so workers would come apart; use one worker, or leave max_norm out and rescale all "
+                "that worker only, so replicas would differ; use one worker, or leave max_norm out and rescale all "
                 "rows in forward"
             )

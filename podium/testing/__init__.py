@@ -1,4 +1,4 @@
-"""What a strategy or communicator of your own is tested with: the contracts that Podium's own pass, and their parts.
+"""Tests for your own strategy or communicator: the contracts that Podium's own pass, and their parts.
 
     import pytest
     from podium.testing import StrategyContract
@@ -13,10 +13,10 @@
                 ClippingContract, SynchronousClippingContract (`strategies`), CommunicatorContract (`communicators`)
     tasks       toy, UNUSUAL models, OPTIMIZERS; train, train_in and train_plainly, the plain PyTorch loop (`toys`)
     worlds      Memory, Virtual, Real: a function per rank in threads, in virtual time, on processes (`worlds`)
-    faults      Faults: which rank is killed, stopped or held, at which step (`faults`)
-    frames      damaged frames (`frame_mutations`) and what reads them (`frame_fuzz`, also `podium bench fuzz`)
+    faults      Faults: which rank is killed, stopped or blocked, at which step (`faults`)
+    frames      damaged frames (`frame_mutations`) and their reader under test (`frame_fuzz`, also `podium bench fuzz`)
 
-Contracts are classes for pytest; all else needs no test runner.
+Contracts are classes for pytest; everything else works without a test runner.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every communicator promises. A communicator's own tests subclass the contract and supply `world`."""
+"""The contract of every communicator. A communicator's own tests subclass it and supply `world`."""
 
 from __future__ import annotations
 
@@ -227,13 +227,12 @@ def _answer_and_go(comm: Communicator) -> dict[str, int] | None:
 
 def _wait_in_backward(comm: Communicator) -> str:
     handle = comm.all_reduce(torch.zeros(3))
-    comm.in_backward = True
     try:
-        comm.wait(handle)
+        with comm.backward_pass():
+            comm.wait(handle)
     except CommError as error:
         return str(error)
     finally:
-        comm.in_backward = False
         comm.wait(handle)
     return "it was allowed"
 
@@ -323,14 +322,14 @@ def _poll_beside_a_call(comm: Communicator) -> tuple[list[str], Any] | None:
         comm.recv()
         return None
     if comm.rank == 2:
-        asked = comm.recv()  # the call comes first: the other waits for its caller
+        asked = comm.recv()  # the call arrives first: rank 1 waits for rank 0
         while comm.recv().kind != "now":
             pass
         comm.reply(asked, {"answer": 42})
         comm.recv()
         return None
     call, kinds = comm.call(2, "ask", {}), []
-    while (message := comm.poll(call, deadline_s=300)) is not None:  # nothing else ends it: nobody leaves meanwhile
+    while (message := comm.poll(call, deadline_s=300)) is not None:  # nothing else ends it: no rank leaves meanwhile
         kinds.append(message.kind)
         comm.reply(message, {})
     assert call.done
@@ -361,19 +360,17 @@ def _poll_unanswered(comm: Communicator) -> str:
 
 
 def _poll_in_backward(comm: Communicator) -> str:
-    comm.in_backward = True
     try:
-        comm.poll()
+        with comm.backward_pass():
+            comm.poll()
     except CommError as error:
         return str(error)
-    finally:
-        comm.in_backward = False
     return "it was allowed"
 
 
 def _count_traffic(comm: Communicator) -> tuple[int, int]:
     if comm.rank in comm.servers:
-        while (message := comm.recv()).kind != "weigh":  # the other worker may say goodbye before we are asked
+        while (message := comm.recv()).kind != "weigh":  # the other worker may leave before the call arrives
             pass
         comm.reply(message, {}, [torch.zeros(10)])
     else:
@@ -384,7 +381,7 @@ def _count_traffic(comm: Communicator) -> tuple[int, int]:
 
 
 def _barrier(comm: Communicator) -> list[str] | None:
-    """The last worker comes late, and sees what the others said until then and afterwards."""
+    """The last worker comes late, and sees the other workers' messages from before and after the barrier."""
     if comm.rank < 2:
         comm.send(2, "before", {})
         comm.barrier()

@@ -1,7 +1,7 @@
-"""Faults as data: what is to happen to which rank, and when; and small tasks in which it then happens.
+"""Faults as data: what happens to which rank, and when; and small tasks in which the faults happen.
 
-A plan travels to the ranks as text, as an option of the task. Each rank carries out what is meant for it, from inside
-the user's code, so that a fault strikes at an exact step. Ranks load this file by its path: it imports no test.
+A plan reaches the ranks as text, as an option of the task. Each rank carries out its own faults from inside the task's
+code, so that a fault strikes at an exact step. Ranks load this file by its path: it imports no test.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Faults:
         return self.and_then("stop", rank, step, where)
 
     def gate(self, rank: int, *, step: int = 1, where: str = "loss") -> Faults:
-        """The rank says that it is there, and waits until it is let through."""
+        """The rank reports that it has reached the gate, and waits until a test opens it."""
         return self.and_then("gate", rank, step, where)
 
     def and_then(self, what: str, rank: int, step: int = 1, where: str = "loss") -> Faults:
@@ -69,7 +69,7 @@ class Faults:
 
 
 class Gate:
-    """A place in a run where one rank waits, so that a test can act while the run is known to be there."""
+    """A point in a run where one rank waits, so that a test can act at a known point."""
 
     def __init__(self, folder: Path) -> None:
         self.reached, self.go = folder / "reached", folder / "go"
@@ -98,7 +98,7 @@ def own_rank() -> int | None:
 
 
 class Strike:
-    """Carries out this rank's part of a plan."""
+    """Carries out this rank's faults."""
 
     def __init__(self, text: str, gate: str) -> None:
         self.mine = [f for f in Faults.read(text).plan if f.rank == own_rank()]
@@ -146,13 +146,13 @@ class Strike:
 
 
 def small(faults: str = "", gate: str = "", lr: float = 0.05, hidden: int = 16) -> Task:
-    """A regression of a few hundred samples: its result does not depend on the number of workers beyond rounding."""
+    """A regression on a few hundred samples; the number of workers changes its result by rounding only."""
     layers = partial(_layers, hidden)
     return _task("small", layers, Strike(faults, gate), lr)
 
 
 def noisy(faults: str = "", gate: str = "", lr: float = 0.05) -> Task:
-    """The same with dropout and batch normalisation: it shows whether generator and buffers were restored."""
+    """The same with dropout and BatchNorm: it shows whether generator and buffers were restored."""
     return _task("noisy", _noisy_layers, Strike(faults, gate), lr)
 
 

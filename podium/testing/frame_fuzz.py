@@ -1,16 +1,16 @@
-"""`podium bench fuzz`: what the frame reader and the handshake do with damaged and hostile frames.
+"""`podium bench fuzz`: feeds damaged and hostile frames to the frame reader and the handshake.
 
-Each frame of `podium.testing.frame_mutations` is taken or refused, and a refusal is a `FrameError` (of the handshake:
-`Refused`, or the end of the connection). Anything else is a crash, and so is
+Each frame of `podium.testing.frame_mutations` is accepted or refused; a refusal is a `FrameError` (in the handshake:
+`Refused`, or the end of the connection). Anything else counts as a crash, and so does
 
-- a frame that is taken although bits of its prologue or header were flipped,
-- a frame that is taken and does not hold what its header says, or more than the limits allow,
-- a refusal of a good frame,
-- memory for a body whose description is then refused, seen by the sink and by a ceiling on the process's memory, and
-  for some frames by measuring it.
+- accepting a frame although bits of its prologue or header were flipped,
+- accepting a frame whose content differs from its header, or exceeds the limits,
+- refusing a good frame,
+- allocating memory for a body whose description is then refused, detected by the sink, by a limit on the process's
+  memory, and for some frames by measuring it.
 
-Most frames come from memory, in pieces of any size; some through a pair of sockets. All follows from the seed. Not
-tried here: what the channel makes of a good frame that should not have been sent.
+Most frames are read from memory, in pieces of any size; some through a pair of sockets. Everything follows from the
+seed. Not tested here: how the channel treats a good frame that should not have been sent.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ REASONS = {
     "no memory": "no memory",
     "cut short": "ended inside a frame",
 }
-"""What a refusal is counted as, by a part of its message."""
+"""The reason that a refusal is counted under, found by a part of its message."""
 _AFTER_DESCRIPTION = ("cut short", "bool", "no memory")
-"""Reasons that may come up once a body was asked for; all others must come before."""
+"""Reasons that may be found after a body was allocated; all others must be found before."""
 
-_SOCKETS = 0.025  # the part of the streams that goes through real sockets
-_FITS = 64 << 10  # into a socket's buffer before anything is read
+_SOCKETS = 0.025  # share of the streams that goes through real sockets
+_FITS = 64 << 10  # bytes that fit into a socket's buffer before anything is read
 _HANDSHAKES = 20  # streams between two handshakes
 _MEASURED = 100  # memory is measured for one stream in this many
 _SAMPLES = 5
@@ -73,7 +73,7 @@ _CEILING = 1 << 30
 
 
 class Tally:
-    """What came of it so far."""
+    """Counts of outcomes so far."""
 
     def __init__(self) -> None:
         self.accepted, self.refused = 0, Counter[str]()
@@ -112,7 +112,7 @@ def bench_fuzz(
     seconds: float = 60.0,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Feed frames until `frames` or `seconds` is reached; says what was taken, refused and why, and what crashed."""
+    """Feed frames until `frames` or `seconds` is reached; counts what was accepted, refused (and why), and crashed."""
     if peers or rounds is not None:
         raise ConfigError("bench fuzz: has no peers and no rounds; it takes frames, seconds and seed")
     if frames < 1 or not seconds > 0:
@@ -158,7 +158,7 @@ def _feed(tally: Tally, draw: random.Random, frames_wanted: int, until: float) -
 
 @contextmanager
 def _connection(stream: Stream, draw: random.Random) -> Iterator[Any]:
-    """What the stream is read from: memory mostly, sometimes a socket."""
+    """The connection from which the stream is read: mostly memory, sometimes a socket."""
     if draw.random() > _SOCKETS or len(stream.raw) > _FITS:
         yield Wire(stream.raw, draw.choice((0, 0, 0, 1, 7, 22, 100)))
         return
@@ -205,9 +205,9 @@ def _read(stream: Stream, wire: Any, tally: Tally, measure: Measure) -> None:
 
 
 def _check(frame: Frame, stream: Stream, name: str) -> None:
-    """A frame that was taken must hold what it says."""
+    """The content of an accepted frame must match its header."""
     header = frame.header
-    assert not stream.damaged or name == "good", "a damaged frame was taken"
+    assert not stream.damaged or name == "good", "a damaged frame was accepted"
     inline = [t for spec, t in zip(header.tensors, frame.body, strict=True) if spec.place is None]
     assert sum(t.nbytes for t in inline) == header.body_bytes <= stream.limits.body_bytes
     assert len(header.tensors) <= stream.limits.tensors and type(header.meta) is dict
@@ -218,7 +218,7 @@ def _check(frame: Frame, stream: Stream, name: str) -> None:
 
 def _check_refusal(reason: str, name: str, asked: list[int]) -> None:
     assert name != "good" or reason == "no memory", f"a good frame was refused: {reason}"
-    assert not asked or reason in _AFTER_DESCRIPTION, f"a body was made room for before {reason!r} was noticed"
+    assert not asked or reason in _AFTER_DESCRIPTION, f"a body was allocated before {reason!r} was found"
 
 
 def _reason(error: FrameError) -> str:
@@ -227,7 +227,7 @@ def _reason(error: FrameError) -> str:
 
 
 class Measure(TorchFunctionMode):
-    """Memory that is taken for one frame, by Python and by torch; while it is off, which is faster, always 0."""
+    """Memory allocated for one frame, by Python and by torch; 0 while it is off, which is faster."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Measure(TorchFunctionMode):
 
 @contextmanager
 def _ceiling() -> Iterator[None]:
-    """Let the process's memory grow by a gibibyte at most: room for a body that is refused would not be there."""
+    """Let the process's memory grow by at most one GiB: allocating a body that must be refused would fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + _CEILING, hard))
@@ -279,7 +279,7 @@ class Wire:
     family = socket.AF_UNIX
 
     def __init__(self, raw: bytes, short: int = 0) -> None:
-        """The first few receipts bring `short` bytes at most, unless that is 0; later ones what is asked for."""
+        """The first few `recv` calls return at most `short` bytes, unless that is 0; later ones all that is asked."""
         self._raw, self._at, self._short, self._left = memoryview(raw), 0, short, 8 if short else 0
 
     def recv(self, nbytes: int, flags: int = 0, /) -> bytes:
@@ -307,7 +307,7 @@ _SECRET = b"of this run"
 
 
 def _shake(draw: random.Random, tally: Tally) -> None:
-    """One side of a handshake against noise: without the secret it must refuse."""
+    """One side of a handshake reads noise: without proof of the secret it must refuse."""
     listens = draw.random() < 0.5
     raw = _handshake_noise(draw, listens)
     wire: Any = Wire(raw, draw.choice((0, 1, 50)))
@@ -324,11 +324,11 @@ def _shake(draw: random.Random, tally: Tally) -> None:
     except Exception as error:
         tally.crash("handshake", error, raw)
     else:
-        tally.crash("handshake", AssertionError("a stranger got in"), raw)
+        tally.crash("handshake", AssertionError("a peer without the secret was accepted"), raw)
 
 
 def _handshake_noise(draw: random.Random, listens: bool) -> bytes:
-    """A claim or a greeting and a verdict, of the right size or not, right in every part but the proof."""
+    """A claim, or a greeting and a verdict: of the right size or not, and right except for the proof."""
     if listens:
         raw = draw.choice((0, 1, 2**32 - 1)).to_bytes(4, "big") + draw.choice((0, 5)).to_bytes(4, "big")
         raw += draw.randbytes(64)

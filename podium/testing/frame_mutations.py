@@ -1,6 +1,6 @@
-"""Bad frames: good ones damaged, cut, spliced and made to lie, and noise.
+"""Bad frames: good ones damaged, cut, spliced or given false fields, and noise.
 
-Most lies have lengths and checksum put right again, so that they get as far into the reader as they can.
+Most frames with false fields have lengths and checksum corrected, so that they get as far into the reader as possible.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _KEYS = ("kind", "source", "call", "meta", "tensors", "landing")
 
 
 class Stream(NamedTuple):
-    """What one connection brings: good frames, perhaps, and among them one that is not to be trusted."""
+    """The bytes of one connection: one mutated frame, perhaps among good ones."""
 
     name: str
-    """How the odd one was made."""
+    """The mutation of that frame."""
     good_before: int
     raw: bytes
     damaged: bool
-    """Whether a few bits of prologue or header were flipped and nothing put right: it must be refused."""
+    """Whether bits of prologue or header were flipped and nothing corrected: the frame must be refused."""
     limits: Limits
     attach: frames.Attach | None
 
 
 class Maker:
-    """Makes streams, each with one odd frame; `MUTATIONS` are the ways."""
+    """Makes streams, each with one mutated frame; see `MUTATIONS`."""
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
@@ -100,7 +100,7 @@ class Maker:
         first = self.draw.randrange(1000)
         return self.shared[first : first + self.draw.randrange(1, 24)]
 
-    # The segment's numbers differ from run to run, so on the wire it goes by others.
+    # The numbers of the shared segment differ from run to run, so fixed ones are sent.
 
     def _locate(self, tensor: torch.Tensor) -> Place | None:
         place = self.arena.locate(tensor)
@@ -110,10 +110,10 @@ class Maker:
         ours = place[:2] == _ALIAS[:2]
         return self._neighbour.attach(self._real._replace(offset=place.offset) if ours else place, dtype, shape)
 
-    # Ways to spoil a frame. Each returns it, and whether it must be refused for sure.
+    # Mutations. Each returns a frame, and whether it must be refused.
 
     def flip(self) -> tuple[bytes, bool]:
-        """A few bits of prologue or header: what the checksum is for."""
+        """Flip a few bits of prologue or header, which the checksum must detect."""
         draw, raw = self.draw, bytearray(self.good())
         end = (PROLOGUE.size + PROLOGUE.unpack(raw[: PROLOGUE.size])[2]) * 8
         for bit in draw.sample(range(end), draw.randint(1, 3)):
@@ -121,32 +121,32 @@ class Maker:
         return bytes(raw), True
 
     def scribble(self) -> tuple[bytes, bool]:
-        """Bytes anywhere."""
+        """Overwrite bytes anywhere."""
         draw, raw = self.draw, bytearray(self.good())
         for _ in range(draw.randint(1, 40)):
             raw[draw.randrange(len(raw))] = draw.randrange(256)
         return bytes(raw), False
 
     def cut(self) -> tuple[bytes, bool]:
-        """Something is missing, at the end or in the middle."""
+        """Remove bytes at the end or in the middle."""
         draw, raw = self.draw, self.good()
         first = draw.randrange(len(raw))
         return raw[:first] + (raw[first + draw.randint(1, 30) :] if draw.random() < 0.5 else b""), False
 
     def splice(self) -> tuple[bytes, bool]:
-        """Half of one and half of another."""
+        """The beginning of one frame and the end of another."""
         draw, left, right = self.draw, self.good(), self.good()
         return left[: draw.randrange(len(left) + 1)] + right[draw.randrange(len(right) + 1) :], False
 
     def noise(self) -> tuple[bytes, bool]:
-        """Random bytes, behind a good beginning or not."""
+        """Random bytes, after a valid beginning or not."""
         draw = self.draw
         raw = draw.randbytes(draw.randrange(300))
         begin = MAGIC + VERSION.to_bytes(2, "big") if draw.random() < 0.7 else b""
         return begin + (draw.choice(_NUMBERS) % 2**32).to_bytes(4, "big") + raw if begin else raw, False
 
     def prologue(self) -> tuple[bytes, bool]:
-        """Lies about lengths, version and checksum."""
+        """False lengths, version or checksum."""
         draw, raw = self.draw, self.good()
         fields = list(PROLOGUE.unpack(raw[: PROLOGUE.size]))
         lies = [(0, b"PODN"), (1, draw.randrange(2**16)), (2, draw.choice(_NUMBERS) % 2**32)]
@@ -157,7 +157,7 @@ class Maker:
         return PROLOGUE.pack(*fields) + raw[PROLOGUE.size :], False
 
     def text(self) -> tuple[bytes, bool]:
-        """The header's text changed, lengths and checksum put right."""
+        """A changed header text, with lengths and checksum corrected."""
         draw = self.draw
         header, body = _parts(self.good())
         text = bytearray(header)
@@ -179,7 +179,7 @@ class Maker:
         return frame_of(bytes(text), body), False
 
     def structure(self) -> tuple[bytes, bool]:
-        """Fields of other types, missing, doubled, more of them, in another order."""
+        """Fields of wrong types, missing, doubled, added or reordered."""
         draw = self.draw
         header, body = _parts(self.good())
         fields = [(json.dumps(k), json.dumps(v)) for k, v in json.loads(header).items()]
@@ -201,7 +201,7 @@ class Maker:
         return frame_of(("{" + ",".join(f"{gap}{k}:{gap}{v}" for k, v in fields) + "}").encode(), body), False
 
     def tensors(self) -> tuple[bytes, bool]:
-        """Dtypes and shapes that lie; the stated body agrees with them where it can."""
+        """False dtypes and shapes; the stated body size agrees with them where possible."""
         draw = self.draw
         many = draw.choice((1, 1, 1, 2, 3, 9, 100, 5000) if draw.random() < 0.1 else (1, 1, 2, 3))
         specs = [self._spec() for _ in range(min(many, 9))] * (1 if many <= 9 else many // 9)
@@ -240,7 +240,7 @@ class Maker:
         return f"[{name},[{','.join(shown)}],{self._place()}]", 0
 
     def _place(self) -> str:
-        """Where a tensor lies: near the truth, or far from it."""
+        """The place of a tensor in shared memory: nearly right, or far off."""
         draw = self.draw
         place = [_ALIAS.file, _ALIAS.inode, draw.choice((0, 4, 8, 2, 1, 4000, 4092, 4096))]
         if draw.random() < 0.5:
@@ -257,7 +257,7 @@ def _parts(raw: bytes) -> tuple[bytes, bytes]:
 
 
 def frame_of(header: bytes, body: bytes, stated: int | None = None) -> bytes:
-    """A frame whose lengths and checksum are right, unless another body is stated."""
+    """A frame with correct lengths and checksum; `stated` replaces the body's length."""
     nbytes = len(body) if stated is None else stated
     return PROLOGUE.pack(MAGIC, VERSION, len(header), nbytes, zlib.crc32(header)) + header + body
 
@@ -274,4 +274,4 @@ MUTATIONS: dict[str, tuple[int, Callable[[Maker], tuple[bytes, bool]]]] = {
     "structure": (20, Maker.structure),
     "tensors": (24, Maker.tensors),
 }
-"""How often each way is taken, and the way."""
+"""Weight and function of each mutation."""

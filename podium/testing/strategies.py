@@ -1,9 +1,9 @@
-"""What strategies promise. The tests of a strategy subclass a contract and supply `strategy`.
+"""Contracts of strategies. The tests of a strategy subclass a contract and supply `strategy`.
 
 StrategyContract       any strategy
 OneWorkerContract      … whose single worker trains as plain PyTorch does
 SynchronousContract    … whose N workers train as one process does at the same global batch
-RoundsContract         … whose workers step by themselves and sync now and then
+RoundsContract         … whose workers take local steps and sync at the end of a round
 BetweenRoundsContract  … and whose state outlives a checkpoint between two rounds
 ClippingContract, SynchronousClippingContract    … that clip by the norm of the whole gradient
 """
@@ -140,7 +140,7 @@ class OneWorkerContract:
 
 
 class SynchronousContract(OneWorkerContract):
-    """N workers equal one process at the same global batch; all replicas agree; nothing depends on who is faster."""
+    """N workers equal one process at the same global batch; all replicas agree, whichever worker is faster."""
 
     @pytest.mark.parametrize("workers", [2, 3, 4])
     @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
@@ -220,12 +220,12 @@ class SynchronousContract(OneWorkerContract):
             assert_same_bits(a.state, b.state)
 
     def test_dropout_draws_differ_from_rank_to_rank(self, strategy: Strategy[Any]) -> None:
-        """Otherwise N workers would all drop the same units, and average nothing out."""
+        """Otherwise N workers would all drop the same units, and averaging would not reduce the noise."""
         task = toy(model=dropout_model, samples=12, epochs=1)
         one, two = train(task, strategy, 2, shares=(1, 0)), train(task, strategy, 2, shares=(0, 1))
         assert one[0].losses != two[1].losses
         plain = train_plainly(task)
-        assert one[0].losses == pytest.approx(plain.losses), "the first worker goes on with the seed's own stream"
+        assert one[0].losses == pytest.approx(plain.losses), "the first worker must draw from the seed's own stream"
 
 
 class ClippingContract:
@@ -247,7 +247,7 @@ class SynchronousClippingContract(ClippingContract):
 
 
 class RoundsContract:
-    """What a strategy promises whose workers step by themselves and sync now and then."""
+    """For strategies whose workers take local steps and sync at the end of a round."""
 
     @pytest.fixture
     def for_two_workers(self, strategy: Strategy[Any]) -> Strategy[Any]:
@@ -266,7 +266,7 @@ class RoundsContract:
         assert samples_used(trained) == trained[0].position == 2 * 44
 
     def test_the_cadence_says_that_there_are_rounds(self, strategy: Strategy[Any]) -> None:
-        assert strategy.cadence.by_rounds, "workers step by themselves: declare cadence = Cadence(every='round')"
+        assert strategy.cadence.by_rounds, "workers take local steps: declare cadence = Cadence(every='round')"
 
     def test_a_worker_without_samples_is_like_the_others_in_the_end(self, strategy: Strategy[Any]) -> None:
         if strategy.cadence.feed == "step":
@@ -317,12 +317,12 @@ class RoundsContract:
         assert_alike(train(toy(), strategy, 3, codec=codec))
 
     def test_a_codec_that_wants_gradients_is_refused(self, strategy: Strategy[Any]) -> None:
-        with pytest.raises(ConfigError, match="no gradients travel"):
+        with pytest.raises(ConfigError, match="no gradients are sent"):
             train(toy(), strategy, 3, codec="dgc")
 
 
 class BetweenRoundsContract:
-    """What must outlive a segment (outer momentum, say) does: a checkpoint between two rounds changes nothing."""
+    """State such as outer momentum outlives a segment: a checkpoint between two rounds changes nothing."""
 
     period: int
     """Steps of a round. Set it in the subclass."""

@@ -1,6 +1,6 @@
-"""Small tasks for tests, plain PyTorch as the oracle for them, and training them in any world.
+"""Small tasks for tests, plain PyTorch as their reference, and training in any world.
 
-Everything is a module's own function or a `partial`, so that a task can travel to other processes.
+Everything is a module-level function or a `partial`, so that a task can be sent to other processes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def batch_norm_model() -> nn.Module:
 
 
 def everything_model() -> nn.Module:
-    """Dropout and BatchNorm: what a checkpoint is most easily wrong about."""
+    """Dropout and BatchNorm: the state that a checkpoint most easily gets wrong."""
     return nn.Sequential(
         nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, CLASSES)
     )
@@ -106,7 +106,7 @@ class Unused(nn.Module):
 
 
 class Branching(nn.Module):
-    """A layer for the few samples that need it: many batches, and still more shares of them, hold none."""
+    """A layer that few samples use: many batches, and even more shares of a batch, hold none of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Branching(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A parameter without dimensions, between others."""
+    """A zero-dimensional parameter between others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Scaled(nn.Module):
 
 
 class TwoDtypes(nn.Module):
-    """float32 and float64 parameters in turn."""
+    """Alternating float32 and float64 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def channels_last_model() -> nn.Module:
 
 
 class Sometimes(nn.Module):
-    """A branch that only some training steps use: from one step on, or up to one."""
+    """A branch that only training steps `first` to `last` use."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Sometimes(nn.Module):
 
 
 class Alike(nn.Module):
-    """Frozen parameters and buffers that every rank draws for itself, without regard to the seed."""
+    """Frozen parameters and buffers that every rank draws independently of the seed."""
 
     shift: Tensor
 
@@ -231,7 +231,7 @@ def make_optimizer(model: nn.Module, kind: str) -> Optimizer:
 
 
 def two_groups(model: nn.Module) -> Optimizer:
-    """Biases without weight decay and at a rate of their own."""
+    """Biases without weight decay and with their own learning rate."""
     weights = [p for p in model.parameters() if p.dim() > 1]
     biases = [p for p in model.parameters() if p.dim() <= 1]
     groups: list[dict[str, Any]] = [{"params": weights}, {"params": biases, "lr": 0.05, "weight_decay": 0.0}]
@@ -249,7 +249,7 @@ def toy(
     samples: int = SAMPLES,
     **fields: Any,
 ) -> Task:
-    """Two epochs of four steps over 44 samples, unless said otherwise."""
+    """Two epochs of four steps over 44 samples by default."""
     given = {"loss": cross_entropy, "metrics": {"accuracy": accuracy}, "batch_size": BATCH, "epochs": 2, **fields}
     return Task(
         name="toy",
@@ -260,11 +260,11 @@ def toy(
     )
 
 
-# The oracle.
+# The reference.
 
 
 class Plain(NamedTuple):
-    """What plain PyTorch came to."""
+    """The result of plain PyTorch."""
 
     state: dict[str, Tensor]
     param_hash: str
@@ -273,7 +273,7 @@ class Plain(NamedTuple):
 
 
 def train_plainly(task: Task, *, seed: int = 0, steps: int | None = None) -> Plain:
-    """The training loop that anybody would write, over the same samples in the same order."""
+    """The usual PyTorch training loop, over the same samples in the same order."""
     torch.manual_seed(seed)
     data, model = task.data(), task.model()
     optimizer = task.optimizer(model)
@@ -300,7 +300,7 @@ def train_plainly(task: Task, *, seed: int = 0, steps: int | None = None) -> Pla
 
 
 def hash_of(model: nn.Module) -> str:
-    """What `Worker.param_hash` says of these parameters."""
+    """The same as `Worker.param_hash` for these parameters."""
     digest = hashlib.sha256()
     for name, p in model.named_parameters():
         digest.update(name.encode() + p.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -311,7 +311,7 @@ def hash_of(model: nn.Module) -> str:
 
 
 class Trained(NamedTuple):
-    """What one worker came to."""
+    """One worker's result."""
 
     state: dict[str, Tensor]
     report: Report
@@ -330,7 +330,7 @@ class Trained(NamedTuple):
 
 
 class Uncontrolled(Control):
-    """Nobody outside says anything."""
+    """No launcher: no stop request, no progress reports."""
 
     def stop_requested(self) -> bool:
         return False
@@ -348,7 +348,7 @@ def train_in(
     run_dir: Path | None = None,
     **config: Any,
 ) -> list[Trained]:
-    """Train in a world, without a launcher; what each worker came to."""
+    """Train in a world, without a launcher; returns each worker's result."""
     settings = RunConfig(task=task.name, workers=workers, eval_every=0, **config)
     job = Job(settings, task, strategy, run_dir, task_is_named=False)
     outcomes = world.run(partial(train_rank, job=job), workers, strategy.server_spec.count)
@@ -361,7 +361,7 @@ def train(task: Task, strategy: Strategy[Any], workers: int = 1, **config: Any) 
 
 
 def train_rank(comm: Communicator, job: Job) -> Trained | list[Record]:
-    """One rank's part: a worker returns what it came to, a server its records."""
+    """Run one rank: a worker returns its result, a server its records."""
     recorder = Recorder(comm.rank)
     if comm.rank in comm.servers:
         run_server(make_server(job, comm, recorder))

@@ -1,6 +1,7 @@
 """The three worlds, for tests: run one function per rank, on a communicator, in each of them.
 
-A function that runs in the real world travels to other processes: it must be a module's own, or a `partial` of one.
+A function that runs in the real world is sent to other processes: it must be a module-level function, or a `partial` of
+one.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class World(ABC):
 
     @abstractmethod
     def attempt(self, main: Main, workers: int, servers: int = 0, deadline_s: float = 20.0) -> list[Any]:
-        """Run `main` on every rank; what each returned, or the exception that it raised."""
+        """Run `main` on every rank; returns each rank's result, or the exception that it raised."""
 
     def run(self, main: Main, workers: int, servers: int = 0, deadline_s: float = 20.0) -> list[Any]:
-        """What each rank returned; raises if one of them did."""
+        """Run `main` on every rank; returns the results, and raises if a rank did."""
         outcomes = self.attempt(main, workers, servers, deadline_s)
         raise_first([outcome if isinstance(outcome, BaseException) else None for outcome in outcomes])
         return outcomes
@@ -76,12 +77,12 @@ class Virtual(World):
 
 @final
 class Real(World):
-    """Processes: gloo over loopback, messages over Unix sockets; memory is shared only where asked for."""
+    """Processes: gloo over loopback, messages over Unix sockets, and shared memory with `shared`."""
 
     name = "real"
 
     def __init__(self, *, shared: bool = False, limits: Limits | None = None) -> None:
-        """`limits`: of the frames between ranks."""
+        """`limits`: sizes that frames between ranks may have."""
         self.shared, self.limits = shared, limits
 
     def attempt(self, main: Main, workers: int, servers: int = 0, deadline_s: float = 20.0) -> list[Any]:
@@ -139,7 +140,7 @@ def _child(
         outcome = main(comm)
     except Exception as error:
         outcome = error
-    # Not by the pipe's own pickler, which would send tensors as shared memory of a process that is about to end.
+    # Not with the pipe's own pickler, which would send tensors as shared memory of a process that is about to end.
     pipe.send_bytes(pickle.dumps(outcome))
     comm.close()
 
@@ -172,6 +173,6 @@ def _outcome(pipe: Connection, rank: int) -> Any:
     try:
         if pipe.poll(START_S):
             return pickle.loads(pipe.recv_bytes())
-        return TimeoutError(f"rank {rank} said nothing for {START_S:g} s")
+        return TimeoutError(f"rank {rank} did not answer within {START_S:g} s")
     except EOFError:
-        return ChildProcessError(f"rank {rank} ended without a word")
+        return ChildProcessError(f"rank {rank} ended without a result")

@@ -160,5 +160,5 @@ def _draw_one_after_a_pass(comm: Communicator) -> int:
 
 
 def _draw_in_backward(comm: Communicator) -> int:
-    comm.in_backward = True
-    return comm.draw(0)
+    with comm.backward_pass():
+        return comm.draw(0)

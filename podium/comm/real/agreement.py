@@ -1,8 +1,8 @@
 """A key for one connection, from a secret that may be a phrase: CPace, a password-authenticated key exchange.
 
-Who proves a secret by an HMAC gives the other side something to try guesses on, for as long as it likes, and so does a
-handshake that somebody overheard. Here each side sends one point of a curve, made from the secret and a number that it
-forgets. A stranger who does not know the secret learns nothing from that, and has one guess per connection.
+An HMAC over a secret lets the other side, or an eavesdropper, try guesses offline without limit. Here each side sends
+one point of a curve, made from the secret and a random number that it discards. An attacker who does not know the
+secret learns nothing from the points, and has one guess per connection.
 
 Curve25519 as in RFC 7748, the map of Elligator 2 as in RFC 9380, the exchange as in draft-irtf-cfrg-cpace. In Python: 2
 to 3 ms for each side of a connection, which is why Unix sockets, open to this user only, do without.
@@ -29,10 +29,10 @@ class Agreement:
     def __init__(self, secret: bytes) -> None:
         self._scalar = _clamped(secrets.token_bytes(32))
         self.share = _encoded(multiply(self._scalar, _generator(secret)))
-        """What the other side is sent."""
+        """The point to send to the other side."""
 
     def key(self, theirs: bytes) -> bytes:
-        """What only a holder of the same secret can work out; raises ValueError for a point that tells nothing."""
+        """A key that only a holder of the same secret can compute; raises ValueError for a point of small order."""
         product = multiply(self._scalar, _decoded(theirs))
         if product == 0:
             raise ValueError("the point is of small order")
@@ -61,7 +61,7 @@ def multiply(scalar: int, u: int) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _generator(secret: bytes) -> int:
-    """The point that the secret stands for, of which nobody knows how it is a multiple of another secret's."""
+    """The secret's point. By the hash, its discrete logarithm to another secret's point is unknown."""
     field = int.from_bytes(
         hashlib.sha512(_LABEL + b"generator" + len(secret).to_bytes(8, "big") + secret).digest(), "little"
     )
@@ -76,7 +76,7 @@ def to_curve(number: int) -> int:
 
 
 def _clamped(raw: bytes) -> int:
-    """A scalar that is a multiple of 8, so that points of small order give 0, with its highest bit at a fixed place."""
+    """A scalar that is a multiple of 8, so that points of small order give 0, with its highest bit fixed."""
     return int.from_bytes(raw, "little") & ~7 & (2**255 - 1) | 2**254
 
 

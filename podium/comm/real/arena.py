@@ -1,8 +1,8 @@
-"""Memory that the processes of one host share, so that a tensor in it travels as its place and not as its bytes.
+"""Memory that the processes of one host share, so that a tensor in it is sent as its place and not as its bytes.
 
-A segment is an anonymous file in memory (`memfd`): it has no name to clean up, and goes when the last process that uses
-it does, killed or not. Others open it through `/proc`, which the kernel allows to the same user only. A segment can
-neither shrink nor grow, so a process that has mapped it cannot be made to read past its end.
+A segment is an anonymous file in memory (`memfd`): it has no name to clean up, and is freed when the last process that
+uses it ends, killed or not. Other processes open it through `/proc`, which the kernel allows to the same user only. A
+segment can neither shrink nor grow, so a process that has mapped it cannot be made to read past its end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PEER_CREDENTIALS = struct.Struct("3i")
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: in which file of its owner, which one that was, and how far in."""
+    """Where a tensor lies: the owner's file descriptor, the file's inode, and the offset in bytes."""
 
     file: int
     inode: int
@@ -41,14 +41,14 @@ class _Segment(NamedTuple):
 
 
 class Arena:
-    """Segments of this process, open to others of the host. Each lives as long as tensors lie in it."""
+    """Segments of this process that other processes of the host can map. Each lives as long as tensors lie in it."""
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros in a segment of their own."""
-        if numel == 0:  # it lies nowhere, so it has no place
+        """Zeros in a new segment."""
+        if numel == 0:  # it needs no memory
             return torch.empty(0, dtype=dtype)
         nbytes = max(numel * dtype.itemsize, mmap.PAGESIZE)
         file = os.memfd_create(_NAME, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
@@ -57,9 +57,9 @@ class Arena:
         memory = mmap.mmap(file, nbytes)
         tensor = torch.frombuffer(memory, dtype=dtype, count=numel)
         segment = _Segment(tensor.data_ptr(), nbytes, file, os.fstat(file).st_ino)
-        # Once its tensors are gone, another segment may get its address: nobody must find the old one there.
+        # Once its tensors are freed, another segment may get its address, so `locate` must not find the old one.
         weakref.finalize(memory, self._drop, segment).atexit = False
-        self._segments = sorted([*self._segments, segment])  # a new list: others may be reading the old one
+        self._segments = sorted([*self._segments, segment])  # a new list: other threads may be reading the old one
         return tensor
 
     def _drop(self, segment: _Segment) -> None:
@@ -67,7 +67,7 @@ class Arena:
         os.close(segment.file)
 
     def locate(self, tensor: Tensor) -> Place | None:
-        """Where others find this tensor; None if it lies elsewhere."""
+        """Where other processes find this tensor; None if it is not in the arena."""
         if not tensor.is_cpu or not tensor.is_contiguous() or not self._segments:
             return None
         address, segments = tensor.data_ptr(), self._segments
@@ -85,7 +85,7 @@ class Neighbour:
         self._mapped: dict[tuple[int, int], Tensor] = {}
 
     def attach(self, place: Place, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """The tensor at this place; raises OSError or ValueError when there can be none."""
+        """The tensor at this place; raises OSError or ValueError where the place is invalid."""
         whole = self._mapped.get((place.file, place.inode))
         if whole is None:
             whole = self._mapped[place.file, place.inode] = self._map(place)
@@ -109,7 +109,7 @@ class Neighbour:
 
 
 def neighbour_of(sock: socket.socket) -> Neighbour | None:
-    """Who is at the other end of a Unix socket, if its memory can be reached from here."""
+    """The process at the other end of a Unix socket, if its memory can be mapped here."""
     if sock.family != socket.AF_UNIX or not hasattr(os, "memfd_create"):
         return None
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)

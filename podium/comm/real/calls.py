@@ -1,4 +1,4 @@
-"""Calls over the channel that are waited for; those to a server that was lost are repeated where it was restored."""
+"""Calls over the channel; those to a lost server are repeated to the restored one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from podium.comm.real.sockets import Address
 from podium.errors import CommError, DeadlineExceeded, Lost
 
 Relocate = Callable[[int, Address], Address]
-"""Where a server that was lost at this address is now; blocks until it serves, raises `Lost` if it never will."""
+"""The new address of a server that was lost at this one; blocks until it serves, raises `Lost` if it never will."""
 _PENDING_S = 1.0
-"""How long a worker waits for the last of several servers before it tells which of them have answered."""
+"""How long a worker waits for slow servers before it tells them that others have answered."""
 
 
 class Call(NamedTuple):
-    """What was asked, for as long as it may have to be asked again."""
+    """A request, stored until its reply arrives, since it may have to be repeated."""
 
     to: int
     kind: str
@@ -31,7 +31,7 @@ class Call(NamedTuple):
     body: Sequence[Tensor]
     into: Sequence[Tensor] | None
     landing: Sequence[Tensor] | None
-    """`into` where it is in host memory, else host memory for it."""
+    """`into` where it is in host memory, else host tensors of the same shapes."""
 
 
 @final
@@ -61,7 +61,7 @@ class Calls:
     def wait(
         self, handles: Sequence[ChannelHandle], servers: Collection[int], deadline_s: float
     ) -> dict[ChannelHandle, Message]:
-        """One reply per call, its tensors where the caller wanted them."""
+        """One reply per call, its tensors copied to the call's `into`."""
         answers = self._answers(handles, servers, deadline_s)
         for handle in answers:
             call = self._open.pop(handle)
@@ -73,9 +73,9 @@ class Calls:
     def _answers(
         self, handles: Sequence[ChannelHandle], servers: Collection[int], deadline_s: float
     ) -> dict[ChannelHandle, Message]:
-        """All calls to a lost server are repeated, also those that it had answered.
+        """Wait for all replies; repeat all calls to a lost server, also those that it had answered.
 
-        A push is several calls, and the server that was restored may have none of it.
+        A push is several calls, and the restored server may have none of them.
         """
         current = {handle: handle for handle in handles}
         until = time.monotonic() + deadline_s
@@ -101,26 +101,27 @@ class Calls:
                         current[handle] = self._issue(self._open[handle], servers)
 
     def find(self, server: int) -> None:
-        """Learn where a lost server is now; blocks until it serves."""
+        """Get a lost server's new address; blocks until it serves."""
         assert self._relocate is not None
         old = self._channel.address_book.get(server, "")
         self._channel.introduce({server: self._relocate(server, old)})
 
     def _tell_pending(self, calls: Sequence[tuple[Call, ChannelHandle]]) -> None:
-        """Tell servers that have not answered that others have: they may have been restored in between.
+        """Tell servers that have not answered a push that other servers have: they may have been restored in between.
 
-        A server that was lost right after it had answered a worker cannot know, and the worker will not ask again.
+        A server that was lost right after it had answered a worker does not know of the push, and that worker will not
+        send it again.
         """
         answers = [handle.message for _, handle in calls if handle.message is not None]
         for call, handle in calls if answers and self._relocate is not None else ():
             if not handle.done and call.kind == "push":
                 facts: Meta = {"lease": call.meta["lease"], "dropped": any(a.meta.get("dropped") for a in answers)}
-                with contextlib.suppress(CommError):  # the server is gone, and will be looked for
+                with contextlib.suppress(CommError):  # the server is lost, and `find` will look for it
                     self._channel.send(call.to, "pending", facts)
 
 
 def landing_for(into: Sequence[Tensor] | None) -> list[Tensor] | None:
-    """Host memory that replies are received in."""
+    """Host tensors that replies are received in."""
     if into is None:
         return None
     return [t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for t in into]

@@ -1,14 +1,14 @@
 """The point-to-point tensor channel: calls, replies and messages between endpoints, over TCP or Unix sockets.
 
 Any two endpoints share one connection, used both ways, so its end fails pending calls on both sides and reaches a
-receiver as a message, in order after all that came before. The endpoint that needs the connection first dials. When
-both dial at once, the higher rank's dial wins: it answers the other's with BUSY, and the lower rank waits for it.
+receiver as a message, after all that came before. The endpoint that needs the connection first dials. When both dial at
+once, the higher rank's dial wins: it answers the other's with BUSY, and the lower rank waits for it.
 
-Each connection has a thread that receives; a second one, started when first needed, sends what cannot go at once.
-What is received lands straight in the caller's `into`, in what the sink offers, or in fresh tensors.
+Each connection has a thread that receives; a second one, started when first needed, sends frames that cannot be sent at
+once. Bodies are received straight into the caller's `into`, into the sink's tensors, or into new ones.
 
-The inbox is bounded. When it is full, connections are no longer read, and their senders come to a halt. Replies
-queue behind the messages of the same connection, so an endpoint that expects many messages must keep receiving.
+The inbox is bounded. When it is full, connections are no longer read, and their senders block. Replies queue behind the
+messages of the same connection, so an endpoint that expects many messages must keep receiving.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 _HANDSHAKE_S = 5.0
 _RETRY_S = 0.05
 _HEALED_S = 2.5
-"""How long the socket of an endpoint that was never met may be missing."""
+"""How long the socket of an endpoint that this one never connected to may be missing."""
 
 
 @final
 class Channel:
-    """One endpoint's connections to the others. All methods may be used from any thread."""
+    """One endpoint's connections to the other endpoints. All methods may be used from any thread."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class Channel:
         tls: Tls | None = None,
         sums: bool = False,
     ) -> None:
-        """Listens at once. `sink` runs on a receiving thread and must not block; replies never ask it.
+        """Listens at once. `sink` is called on a receiving thread and must not block; replies do not use it.
 
-        Bodies of calls that lie in `arena`, and what is written to there, are not copied on the way to peers that
-        share this host's memory. With `tls`, all TCP connections are encrypted and both sides show a certificate.
-        `sums`: bodies that go to another host without TLS go with a checksum.
+        Bodies and `into` of calls that lie in `arena` are not copied on the way to peers that share this host's memory.
+        With `tls`, all TCP connections are encrypted and both sides show a certificate. `sums`: bodies that go to
+        another host without TLS carry a checksum.
         """
         if not deadline_s > 0:
             raise ConfigError(f"channel of rank {rank}: deadline_s must be above 0, got {deadline_s}")
@@ -75,7 +75,7 @@ class Channel:
         """A peer whose host acknowledges nothing for this long has departed."""
         self.limits = limits or Limits()
         self.inbox = Inbox(self.limits)
-        self.traffic, self.wire = Traffic(), Traffic()  # bytes of tensors; bytes at the sockets, handshakes left out
+        self.traffic, self.wire = Traffic(), Traffic()  # bytes of tensors; bytes at the sockets, without handshakes
         self.runner: ScheduleRunner | None = None
         self._secret = secret
         self._guard = None if tls is None else Guard(tls, deadline_s, self.vanished_s)
@@ -97,37 +97,37 @@ class Channel:
         self._listener.start()
 
     def let_name_go(self) -> None:
-        """No peer is to connect any more: the owner of the folder of our Unix socket may remove it for good."""
+        """No peer will connect any more: the folder of our Unix socket may be removed for good."""
         self._listener.let_name_go()
 
-    # Meeting the others.
+    # Connecting to other endpoints.
 
     def introduce(self, addresses: Mapping[int, Address]) -> None:
-        """Learn where others listen. Nothing is dialled until it is needed."""
+        """Learn where other endpoints listen. Nothing is dialled until it is needed."""
         with self._changed:
             self._addresses.update({rank: address for rank, address in addresses.items() if rank != self.rank})
 
     @property
     def peers(self) -> frozenset[int]:
-        """Those with whom there is a connection."""
+        """Ranks that this endpoint is connected to."""
         return frozenset(self._links)
 
     @property
     def address_book(self) -> Mapping[int, Address]:
-        """Where the others listen, as far as is known."""
+        """Where other endpoints listen, as far as is known."""
         return dict(self._addresses)
 
     def connect_all(self, addresses: Mapping[int, Address], deadline_s: float | None = None) -> None:
-        """Connect to all of them now, waiting for those that do not listen yet. All ranks may do so at once."""
+        """Connect to all of these now, waiting for those that do not listen yet. All ranks may do so at once."""
         self.introduce(addresses)
         until = time.monotonic() + self._limit(deadline_s)
         for rank in sorted(set(addresses) - {self.rank}):
             self._reach(rank, until, patient=True)
 
     def watch(self, ranks: Sequence[int]) -> None:
-        """Connect to these, if nobody has yet, so that `recv` tells when they depart; returns at once.
+        """Connect to these ranks, where not done yet, so that `recv` reports their departure; returns at once.
 
-        One that cannot be reached counts as departed; one whose address is not known will have to come by itself.
+        A rank that cannot be reached counts as departed; one whose address is not known must dial this endpoint itself.
         """
         strange = [rank for rank in ranks if rank not in self._links and rank in self._addresses]
         if strange:
@@ -146,14 +146,14 @@ class Channel:
     # Messages. Their meaning is that of `podium.comm.base.Communicator`.
 
     def send(self, to: int, kind: str, meta: Meta, body: Sequence[Tensor] = ()) -> None:
-        """One way; has taken the body when it returns."""
+        """One way; the body may change once this returns."""
         link = self._reach(to)
         link.transmit(frames.encode_frame(kind, self.rank, 0, meta, body, self.limits, sums=link.sums))
 
     def part_from(self, ranks: Sequence[int], kind: str, meta: Meta, limit_s: float) -> None:
-        """Send a last message to each of these, also to those never met, so that they see this endpoint depart.
+        """Send a last message to each of these, connecting where needed, so that they see this endpoint depart.
 
-        One that cannot be reached is left out: it is gone itself.
+        A rank that cannot be reached is skipped: it is gone itself.
         """
         until = time.monotonic() + min(limit_s, self.deadline_s)
         for rank in ranks:
@@ -162,7 +162,7 @@ class Channel:
                 link.transmit(frames.encode_frame(kind, self.rank, 0, meta, (), self.limits))
 
     def post(self, to: int, kind: str, meta: Meta, part: Tensor | None, sent: Callable[[bool], None]) -> None:
-        """One way, and returns at once. The part must not change until `sent` is told, from any thread, how it went."""
+        """One way, and returns at once. `part` must not change until `sent(ok)` is called, on any thread."""
         body = () if part is None else (part,)
         link = self._reach(to)
         buffers = frames.encode_frame(kind, self.rank, 0, meta, body, self.limits, sums=link.sums)
@@ -177,13 +177,13 @@ class Channel:
         into: Sequence[Tensor] | None = None,
         more: bool = False,
     ) -> ChannelHandle:
-        """Ask and expect a reply. The body must not change, nor `into` be used, until the reply is there.
+        """Send a request. The body must not change, nor `into` be used, until the reply has arrived.
 
         A reply without tensors leaves `into` alone; one that does not fit ends the connection. When the peer is lost,
         `into` may hold part of a reply.
         """
         for tensor in into or ():
-            frames.byte_view(tensor)  # refuse here, in the caller's face, what cannot be received into
+            frames.byte_view(tensor)  # raise here, in the caller, where a tensor cannot be received into
         link, handle = self._reach(to), ChannelHandle(to, kind, into)
         number = next(link.numbers)
         locate = self.arena.locate if self.arena is not None and link.shares else None
@@ -193,7 +193,7 @@ class Channel:
         return handle
 
     def reply(self, to: Message, meta: Meta, body: Sequence[Tensor] = (), more: bool = False) -> None:
-        """Answer a call, once; has taken the body when it returns."""
+        """Answer a call, once; the body may change once this returns."""
         asked = self._asked.get(to.call)
         if asked is not None:
             link, number = asked
@@ -209,7 +209,7 @@ class Channel:
         raise Lost(f"rank {self.rank}: rank {to.source} has left, or its {to.kind!r} was answered before")
 
     def recv(self, deadline_s: float | None = None) -> Message:
-        """The next message from anyone, in order of arrival. A departure is one; its meta has `error` after a fault."""
+        """The next message from any rank, in order of arrival. After a fault, a departure's meta has `error`."""
         message = self.inbox.get(self._limit(deadline_s))
         if message is None:
             self._check_open()
@@ -217,7 +217,7 @@ class Channel:
         return message
 
     def poll(self, calls: Sequence[ChannelHandle] = (), deadline_s: float | None = None) -> Message | None:
-        """The next message, if one is here; with `calls`, waits for one until all of these are done or one failed."""
+        """The next message, if one has arrived; with `calls`, waits for one until all calls are done or one failed."""
 
         def over() -> bool:
             return all(h.done for h in calls) or any(h.error is not None for h in calls)
@@ -232,7 +232,7 @@ class Channel:
         return message
 
     def wait(self, handles: Sequence[ChannelHandle], deadline_s: float | None = None) -> list[Message]:
-        """All replies, in the order of the handles; raises as soon as one of them cannot come any more.
+        """All replies, in the order of the handles; raises as soon as one call fails.
 
         Past the deadline the calls stay open: they may be waited for again, and a late reply still writes to `into`.
         """
@@ -271,13 +271,13 @@ class Channel:
         self.inbox.nudge()
 
     def note_call(self, link: Link, number: int) -> int:
-        """A number for `Message.call`, good for this connection only: a peer that comes back gets no old replies."""
+        """A number for `Message.call`, valid for this connection only: a peer that reconnects gets no old replies."""
         token = next(self._tokens)
         self._asked[token] = link, number
         return token
 
     def take_leave(self, link: Link, orphans: Sequence[ChannelHandle]) -> None:
-        """The connection is over: fail its pending calls and tell the receiver."""
+        """The connection ended: fail its pending calls and put its departure into the inbox."""
         with self._changed:
             self._alive.discard(link)
             if self._links.get(link.peer) is link:
@@ -298,7 +298,7 @@ class Channel:
     # Connecting.
 
     def _reach(self, to: int, until: float | None = None, *, patient: bool = False) -> Link:
-        """The link to a peer; dials if there is none and nobody else is at it."""
+        """The link to a peer; dials if there is none and no other thread is connecting."""
         link = self._links.get(to)
         if link is not None:
             return link
@@ -341,7 +341,7 @@ class Channel:
                 raise DeadlineExceeded(f"rank {self.rank}: no connection to rank {to} in time: {trouble}")
 
     def _knock(self, to: int, until: float) -> Stream | None:
-        """A connection on which both sides have proved themselves; None if the peer has, or is making, another."""
+        """A connection after its handshake; None if the peer has, or is making, another."""
         family, place = resolve(self._addresses[to])
         with ExitStack() as undo:
             plain = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
@@ -355,7 +355,7 @@ class Channel:
         return None
 
     def _guarded(self, sock: socket.socket, *, listens: bool) -> Stream:
-        """TLS around a TCP connection where it is asked for; nothing is sent yet."""
+        """TLS around a TCP connection, where the run uses it; nothing is sent yet."""
         if self._guard is None or sock.family == socket.AF_UNIX:
             return sock
         return self._guard.wrap(sock, listens=listens)
@@ -385,7 +385,7 @@ class Channel:
         return link
 
     def _greet(self, sock: Stream) -> None:
-        """Shake hands with a peer that dialled; raises where it fails."""
+        """The handshake with a peer that dialled; raises where it fails."""
         until = time.monotonic() + _HANDSHAKE_S
         if isinstance(sock, TlsStream):
             sock.shake_hands(until)
@@ -409,7 +409,7 @@ class Channel:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Leave: peers read what was sent to them, then see us depart. Takes seconds at most; twice does no harm."""
+        """Leave: peers read what was sent to them, then see this endpoint depart. Takes seconds at most; idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -427,14 +427,14 @@ class Channel:
 
 
 def _fits(body: Sequence[Tensor], landing: Sequence[Tensor]) -> bool:
-    """Whether a reply can be written where the caller wants it; if not, it travels, and the caller refuses it."""
+    """Whether a reply can be written into the caller's `into`; if not, it is sent, and the caller refuses it."""
     return len(body) == len(landing) and all(
         a.dtype == b.dtype and a.numel() == b.numel() for a, b in zip(body, landing, strict=True)
     )
 
 
 def _land(body: Sequence[Tensor], landing: Sequence[Tensor]) -> None:
-    """Write a reply into the caller's own memory, where it does not lie there already."""
+    """Write a reply into the caller's memory, unless it lies there already."""
     for tensor, place in zip(body, landing, strict=True):
         if tensor.data_ptr() != place.data_ptr():
             place.view(-1).copy_(tensor.reshape(-1))

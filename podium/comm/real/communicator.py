@@ -1,4 +1,4 @@
-"""The real world: collectives through `torch.distributed`, messages through the channel, time from the wall."""
+"""The real world: collectives through `torch.distributed` or shared memory, messages through the channel, wall time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from podium.comm.schedule import Chain, nbytes_received, nbytes_sent
 from podium.errors import CommError, Lost
 
 _PARTING_S = 10.0
-"""How long a worker that ends tries to reach servers that it has never met."""
+"""How long a worker that ends tries to reach servers that it has never connected to."""
 
 
 @final
 class RealCommunicator(Communicator):
-    """One process's view of the others. A rank without a group (a server) takes part in no collective."""
+    """One process's view of the other ranks. A rank without a group (a server) takes part in no collective."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class RealCommunicator(Communicator):
         relocate: Relocate | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """`relocate`: where a lost server is to be found again; calls to it are then repeated there.
+        """`relocate`: finds a lost server's new address; calls to it are then repeated there.
 
-        `arena`: memory that is shared with the others of this host, who then are all there are; collectives go through
-        it, and through the group where it is not given.
+        `arena`: memory that all workers share, where all are on one host; collectives then go through it, and otherwise
+        through the group.
         """
         super().__init__(rank, tuple(workers), tuple(servers), clock, deadline_s=deadline_s)
         self._group = None if group is None else WorkerGroup(group, arena, deadline_s)
@@ -64,7 +64,7 @@ class RealCommunicator(Communicator):
         if self._group is not None:
             try:
                 self._form()
-            except Lost:  # the first exchange fails at once, on all workers, where it can be dealt with
+            except Lost:  # the first exchange will fail at once on all workers, in code that recovers from it
                 self._group.close()
 
     @property
@@ -103,7 +103,7 @@ class RealCommunicator(Communicator):
     def _draw(self, turn: int, count: int) -> int:
         if self._counter is None:
             self._counter = counter_of(self._need_group().store, self.deadline_s)
-        if self._counter.is_gone:  # others would draw from another one
+        if self._counter.is_gone:  # other workers would draw from a new file
             self._counter.close()
             self._counter = None
             raise Lost(f"rank {self.rank}: the file with the counters was removed")
@@ -183,7 +183,7 @@ class RealCommunicator(Communicator):
         return [answers.get(h) if isinstance(h, ChannelHandle) else None for h in handles]
 
     def find(self, server: int) -> None:
-        """Learn where a lost server is now; blocks until it serves."""
+        """Get a lost server's new address; blocks until it serves."""
         self._need_calls().find(server)
 
     def abandon(self) -> None:
@@ -205,7 +205,7 @@ class RealCommunicator(Communicator):
         self._form()
 
     def _form(self) -> None:
-        """Become the group of the present generation, also for exchanges by schedule."""
+        """Form the group of the present generation, also for exchanges by schedule."""
         group, self._exchanges = self._need_group(), 0
         if self._runner is not None:
             self._runner.form(self.generation)
@@ -213,7 +213,7 @@ class RealCommunicator(Communicator):
 
     def close(self) -> None:
         if self._group is not None and self._channel is not None:
-            # A server that was never seeded has met no worker, and would wait for ever for them to depart.
+            # A server that was never seeded has no connection to a worker, and would never see the workers depart.
             facts = {"generation": self.generation, "workers": list(self.workers)}
             self._channel.part_from(self.servers, "bye", facts, _PARTING_S)
         if self._group is not None:
@@ -236,7 +236,7 @@ class RealCommunicator(Communicator):
     def _need_channel(self) -> Channel:
         if self._channel is None:
             raise CommError(
-                f"rank {self.rank} has no channel: this strategy asked for no servers and its workers do not talk"
+                f"rank {self.rank} has no channel: this strategy has no servers and its workers send no messages"
             )
         return self._channel
 

@@ -14,33 +14,33 @@ from podium.comm.base import Counters
 from podium.errors import Lost
 
 _LOCKED_S = 20e-6
-"""How long to wait before trying a lock again that is held for a few microseconds."""
+"""Pause before retrying a lock that is usually held for a few microseconds."""
 
 
 class Counter(ABC):
-    """Where the workers' counters are kept."""
+    """Where the workers' counters are stored."""
 
     @abstractmethod
     def draw(self, generation: int, turn: int, count: int) -> int: ...
 
     @property
     def is_gone(self) -> bool:
-        """Whether others can find it no more."""
+        """Whether other workers can no longer find it."""
         return False
 
     def close(self) -> None:
-        """Release it."""
+        """Release its resources."""
 
 
 @final
 class FileCounter(Counter):
     """In a small file of a file system that all workers share, a few microseconds a draw.
 
-    A store in a file could count too, but it forgets nothing: it would grow with every draw. The kernel releases the
-    lock of a worker that is killed; one that is stopped while it holds the lock costs others the deadline.
+    torch's file store could count too, but it would grow with every draw. The kernel releases the lock of a worker that
+    is killed; one that is stopped while it holds the lock costs the other workers the deadline.
     """
 
-    _ONE = struct.Struct("<qqq")  # generation, turn, how far
+    _ONE = struct.Struct("<qqq")  # generation, turn, value
 
     def __init__(self, path: Path, deadline_s: float) -> None:
         self._path, self._deadline_s = path, deadline_s
@@ -77,7 +77,7 @@ class FileCounter(Counter):
 
 @final
 class StoreCounter(Counter):
-    """In the store over which the workers have met: a round trip to its host, within the store's timeout."""
+    """In the workers' common store: a round trip to its host per draw, within the store's timeout."""
 
     def __init__(self, store: Any) -> None:
         self._store, self._known = store, Counters()
@@ -100,6 +100,6 @@ def _key(generation: int, turn: int) -> str:
 
 
 def counter_of(store: Any, deadline_s: float) -> Counter:
-    """Beside the store where that is a file, in it where it is a service."""
+    """Beside the store's file where it is a file, in the store where it is a service."""
     path = getattr(store, "path", None)
     return StoreCounter(store) if path is None else FileCounter(Path(f"{path}-counters"), deadline_s)

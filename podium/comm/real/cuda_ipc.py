@@ -1,7 +1,7 @@
-"""Tensors of one GPU, seen by several processes: the driver's own sharing (CUDA IPC), spoken of in plain numbers.
+"""Tensors of one GPU in several processes, by the driver's own sharing (CUDA IPC), with handles as JSON.
 
-A process says where its allocation is (`describe`); another opens it once (`OpenedHandles`) and looks at any part of
-it. The allocation must stay: flat buffers do.
+A process describes its allocation (`describe`); another opens it once (`OpenedHandles`) and uses any part of it. The
+allocation must stay alive: flat buffers do.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _BYTES = "hex:"
 
 
 def identity(device: torch.device) -> str:
-    """Names the GPU itself, whatever number it has in this process."""
+    """The GPU's UUID: the same in all processes, whatever its index there."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class SharedHandles:
-    """What this process has said of its own allocations, said once each."""
+    """Descriptions of this process's own allocations, each made once."""
 
     def __init__(self) -> None:
         self._known: dict[int, str] = {}
@@ -59,5 +59,5 @@ def _facts(text: str, device: torch.device) -> list[Any]:
         bytes.fromhex(fact.removeprefix(_BYTES)) if isinstance(fact, str) and fact.startswith(_BYTES) else fact
         for fact in facts
     ]
-    found[0] = torch.cuda.current_device() if device.index is None else device.index  # its own number for the same GPU
+    found[0] = torch.cuda.current_device() if device.index is None else device.index  # this process's index of the GPU
     return found

@@ -5,19 +5,20 @@
     body       the tensors' bytes back to back, little-endian, as they lie in memory
 
 Where both ends share memory, a tensor is [dtype, shape, [file, inode, offset]] and has no bytes in the body. The
-landing of a call is where its reply shall be written, described alike; that of a reply says that it was.
+landing of a call is the shared memory for its reply, described in the same way; in a reply it means that the reply was
+written there.
 
-A header may have the CRC-32 of the body, `sum`, where the run asks for it, the frame leaves the host, and TLS does not
-guard it: TCP's own checksum has 16 bits, and lets about one damaged packet in 65,536 pass. It is not there by default
-because it costs: one core works out 3 GB/s, on each side, while a plain socket moves 2.
+A header may have the CRC-32 of the body, `sum`: where the run asks for it, the frame leaves the host, and there is no
+TLS. TCP's own checksum has 16 bits, and lets about one damaged packet in 65,536 pass. The CRC is off by default because
+of its cost: one core computes 3 GB/s, on each side, while a plain socket moves 2.
 
 Nothing is unpickled, and nothing is allocated for a frame before its whole description has been checked.
 
 The handshake proves that both sides hold the same secret without sending it: the listener sends 32 bytes, the dialler
 32 of its own with an HMAC-SHA256 over both and both ranks, the listener answers with another. Over TCP these bytes are
 points of a curve, and the HMAC's key comes from them and the secret (`agreement`): neither a stranger who listens or
-dials nor one who overhears learns anything to try guesses on. Over a Unix socket, open to this user only, they are
-nonces, and the key is the secret. What follows is neither encrypted nor signed here: that is TLS's work (`tls`).
+dials nor an eavesdropper learns anything to try guesses on. Over a Unix socket, open to this user only, they are
+nonces, and the key is the secret. The frames that follow are neither encrypted nor signed, except by TLS (`tls`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from podium.errors import CommError
 
 MAGIC, VERSION = b"PODM", 1
 MOVE, GIVE_UP = ".move", ".give-up"
-"""Kinds of frames that the schedule runner takes; all others go to the inbox."""
+"""Kinds of frames that go to the schedule runner; all other kinds go to the inbox."""
 PROLOGUE = struct.Struct("!4sHIQI")
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -55,12 +56,12 @@ DTYPES: dict[str, torch.dtype] = {
         *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
     )
 }
-"""All that may travel, by its name on the wire."""
+"""Dtypes that may be sent, by their names on the wire."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def _as_json(value: Any) -> Any:
-    """A scalar of numpy's is a number like any other."""
+    """Encode numpy scalars as numbers."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} is none")
@@ -83,7 +84,7 @@ class Refused(CommError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a peer may make us hold."""
+    """Limits on what a peer may make this endpoint allocate."""
 
     header_bytes: int = 64 << 10
     tensors: int = 4096
@@ -91,7 +92,7 @@ class Limits:
     inbox_messages: int = 1024
     """Messages that may wait to be received before a channel stops reading."""
     inbox_bytes: int = 1 << 30
-    """The same in bytes; a single larger message is let in when nothing else waits."""
+    """The same in bytes; a single larger message is accepted when no other waits."""
 
 
 class TensorSpec(NamedTuple):
@@ -107,7 +108,7 @@ class TensorSpec(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a frame says of itself. `call` is 0 for a message, n for a call, -n for the reply to call n."""
+    """A frame's header. `call` is 0 for a message, n for a call, -n for the reply to call n."""
 
     kind: str
     source: int
@@ -127,11 +128,11 @@ class Frame(NamedTuple):
 
 
 Sink = Callable[[Header], "Sequence[Tensor] | None"]
-"""Offers the tensors that a body is received into; None has fresh ones allocated."""
+"""Returns the tensors that a body is received into; None: new ones are allocated."""
 Attach = Callable[[Place, torch.dtype, "tuple[int, ...]"], Tensor]
 """Finds a tensor in the sender's memory; raises OSError or ValueError."""
 Locate = Callable[[Tensor], "Place | None"]
-"""Says where in our own memory others find a tensor."""
+"""Returns where in our own memory other processes find a tensor; None: nowhere."""
 
 
 def byte_view(tensor: Tensor) -> memoryview:
@@ -163,8 +164,8 @@ def encode_frame(
 ) -> list[memoryview]:
     """The frame as buffers to be sent in order; those after the first are the tensors' own memory.
 
-    A tensor that is not contiguous is copied. What the receiver's limits would refuse is refused here already. With
-    `locate`, tensors in shared memory go as their place; so does `landing`, if all of it lies there. `sums`: with
+    A tensor that is not contiguous is copied. Raises already here for what the receiver's limits would refuse. With
+    `locate`, tensors in shared memory are sent as their place; so is `landing`, if all of it lies there. `sums`: with
     the CRC-32 of the body.
     """
     limits = limits or Limits()
@@ -193,7 +194,7 @@ def encode_frame(
 
 
 def _sum_of(views: Iterable[memoryview]) -> int:
-    """CRC-32 of these bytes, one after the other."""
+    """CRC-32 of these buffers, concatenated."""
     total = 0
     for view in views:
         total = zlib.crc32(view, total)
@@ -205,7 +206,7 @@ def _describe(tensor: Tensor, place: Place | None) -> list[Any]:
 
 
 def send_buffers(sock: Stream, buffers: Sequence[memoryview]) -> int:
-    """Send all of it, gathered, and return how many bytes that was. Blocks; raises what the socket raises."""
+    """Send all buffers, and return their number of bytes. Blocks; raises what the socket raises."""
     rest, first, total = list(buffers), 0, 0
     while first < len(rest):
         sent = sock.sendmsg(rest[first : first + _MAX_BUFFERS])
@@ -219,7 +220,7 @@ def send_buffers(sock: Stream, buffers: Sequence[memoryview]) -> int:
 
 
 def after(buffers: Sequence[memoryview], gone: int) -> list[memoryview]:
-    """What is left of these when this many bytes were sent."""
+    """What is left of these buffers when `gone` bytes were sent."""
     rest = []
     for buffer in buffers:
         skipped = min(gone, buffer.nbytes)
@@ -251,10 +252,10 @@ def read_frame(
 ) -> Frame | None:
     """Receive one frame; None when the other side closed between two frames.
 
-    `sink` is asked once the header has been found good, before the body is read. What it offers must match in dtype
-    and number of elements, may differ in shape, and is what the frame then holds. Tensors that lie in the sender's
-    memory are found by `attach`. `idle` is asked now and then while nothing comes (as the socket's timeout has it), and
-    raises when nothing will.
+    `sink` is called with the checked header, before the body is read. The tensors that it returns must match in dtype
+    and number of elements, may differ in shape, and become the frame's body. Tensors that lie in the sender's memory
+    are found by `attach`. `idle` is called at each timeout of the socket while nothing comes, and raises when the peer
+    is gone.
     """
     limits = limits or Limits()
     prologue = _receive(sock, PROLOGUE.size, "prologue", idle, may_end=True)
@@ -265,7 +266,7 @@ def read_frame(
     if zlib.crc32(raw) != crc:
         raise FrameError("the header's CRC-32 does not match: the frame was damaged on the way")
     header = parse_header(raw, body_bytes, limits)
-    # Before the sink is asked: a place where nothing lies makes the whole description a lie.
+    # Before the sink is called: a wrong place makes the whole frame invalid.
     placed = [None if spec.place is None else _attached(spec, attach) for spec in header.tensors]
     landing = None if header.landing is None else tuple(_attached(spec, attach) for spec in header.landing)
     offered = sink(header) if sink is not None else None
@@ -284,7 +285,7 @@ def read_frame(
 
 
 def parse_prologue(raw: bytes, limits: Limits) -> tuple[int, int, int]:
-    """Header length, body length and the header's CRC-32, the lengths within the limits."""
+    """Header length, body length and the header's CRC-32; raises where a length exceeds its limit."""
     magic, version, header_bytes, body_bytes, crc = PROLOGUE.unpack(raw)
     if magic != MAGIC:
         raise FrameError(f"a frame must begin with {MAGIC!r}, got {magic!r}")
@@ -296,7 +297,7 @@ def parse_prologue(raw: bytes, limits: Limits) -> tuple[int, int, int]:
 
 
 def parse_header(raw: bytes, body_bytes: int, limits: Limits) -> Header:
-    """The header, every field checked, its tensors adding up to the stated body."""
+    """The header; raises where a field is invalid or the tensors do not add up to the body."""
     try:
         fields = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
@@ -383,13 +384,13 @@ def _fresh(specs: Sequence[TensorSpec], body_bytes: int) -> list[Tensor]:
 
 
 def _check_bools(tensor: Tensor) -> None:
-    """Torch's kernels count on a bool being 0 or 1; what they do with another byte is anyone's guess."""
+    """Torch's kernels assume that a bool is 0 or 1; another byte gives undefined results."""
     if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
         raise FrameError("a bool must be the byte 0 or 1")
 
 
 def _destinations(kind: str, specs: Sequence[TensorSpec], offered: Sequence[Tensor]) -> list[memoryview]:
-    """The memory that was offered for a body, checked against the header."""
+    """The memory of the tensors offered for a body, checked against the header."""
     if len(offered) != len(specs):
         raise FrameError(f"{kind!r} brings {len(specs)} tensors, but {len(offered)} were offered for them")
     for spec, tensor in zip(specs, offered, strict=True):
@@ -404,7 +405,7 @@ def _destinations(kind: str, specs: Sequence[TensorSpec], offered: Sequence[Tens
 def _receive(
     sock: Stream, nbytes: int, what: str, idle: Callable[[], None] | None = None, *, may_end: bool = False
 ) -> bytes:
-    """Exactly this many bytes; none at all if the stream ended before the first and that is allowed."""
+    """Exactly this many bytes; with `may_end`, none if the stream ended before the first."""
     while True:
         try:
             received = sock.recv(nbytes, socket.MSG_WAITALL)
@@ -434,7 +435,7 @@ def _fill(sock: Stream, view: memoryview, what: str, idle: Callable[[], None] | 
 
 
 def _ask(idle: Callable[[], None] | None, error: BlockingIOError) -> None:
-    """Whether it is worth while to wait on; without anybody to ask, a timeout is an error."""
+    """Call `idle`, which raises when the peer is gone; without `idle`, a timeout is an error."""
     if idle is None:
         raise error
     idle()
@@ -443,12 +444,12 @@ def _ask(idle: Callable[[], None] | None, error: BlockingIOError) -> None:
 # The handshake.
 
 ACCEPTED, BUSY, REFUSED = 1, 2, 3
-"""The listener's verdicts: accepted; a connection of this pair exists or is being made; not with me."""
+"""The listener's verdicts: accepted; a connection of this pair exists or is being made; wrong secret or rank."""
 _HELLO, _CLAIM, _VERDICT = struct.Struct("!4sH32s"), struct.Struct("!II32s32s"), struct.Struct("!B32s")
 
 
 class Proven(NamedTuple):
-    """A dialler that has proved itself, and with what the listener's verdict is signed."""
+    """A dialler that has proved the secret, and what the listener signs its verdict with."""
 
     peer: int
     key: bytes
@@ -456,7 +457,7 @@ class Proven(NamedTuple):
 
 
 def challenge(sock: Stream, rank: int, secret: bytes, until: float) -> Proven:
-    """The listener's side, until the dialler has proved itself.
+    """The listener's side, until the dialler has proved the secret.
 
     `until` is on the monotonic clock. Raises `Refused`, or OSError when the dialler is silent, slow or gone.
     """
@@ -474,7 +475,7 @@ def challenge(sock: Stream, rank: int, secret: bytes, until: float) -> Proven:
 
 
 def give_verdict(sock: Stream, proven: Proven, verdict: int) -> None:
-    """The listener's last word; proves that it holds the secret too."""
+    """Send the listener's verdict; its signature proves that the listener holds the secret too."""
     sock.sendall(_VERDICT.pack(verdict, _sign(proven.key, b"listener%d" % verdict, proven.transcript)))
 
 
@@ -498,17 +499,17 @@ def prove(sock: Stream, rank: int, peer: int, secret: bytes, until: float) -> in
 
 
 class _Half:
-    """One side's part of the handshake: what it sends, and the key that comes from that and the other side's."""
+    """One side's part of the handshake: the bytes that it sends, and the key computed from both sides' bytes."""
 
     def __init__(self, sock: Stream, secret: bytes) -> None:
         if not secret:
-            raise Refused("a channel without a secret lets nobody in and reaches nobody")
+            raise Refused("a channel without a secret can connect to no peer")
         self._secret = secret
         self._agreement = None if sock.family == socket.AF_UNIX else Agreement(secret)
         self.sent = os.urandom(SHARE_BYTES) if self._agreement is None else self._agreement.share
 
     def key(self, theirs: bytes) -> bytes | None:
-        """None where the other side sent what nobody sends who holds the secret."""
+        """None where the other side sent an invalid point, so it does not hold the secret."""
         if self._agreement is None:
             return self._secret
         try:
@@ -522,7 +523,7 @@ def _sign(key: bytes, role: bytes, transcript: bytes) -> bytes:
 
 
 def _receive_by(sock: Stream, nbytes: int, until: float) -> bytes:
-    """Exactly this many bytes by then, however slowly they come."""
+    """Exactly this many bytes; raises TimeoutError past `until`, however slowly they come."""
     received = b""
     while len(received) < nbytes:
         sock.settimeout(max(until - time.monotonic(), 0.001))

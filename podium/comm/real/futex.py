@@ -1,7 +1,7 @@
 """Sleeping on a word of shared memory until another process changes it: Linux's futex, through the C library.
 
-Offered on x86-64 only: there, a store that another core sees is never overtaken by an earlier one, so a process that
-sees the flag sees the data that were written before it. Elsewhere Python has no fence to say so.
+On x86-64 only: there, other cores see stores in their order, so a process that sees the flag also sees the data that
+was written before it. Elsewhere this would need a memory fence, which Python does not have.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _NOTHING = ctypes.c_void_p(None)
 
 
 def sleep_on(address: int, seen: int, seconds: float) -> None:
-    """Until the 32-bit word at `address` is no longer `seen`, somebody wakes us, or the time is over."""
+    """Sleep until the 32-bit word at `address` is no longer `seen`, `wake` is called, or the time is over."""
     time = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     word = ctypes.c_uint32(seen & 0xFFFFFFFF)
     _syscall(_FUTEX, ctypes.c_void_p(address), _WAIT, word, ctypes.byref(time), _NOTHING, 0)
 
 
 def wake(address: int) -> None:
-    """All who sleep on this word."""
+    """Wake all that sleep on this word."""
     _syscall(_FUTEX, ctypes.c_void_p(address), _WAKE, _ALL, _NOTHING, _NOTHING, 0)

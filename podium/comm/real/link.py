@@ -1,6 +1,6 @@
-"""One connection of the channel: frames out in order, frames in by a thread of its own, and a bounded inbox.
+"""One connection of the channel: frames out in order, frames in by the connection's own thread, and a bounded inbox.
 
-The channel decides whom to connect to; a link moves the frames and notices when its peer is gone.
+The channel decides which peers to connect to; a link moves the frames and notices when its peer is gone.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from podium.comm.real.channel import Channel
 
 CLOSE_S = 2.0
-"""How long `close` lets peers read what was sent to them."""
+"""How long `close` waits for peers to read what was sent to them."""
 _HELD_FRAMES = 256
 _AT_ONCE = 512  # buffers of one write
 SHARING = ".sharing"
-"""Kind of the frame by which one end of a link tells the other that it can reach its memory."""
+"""Kind of the frame by which one end of a link reports that it can map the other end's memory."""
 _INLINE_BYTES = 64 << 10  # tensors of up to this size are sent by their caller: the socket's buffer takes them at once
 
 
@@ -50,13 +50,13 @@ class ChannelHandle(Handle):
         return self.message is not None or self.error is not None
 
     def tell_waiter(self) -> None:
-        """It is done; called under the channel's lock."""
+        """Call when it is done, under the channel's lock."""
         if self.waiter is not None:
             self.waiter.hear(self)
 
 
 class Waiter:
-    """One who waits for several calls, and is woken once, not once for each. Used under the channel's lock."""
+    """A thread that waits for several calls, and is woken once, not once per call. Used under the channel's lock."""
 
     def __init__(self, lock: threading.Lock, handles: Sequence[ChannelHandle]) -> None:
         self.over = threading.Condition(lock)
@@ -80,7 +80,7 @@ class Waiter:
 
 
 class Inbox:
-    """Messages that wait to be received, bounded by number and by bytes. Room is taken before a body is read."""
+    """Messages that wait to be received, bounded by number and by bytes. Room is reserved before a body is read."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -89,7 +89,7 @@ class Inbox:
         self._waiting: deque[tuple[Message, int | None]] = deque()
         self._count = self._bytes = 0
         self._closed = False
-        self._minds_calls = False  # whether somebody waits for a message or for something else
+        self._minds_calls = False  # whether a thread waits for a message or for a call
 
     def reserve(self, nbytes: int) -> None:
         with self._drained:
@@ -109,13 +109,13 @@ class Inbox:
         self._drained.notify_all()
 
     def put(self, message: Message, reserved: int | None) -> None:
-        """`reserved` bytes are given back when the message is taken; None for a departure, which needs no room."""
+        """`reserved` bytes are released when the message is taken; None for a departure, which needs no room."""
         with self._filled:
             self._waiting.append((message, reserved))
             self._filled.notify()
 
     def get(self, deadline_s: float, over: Callable[[], bool] | None = None) -> Message | None:
-        """The next message; None past the deadline, when closed, or once `over`, which is asked at every nudge."""
+        """The next message; None past the deadline, when closed, or once `over()`, which is called at every nudge."""
         with self._filled:
             self._minds_calls = over is not None
             is_over = over or _never
@@ -129,7 +129,7 @@ class Inbox:
             return message
 
     def nudge(self) -> None:
-        """A call has ended: threads that wait for a message or for that call look again."""
+        """A call has ended: wake threads that wait for a message or for that call."""
         if self._minds_calls:
             with self._filled:
                 self._filled.notify_all()
@@ -146,23 +146,23 @@ def _never() -> bool:
 
 
 class Link:
-    """One connection to one peer. Frames leave in the order in which they were given."""
+    """One connection to one peer. Frames are sent in the order of `transmit`."""
 
     def __init__(self, channel: Channel, peer: int, sock: Stream) -> None:
         self.channel, self.peer, self.sock = channel, peer, sock
         self.numbers = itertools.count(1)
         self.fault: str | None = None
         self.shares = False
-        """Whether the peer has told us that it can reach our memory."""
+        """Whether the peer has reported that it can map our memory."""
         self._neighbour = neighbour_of(sock) if isinstance(sock, socket.socket) else None
         self.sums = channel.sums and isinstance(sock, socket.socket) and leaves_host(sock)
-        """Whether bodies go with a checksum, as they may on a plain connection that leaves this host."""
+        """Whether bodies are sent with a checksum: if the run wants it, on a plain connection that leaves this host."""
         self._pulse = Pulse(sock, channel.vanished_s) if isinstance(sock, socket.socket) else None
         self._turn = threading.Condition(threading.Lock())  # guards all that follows
         self._tickets, self._serving, self._sending, self._broken = 0, 0, False, False
         self._pending: dict[int, ChannelHandle] = {}
         self._held: list[memoryview] = []  # frames that wait for the next one, …
-        self._held_body = 0  # … and how much of them is tensors'
+        self._held_body = 0  # … and their bytes of tensors
         self._reserved: int | None = None
         name = f"{channel.rank}-{peer}"
         self._sender = ThreadPoolExecutor(1, f"podium-send-{name}")  # starts its thread when first used
@@ -183,11 +183,10 @@ class Link:
         more: bool = False,
         sent: Callable[[bool], None] | None = None,
     ) -> None:
-        """Send a frame. `later` lets one that cannot go at once go from the sender's thread when this has returned.
+        """Send a frame. `later`: if it cannot be sent at once, the sender's thread may send it after this returns.
 
-        `more`: another follows at once; a frame without a body of its own waits for it and travels with it. With
-        `sent` this never blocks, so that a receiving thread may use it: `sent` is told once the frame was written, or
-        will never be.
+        `more`: another follows at once; a frame without a body waits for it and travels with it. With `sent` this never
+        blocks, so that a receiving thread may use it: `sent(ok)` is called once the frame was written, or has failed.
         """
         with self._turn:
             self._check_whole()
@@ -206,7 +205,7 @@ class Link:
                 self._serving += 1
                 self._turn.notify_all()
             elif sent is not None or (later and (large or ticket != self._serving)):
-                # In the order of tickets, so still under the lock: the one thread must not wait for what is behind it.
+                # Under the lock, so in the order of tickets: the one thread must not wait for a frame behind it.
                 # An error breaks the link, and so reaches the thread that waits for the reply.
                 self._sender.submit(self._send, ticket, buffers, body, sent, gone)
                 return
@@ -223,7 +222,7 @@ class Link:
         sent: Callable[[bool], None] | None = None,
         gone: int = 0,
     ) -> None:
-        """Write a frame of which `gone` bytes were written before, and say how it went."""
+        """Write a frame of which `gone` bytes were written before, and report the outcome to `sent`."""
         try:
             self._write(ticket, buffers, body, gone)
         except CommError:
@@ -234,16 +233,16 @@ class Link:
             sent(True)
 
     def _write_some(self, buffers: list[memoryview]) -> int:
-        """Write what goes at once; called under the lock by the thread whose turn it is."""
+        """Write as much as the socket takes without blocking; called under the lock by the thread whose turn it is."""
         if not isinstance(self.sock, socket.socket):
             return 0
         try:
             return self.sock.sendmsg(buffers[:_AT_ONCE], [], socket.MSG_DONTWAIT)
-        except OSError:  # it is full; or it is over, which the sender's thread will find too
+        except OSError:  # it is full; or closed, which the sender's thread will find too
             return 0
 
     def _write(self, ticket: int, buffers: list[memoryview], body: int, gone: int = 0) -> None:
-        """Write a frame when its turn has come, and wait until it is gone; `body` of its bytes are tensors'."""
+        """Write a frame when its turn has come, and wait until it is written; `body` of its bytes are tensors'."""
         with self._turn:
             came = self._serving == ticket or self._turn.wait_for(
                 lambda: self._broken or self._serving == ticket, self.channel.deadline_s
@@ -281,7 +280,7 @@ class Link:
         return f" ({self.fault})" if self.fault else ""
 
     def offer_sharing(self) -> None:
-        """Tell the peer, if it is so, that its memory can be reached from here."""
+        """If the peer's memory can be mapped here, tell it so."""
         if self._neighbour is not None:
             self.transmit(frames.encode_frame(SHARING, self.channel.rank, 0, {}), later=True)
 
@@ -295,7 +294,7 @@ class Link:
             self._depart(fault)
 
     def _receive_frames(self) -> str | None:
-        """Receive until the end; says what was wrong, if anything was."""
+        """Receive until the end; returns what was wrong, if anything."""
         try:
             attach = None if self._neighbour is None else self._neighbour.attach
             idle = None if self._pulse is None else self._pulse.check
@@ -318,7 +317,7 @@ class Link:
         if header.call < 0:
             handle = self._pending.get(-header.call)
             if handle is None:
-                raise FrameError(f"rank {self.peer} answered call {-header.call}, for which nobody waits")
+                raise FrameError(f"rank {self.peer} answered call {-header.call}, which is not open")
             return handle.into if header.tensors else None
         self.channel.inbox.reserve(header.body_bytes)
         self._reserved = header.body_bytes
@@ -337,7 +336,7 @@ class Link:
         if header.call < 0:
             with self._turn:
                 handle = self._pending.pop(-header.call)
-            if header.landing is not None:  # it was written where we asked for it
+            if header.landing is not None:  # the peer has written it into our `into`
                 message = message._replace(body=tuple(handle.into or ()), landing=None)
             self.channel.settle(handle, message)
             return
@@ -361,7 +360,7 @@ class Link:
         if self._reserved is not None:
             self.channel.inbox.release(self._reserved)
         with self._turn:
-            # The descriptor may be used by others the moment it is closed, so nobody may be sending on it.
+            # The descriptor may be reused the moment it is closed, so no thread may be sending on it.
             self._turn.wait_for(lambda: not self._sending, CLOSE_S)
             orphans = list(self._pending.values())
             self._pending.clear()

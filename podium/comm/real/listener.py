@@ -1,7 +1,7 @@
-"""Where an endpoint listens: it takes connections, and keeps the name of its Unix socket.
+"""Accepts an endpoint's connections, and restores the name of its Unix socket when it is removed.
 
-A connection is a stranger until its handshake is done. Strangers are few at a time, each with a thread of its own, so
-that a crowd that says nothing cannot keep out a peer that speaks.
+A connection is a stranger until its handshake is done. The number of strangers is limited and each has its own thread,
+so that many silent connections cannot block a real peer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from podium.errors import CommError, ConfigError
 
 _RETRY_S = 0.05
 _HEAL_S = 1.0
-"""How often a listener looks whether its Unix socket still has its name: temporary files are cleaned up."""
+"""How often a listener checks that its Unix socket still has its name: temporary files are cleaned up."""
 _MAX_STRANGERS = 64  # connections in their handshake; one more drops the oldest
 
 
 @final
 class Listener:
-    """A listening socket and the connections that have not proved themselves yet."""
+    """A listening socket, and the connections whose handshake is not done yet."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class Listener:
         wrap: Callable[[socket.socket], Stream],
         greet: Callable[[Stream], None],
     ) -> None:
-        """`wrap` may put TLS around a connection; `greet` shakes hands, and raises where it fails."""
+        """`wrap` may put TLS around a connection; `greet` does the handshake, and raises where it fails."""
         self._secret, self._name, self._wrap, self._greet = secret, name, wrap, greet
         self._lock = threading.Lock()  # guards all that follows
         self._closed = False
-        self._strangers: dict[threading.Thread, Stream | None] = {}  # None once they have proved themselves
+        self._strangers: dict[threading.Thread, Stream | None] = {}  # None once the handshake has succeeded
         self._socket, self._inode = self._open(listen)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)  # shutting a Unix socket down does not end a wait with a timeout
         self.address: Address = address_of(self._socket)
@@ -53,12 +53,12 @@ class Listener:
         self._acceptor.start()
 
     def trust_current(self) -> None:
-        """The stranger of this thread has proved itself."""
+        """The handshake of this thread's stranger has succeeded."""
         with self._lock:
             self._strangers[threading.current_thread()] = None
 
     def let_name_go(self) -> None:
-        """Do not take the name of the Unix socket back if somebody removes it."""
+        """From now on, do not restore the name of the Unix socket when it is removed."""
         with self._lock:
             self._inode = 0
 
@@ -81,23 +81,23 @@ class Listener:
             os.close(self._wake)
         self._socket.close()
         if self.address.startswith("unix:"):
-            with suppress(OSError):  # a cleaner was here before, and something else may have the folder's name
+            with suppress(OSError):  # already removed by a cleaner; the folder's name may be taken, too
                 Path(self.address.removeprefix("unix:")).unlink()
 
     def _open(self, address: Address) -> tuple[socket.socket, int]:
-        """Listen there; the number (inode) of a Unix socket's name tells whether it is still ours."""
+        """Listen there; returns the socket and, of a Unix socket, the inode, which shows whether the file is ours."""
         sock = listen_at(address, self._secret)
         return sock, Path(address.removeprefix("unix:")).stat().st_ino if address.startswith("unix:") else 0
 
     def _heal(self) -> None:
-        """Listen anew where the name of the Unix socket was removed: peers that have not dialled yet look for it."""
+        """Listen again where the name of the Unix socket was removed: peers that have not dialled yet need it."""
         if not self._inode or self._closed:
             return
         path = Path(self.address.removeprefix("unix:"))
         with suppress(OSError):
             if path.stat().st_ino == self._inode:
                 return
-        with suppress(OSError, ConfigError):  # a peer that dials finds no socket, and says so
+        with suppress(OSError, ConfigError):  # a peer that dials finds no socket, and raises
             remake_folder(path.parent)
             path.unlink(missing_ok=True)
             listener, inode = self._open(self.address)
@@ -128,7 +128,7 @@ class Listener:
                 plain.close()
 
     def _is_dialled(self) -> bool:
-        """Wait for a connection, for the end, or until it is time to look after the socket's name."""
+        """Wait for a connection, for `stop`, or until it is time to check the socket's name."""
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         waiting.register(self._wake, select.POLLIN)
@@ -136,7 +136,7 @@ class Listener:
         return self._socket.fileno() in ready and not self._closed
 
     def _admit(self, sock: Stream) -> None:
-        """Let the stranger shake hands in a thread of its own."""
+        """Do the handshake with a stranger in a new thread."""
         with self._lock:
             if self._closed:
                 return sock.close()
@@ -148,7 +148,7 @@ class Listener:
             thread.start()
 
     def _shake_hands(self, sock: Stream) -> None:
-        """One that fails is dropped, and nothing else happens."""
+        """Close the connection where its handshake fails."""
         try:
             self._greet(sock)
         except (OSError, CommError):

@@ -1,11 +1,11 @@
 """Collectives through `torch.distributed`: the one module that knows c10d.
 
-A group is formed by hand from a store, not by `init_process_group`: it can be dropped and formed anew in the same
-process, which is how survivors of a lost rank continue. gloo cannot say which rank it lost, and a group that failed or
-timed out is dead for good, so every failure here is a plain `Lost` and the launcher finds out who it was.
+A group is formed directly from a store, not by `init_process_group`: it can be dropped and formed again in the same
+process, which is how survivors of a lost rank continue. gloo does not report which rank it lost, and a group that
+failed or timed out is dead for good, so every failure here is a plain `Lost` and the launcher finds the lost rank.
 
-Work objects are kept here and nowhere else: a neighbour of a dead rank must let go of all of them, or the others wait
-out the whole timeout.
+Only this module holds work objects: a neighbour of a dead rank must drop all of them, or the other workers wait for the
+whole timeout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from podium.comm.real.sockets import remake_folder
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
 FORMING_S = 5.0
-"""A try to form a group takes at most this long: a member that died meanwhile must not cost the whole deadline."""
+"""Longest attempt to form a group: a member that died meanwhile must not cost the whole deadline."""
 
 
 def file_store(path: Path) -> Any:
@@ -44,7 +44,7 @@ def client_store(host: str, port: int, timeout_s: float, *, is_host: bool, world
 
 
 def named_part(store: Any, name: str) -> Any:
-    """A part of a store in which only those who know its name meet."""
+    """The part of a store under this prefix."""
     return PrefixStore(name, store)
 
 
@@ -53,12 +53,12 @@ def publish(store: Any, key: str, value: str) -> None:
 
 
 def look_up(store: Any, key: str, timeout_s: float) -> str:
-    """A published value, waited for."""
+    """Wait for a published value."""
     try:
         store.wait([key], timedelta(seconds=timeout_s))
         return str(store.get(key).decode())
     except (dist.DistError, RuntimeError) as error:
-        raise DeadlineExceeded(f"nobody published {key!r} within {timeout_s:g} s") from error
+        raise DeadlineExceeded(f"{key!r} was not published within {timeout_s:g} s") from error
 
 
 class Group:
@@ -69,12 +69,12 @@ class Group:
             raise ConfigError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
         self.store, self._host, self.backend, self._deadline_s = store, host, backend, deadline_s
         path = getattr(store, "path", None)
-        # Kept open, so that its number (inode) is not given to the file that may come after it.
+        # Held open, so that a file that replaces it cannot get the same inode.
         self._file = None if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        # gloo tries five times to reach a member behind a cut link; be done before others take this rank for hung.
+        # gloo tries five times to reach a member behind a cut link; end before other ranks take this one for hung.
         self._forming_s = min(FORMING_S, deadline_s / 10)
         self._group: Any = None
-        self._gpus: Any = None  # for what lies on them, where nccl is the backend
+        self._gpus: Any = None  # the group for tensors on GPUs, where nccl is the backend
         self._works: dict[int, Any] = {}
         self._issued = 0
         self._alone = False
@@ -88,7 +88,7 @@ class Group:
         self._renew_store()
         store = self._part(generation)
         try:
-            if self.backend == "nccl":  # it takes nothing that lies elsewhere
+            if self.backend == "nccl":  # nccl takes tensors on GPUs only; gloo serves the rest
                 self._gpus = self._make_nccl(PrefixStore("gpus", store), index, size)
             self._group = self._make_gloo(store, index, size)
         except (dist.DistError, RuntimeError) as error:
@@ -97,9 +97,9 @@ class Group:
             ) from error
 
     def _renew_store(self) -> None:
-        """Open the store anew where its file was removed: it is opened by name for every word.
+        """Make the store's file again where it was removed: the store opens it by name for every access.
 
-        What it held is not missed, since every generation begins with an empty part of it.
+        Its content is not needed, since every generation begins with an empty prefix.
         """
         if self._file is None:
             return
@@ -115,7 +115,7 @@ class Group:
             raise CommError(f"{path}, where workers meet, was removed and cannot be made again: {error}") from error
 
     def drop(self) -> None:
-        """Let go of every exchange and of the group; blocks until what is in flight has ended."""
+        """Drop every exchange and the group; blocks until exchanges in flight have ended."""
         self._works.clear()
         self._group = self._gpus = None
 
@@ -134,7 +134,7 @@ class Group:
         return self._issue("_allgather_base", into, tensor, AllgatherOptions())
 
     def tell_all(self, generation: int, index: int, size: int, word: str) -> list[str]:
-        """Everybody's word, in order of their places; raises Lost when one does not say it in time."""
+        """Every member's word, in order of their indices; raises Lost when one does not publish it in time."""
         store = self._part(generation)
         publish(store, f"word-{index}", word)
         try:
@@ -143,9 +143,9 @@ class Group:
             raise Lost(f"generation {generation}: {error}") from error
 
     def wait(self, key: int) -> None:
-        """Until this exchange is done; raises Lost when it failed."""
+        """Wait until this exchange is done; raises Lost when it failed."""
         failure = self._try(key)
-        if failure is not None:  # raised here, where no frame holds the work object that keeps sockets open
+        if failure is not None:  # raised here, where no stack frame holds the work object, which keeps sockets open
             raise Lost(f"a collective failed: {failure}")
 
     def _try(self, key: int) -> str | None:
@@ -195,9 +195,9 @@ class Group:
 
 
 def backend_for(device: str, workers: int) -> str:
-    """nccl where every worker has a GPU of its own (it refuses two ranks on one), gloo otherwise.
+    """nccl where every worker has its own GPU (it refuses two ranks on one), gloo otherwise.
 
-    `device` is the run's, so that all ranks come to the same; where it names devices one by one, gloo.
+    `device` is the run's setting, so that all ranks choose the same; where it lists devices, gloo.
     """
     own_gpu = device in ("cuda", "auto") and torch.cuda.is_available() and workers <= torch.cuda.device_count()
     return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"

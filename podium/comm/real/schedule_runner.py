@@ -1,10 +1,10 @@
 """Exchanges by schedule over the channel: parts of tensors from worker to worker, with no thread waiting in between.
 
 The thread that received a part adds it or puts it in place, and then posts what can be sent next. So an exchange that
-was issued runs by itself, also while its rank computes. What replaces old elements is received straight into them.
+was issued runs by itself, also while its rank computes. A `put` is received straight into the tensor.
 
-A message may come before its exchange was issued here: it waits, up to the channel's limits. When a worker is lost,
-workers that wait for it fail at once and tell the others, which may not have noticed yet.
+A message may arrive before its exchange was issued on this rank: it waits, up to the channel's limits. When a worker is
+lost, workers that wait for it fail at once and notify the other workers, which may not have noticed yet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from podium.comm.real.channel import Channel
 
 Number = tuple[int, int]
-"""Names an exchange: generation, and which of it."""
+"""Identifies an exchange: generation, and its number in the generation."""
 
 
 @final
@@ -36,7 +36,7 @@ class ExchangeHandle(Handle):
 
     def __init__(self, number: Number, members: Sequence[int], tensor: Tensor) -> None:
         self.number, self.members, self.tensor = number, members, tensor
-        self.home: Tensor | None = None  # on the device, where `tensor` is a copy of it
+        self.home: Tensor | None = None  # the tensor on the device, where `tensor` is a host copy of it
         self.running: Running | None = None
         self.finished = False
         self.error: str | None = None
@@ -55,17 +55,17 @@ class ScheduleRunner:
         self._open: dict[Number, ExchangeHandle] = {}
         self._early: dict[Number, list[tuple[int, Key, Tensor]]] = defaultdict(list)
         self._early_bytes = 0
-        self._coming: dict[int, int] = {}  # by source: bytes of `_early_bytes` that are on their way
+        self._coming: dict[int, int] = {}  # by source: bytes of `_early_bytes` that are being received
         self._generation = 0
         self._gone: set[int] = set()
-        self._landing: dict[int, Number] = {}  # by source: whose tensor is being received into
+        self._landing: dict[int, Number] = {}  # by source: the exchange whose tensor is being received into
         self._given_up: dict[int, str] = {}  # generation -> why
         channel.runner = self
 
     # Used by the communicator.
 
     def form(self, generation: int) -> None:
-        """A new generation: what belongs to older ones is forgotten, and nothing more lands in its tensors."""
+        """Begin a generation: drop older exchanges, and wait until nothing more is received into their tensors."""
         with self._changed:
             self._generation = generation
             self._gone.clear()
@@ -79,7 +79,7 @@ class ScheduleRunner:
                 raise Lost(f"ranks {sorted(self._landing)} were in the middle of a message for {deadline_s:g} s")
 
     def issue(self, number: int, members: Sequence[int], chains: Sequence[Chain], tensor: Tensor) -> ExchangeHandle:
-        """Begin our part of an exchange among these ranks; never waits."""
+        """Begin this rank's part of an exchange among these ranks; never waits."""
         key = (self._generation, number)
         handle = ExchangeHandle(key, members, tensor)
 
@@ -129,7 +129,7 @@ class ScheduleRunner:
             raise Lost(f"a collective failed: {handle.error}")
 
     def give_up(self, why: str, members: Sequence[int] = ()) -> None:
-        """Fail all that is under way in this generation, and let the others know."""
+        """Fail all exchanges of this generation, and notify the other workers."""
         generation = self._generation
         self._given_up.setdefault(generation, why)
         peers = set(members)
@@ -144,7 +144,7 @@ class ScheduleRunner:
     # Used by the links, on their receiving threads.
 
     def place(self, header: Header) -> Sequence[Tensor] | None:
-        """Where the elements of a message go; blocks while too much is here that nobody has asked for."""
+        """Where the elements of a message go; blocks while too many bytes wait for exchanges not issued yet."""
         if header.kind == GIVE_UP:
             return None
         number, name = _parse(header)
@@ -167,7 +167,7 @@ class ScheduleRunner:
         if landing is None:
             return None
         with self._changed:
-            if handle.done:  # it failed meanwhile, and its tensor is no longer ours
+            if handle.done:  # it failed meanwhile, and its tensor must not be written any more
                 return None
             self._landing[header.source] = number
         return [landing]
@@ -186,7 +186,7 @@ class ScheduleRunner:
         return handle
 
     def _give_room_back(self, source: int) -> int:
-        """A message is here, or will never be; how much of the room it had."""
+        """A message was received, or never will be: release its room; returns the bytes."""
         nbytes = self._coming.pop(source, 0)
         self._early_bytes -= nbytes
         return nbytes
@@ -265,7 +265,7 @@ def _index(handle: ExchangeHandle, rank: int) -> int:
 
 
 def _parse(header: Header) -> tuple[Number, Key]:
-    """Which exchange, and which message of it; from a peer, so looked at closely."""
+    """The exchange and the message that a header names; checked, since it comes from a peer."""
     numbers = header.meta.get("of"), header.meta.get("name")
     for pair in numbers:
         if not isinstance(pair, list) or len(pair) != 2 or any(type(n) is not int or n < 0 for n in pair):

@@ -1,17 +1,17 @@
 """Collectives among the processes of one host, in memory that they share: nothing is sent.
 
-Every worker has a status page: numbers that all others can read. To add up a tensor, each says on its page where
-its own lies (`arrived`), waits for all, adds up *its* part of the elements over all workers in rank order, and writes
-the sum into everybody's tensor; then it says so (`done`), and waits for all again. A part is processed in blocks
+Every worker has a status page: numbers that all other workers can read. To sum a tensor, each worker writes on its page
+where its tensor lies (`arrived`), waits for all, sums *its* part of the elements over all workers in rank order, and
+writes the sum into every worker's tensor; then it writes `done`, and waits for all again. A part is processed in blocks
 that stay in the cache, so memory is read once and written once: 2 n bytes per worker, whatever their number.
 
-Sums run in rank order and each element is added up by one worker, so all hold the same bits, those of the memory and
-virtual worlds.
+Sums run in rank order and one worker sums each element, so all hold the same bits, those of the memory and virtual
+worlds.
 
-Exchanges are carried out in order, by the thread that waits for them, or by a thread of their own where the host has
-cores to spare. A worker that is gone is noticed by its process's end; one that gave up says so on its page.
+Exchanges run in order, on the thread that waits for them, or on their own thread where the host has cores to spare. A
+worker that is gone is noticed by its process's end; one that gave up writes so on its page.
 
-Tensors of a GPU that all workers share are added up there, each worker its part, through the driver's own sharing of
+Tensors of a GPU that all workers share are summed there, each worker its part, through the driver's own sharing of
 memory; where that is not available they are copied to shared memory and back.
 """
 
@@ -42,9 +42,9 @@ _KINDS = ("sum", "gather", "copy")
 _BLOCK_BYTES = 256 << 10
 _ALIGN = 64  # elements: parts begin at cache lines
 _SPINS = 400
-_SLICE_S = 0.05  # how long to sleep before looking whether a peer is gone
+_SLICE_S = 0.05  # how long to sleep before checking whether a peer is gone
 _STAGE_BYTES = 1 << 20
-_SMALL_BYTES = 64 << 10  # not worth a thread's waking up
+_SMALL_BYTES = 64 << 10  # too small to wake the thread for
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -58,7 +58,7 @@ DTYPES = (
 
 
 class Address(NamedTuple):
-    """Where a worker's status page is, as it tells the others."""
+    """Where a worker's status page is, for the other workers."""
 
     pid: int
     place: Place
@@ -88,7 +88,7 @@ class SharedMemoryHandle(Handle):
 
 
 class _Page:
-    """One worker's status page, seen from here."""
+    """One worker's status page, mapped into this process."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._bytes: memoryview = tensor.numpy().data.cast("B")
@@ -135,12 +135,12 @@ class _Peer:
         os.close(self._process)
 
     def tensor(self, mine: Tensor, kind: int) -> Tensor:
-        """What it has put up to be added to ours."""
+        """The tensor that it contributes to the present collective."""
         words, dtype, numel = self.page.words, mine.dtype, mine.numel()
         if (words[_NUMEL], words[_DTYPE], words[_KIND]) != (numel, DTYPES.index(dtype), kind):
             theirs = f"{_KINDS[words[_KIND]]} of {words[_NUMEL]} elements of {DTYPES[words[_DTYPE]]}"
             ours = f"{_KINDS[kind]} of {numel} elements of {dtype}"
-            raise CommError(f"rank {self.rank} is at a {theirs} where we are at a {ours}")
+            raise CommError(f"rank {self.rank} does a {theirs} where we do a {ours}")
         if numel == 0:
             return torch.empty_like(mine)
         if mine.is_cuda:
@@ -149,7 +149,7 @@ class _Peer:
         place = Place(words[_FILE], words[_INODE], words[_OFFSET])
         try:
             return self.arena.attach(place, dtype, (numel,))
-        except OSError as error:  # its files go with it, before its end is announced
+        except OSError as error:  # its files are closed before the process counts as ended
             raise Lost(f"rank {self.rank} is gone, or its memory is: {error}") from None
 
 
@@ -157,7 +157,7 @@ class SharedMemoryGroup:
     """One worker's part in its host's collectives, for one generation."""
 
     def __init__(self, arena: Arena, deadline_s: float, lasting: Collection[int] = ()) -> None:
-        """`lasting`: addresses of allocations on a GPU that stay as long as the run."""
+        """`lasting`: addresses of allocations on a GPU that last as long as the run."""
         self._arena, self._deadline_s, self.lasting = arena, deadline_s, lasting
         self._gpu_stage: Tensor | None = None
         page = arena.allocate(_WORDS, torch.int64)
@@ -170,7 +170,7 @@ class SharedMemoryGroup:
         self._one_gpu: bool | None = None  # whether all workers' tensors lie on one GPU and can be shared there
         self._peers: list[_Peer] = []
         self._index = self._spins = 0
-        self._turn = threading.Lock()  # held by the thread that carries out exchanges
+        self._turn = threading.Lock()  # held by the thread that runs exchanges
         self._queue: deque[SharedMemoryHandle] = deque()
         self._number = 0
         self._error: str | None = None
@@ -178,7 +178,7 @@ class SharedMemoryGroup:
         self._engine: threading.Thread | None = None
 
     def meet(self, rank: int, others: dict[int, Address]) -> None:
-        """Open the others' status pages; raises OSError or ValueError where one cannot be reached."""
+        """Map the other workers' status pages; raises OSError or ValueError where one cannot be reached."""
         for other in sorted(others):
             self._peers.append(_Peer(other, others[other]))
         self._index = sum(other < rank for other in others)
@@ -194,7 +194,7 @@ class SharedMemoryGroup:
         return self._issue(SharedMemoryHandle("sum", tensor))
 
     def broadcast(self, tensor: Tensor, source: int) -> SharedMemoryHandle:
-        """`source`: its place among the members."""
+        """`source`: index among the members."""
         return self._issue(SharedMemoryHandle("copy", tensor, source=source))
 
     def all_gather(self, tensor: Tensor, into: Tensor) -> SharedMemoryHandle:
@@ -207,7 +207,7 @@ class SharedMemoryGroup:
         return handle
 
     def wait(self, handle: SharedMemoryHandle, deadline_s: float) -> None:
-        """Carry out exchanges until this one is done; raises `Lost` when it failed."""
+        """Run exchanges until this one is done; raises `Lost` when it failed."""
         until = time.monotonic() + deadline_s
         while not handle.done:
             left = until - time.monotonic()
@@ -223,7 +223,7 @@ class SharedMemoryGroup:
             raise handle.error
 
     def _run(self) -> None:
-        """The thread of its own."""
+        """The group's own thread."""
         while self._error is None:
             self._work.acquire()
             with self._turn:
@@ -231,7 +231,7 @@ class SharedMemoryGroup:
                     self._next(time.monotonic() + self._deadline_s)
 
     def _next(self, until: float) -> None:
-        """Carry out the oldest exchange; called by the thread that holds the turn."""
+        """Run the oldest exchange; called by the thread that holds the turn."""
         if not self._queue:
             return
         handle = self._queue.popleft()
@@ -259,13 +259,13 @@ class SharedMemoryGroup:
         futex.wake(self._page.address + _DONE * _WORD_BYTES)
 
     def close(self) -> None:
-        """Give up what is under way, and let the others know."""
+        """Fail what is under way, and notify the other workers."""
         self._fail("the group was dropped")
         self._work.release()
         with contextlib.suppress(IndexError):
             while True:
                 self._queue.popleft().error = Lost(self._error or "")
-        with self._turn:  # nobody may be looking at a process that we forget
+        with self._turn:  # no thread may still use a peer that is closed
             for peer in self._peers:
                 peer.close()
             self._peers = []
@@ -299,7 +299,7 @@ class SharedMemoryGroup:
             handle.tensor.copy_(mine.view(handle.tensor.shape))
 
     def _agree_on_gpu(self, tensor: Tensor, until: float) -> None:
-        """Find out together whether all are on one GPU whose memory can be shared."""
+        """Find out whether all workers are on one GPU whose memory can be shared. Collective."""
         try:
             self._described.describe(tensor)
             self._page.text = identity(tensor.device)
@@ -313,7 +313,7 @@ class SharedMemoryGroup:
         self._await(_DONE, until)
 
     def _put_up(self, tensor: Tensor) -> Tensor:
-        """Say where the others find it; what they could not reach is copied to where they can."""
+        """Publish where the other workers find the tensor; copy it to shared memory where it is not there."""
         words, mine = self._page.words, tensor.reshape(-1)
         words[_NUMEL], words[_DTYPE] = mine.numel(), _dtype_code(mine.dtype)
         if mine.is_cuda and self._one_gpu:
@@ -338,14 +338,14 @@ class SharedMemoryGroup:
         return staged.copy_(flat)
 
     def _staged_on_gpu(self, flat: Tensor) -> Tensor:
-        """A copy in memory that stays: peers open an allocation once and keep it open."""
+        """A copy in memory that stays allocated: peers open an allocation once and keep it open."""
         if self._gpu_stage is None or flat.nbytes > self._gpu_stage.numel():
             nbytes = max(_STAGE_BYTES, 1 << flat.nbytes.bit_length())
             self._gpu_stage = torch.empty(nbytes, dtype=torch.uint8, device=flat.device)
         return self._gpu_stage[: flat.nbytes].view(flat.dtype).copy_(flat)
 
     def _await(self, word: int, until: float) -> None:
-        """Until all others have come as far as we have."""
+        """Wait until this word of all other workers has reached our number."""
         number = self._number
         for peer in self._peers:
             words = peer.page.words
@@ -366,7 +366,7 @@ class SharedMemoryGroup:
 
 
 def _add_up(tensors: Sequence[Tensor], index: int) -> None:
-    """Add up our part of the elements, and write the sum into every tensor."""
+    """Sum our part of the elements, and write the sum into every tensor."""
     first, size = tensors[0], len(tensors)
     numel = first.numel()
     block = max(1, numel) if first.is_cuda else _BLOCK_BYTES // first.element_size()
@@ -389,5 +389,5 @@ def _dtype_code(dtype: torch.dtype) -> int:
 
 
 def can_share() -> bool:
-    """Whether this machine can do it at all."""
+    """Whether this machine supports it."""
     return futex.AVAILABLE and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")

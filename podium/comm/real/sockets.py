@@ -20,7 +20,7 @@ Address = str
 
 
 class Stream(Protocol):
-    """What frames need of a connection: a socket has it, and so has TLS around one."""
+    """What frames need of a connection; sockets and TLS streams have it."""
 
     @property
     def family(self) -> int: ...
@@ -39,7 +39,7 @@ _SOCKET_BUFFER = 4 << 20  # the kernel lowers it to what it allows
 
 
 def resolve(address: Address) -> tuple[int, Any]:
-    """Family and place of an address, as `socket` takes them."""
+    """Family and address for `socket.bind` or `connect`."""
     scheme, _, rest = address.partition(":")
     if scheme == "unix" and rest and "\0" not in rest:
         if len(os.fsencode(rest)) > _MAX_PATH:
@@ -56,7 +56,7 @@ def resolve(address: Address) -> tuple[int, Any]:
 
 
 def listen_at(address: Address, secret: bytes) -> socket.socket:
-    """A listening socket; one that others can reach is refused without a secret."""
+    """A listening socket; raises where other hosts can reach it and there is no secret."""
     family, place = resolve(address)
     if family != socket.AF_UNIX and not secret and not ipaddress.ip_address(place[0]).is_loopback:
         raise ConfigError(f"{address} can be reached from outside: a secret is needed to listen there, got none")
@@ -66,7 +66,7 @@ def listen_at(address: Address, secret: bytes) -> socket.socket:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(place)
         if family == socket.AF_UNIX:
-            os.chmod(place, 0o600)  # nobody can connect before `listen`, so there is no moment when others could
+            os.chmod(place, 0o600)  # before `listen`, so that other users can connect at no moment
         sock.listen(1024)
     except OSError as error:
         sock.close()
@@ -75,9 +75,9 @@ def listen_at(address: Address, secret: bytes) -> socket.socket:
 
 
 def remake_folder(folder: Path) -> None:
-    """Make a private folder again that a cleaner of temporary files has removed; does nothing where it is there.
+    """Make a private folder again that a cleaner of temporary files has removed; does nothing where it exists.
 
-    Others may have made one of that name in the meantime: then it is refused.
+    Raises where a folder of that name exists now that other users own or can enter.
     """
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -87,12 +87,12 @@ def remake_folder(folder: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
             f"{folder}, where ranks meet, must be a folder of this user's that nobody else can enter; it was removed, "
-            "and somebody has made another in its place"
+            "and another was made in its place"
         )
 
 
 def address_of(listener: socket.socket) -> Address:
-    """Where it really listens, a free port filled in."""
+    """The address it listens at, with the port that port 0 got."""
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return f"unix:{name}"
@@ -102,21 +102,21 @@ def address_of(listener: socket.socket) -> Address:
 VANISHED_S = 25.0
 """A host that acknowledges nothing for this long has vanished: its power failed, or the network between broke."""
 SHORTEST_VANISHED_S = 4.0
-"""Below this, a host that lives would count as vanished: a kernel whose buffers are full drops what comes, and whoever
-sent it tries again after 0.2, 0.4, 0.8 s."""
-_CHECKS = 5  # how often the receiver looks, in that time
+"""Below this, a live host would count as vanished: a kernel whose buffers are full drops packets, and their sender
+retries after 0.2, 0.4, 0.8 s."""
+_CHECKS = 5  # how often the receiver checks in that time
 
 
 def tune(sock: Stream, deadline_s: float, vanished_s: float = VANISHED_S) -> None:
-    """Blocking calls, sends that give up after the deadline, small messages at once, dead hosts noticed.
+    """Set options: blocking calls, sends that fail after the deadline, no delay of small messages, keepalive.
 
-    On an idle connection keepalive asks the other host every fifth of `vanished_s` whether it is there. Where something
-    was sent, the kernel does not, and would try to send it for a quarter of an hour. In both cases `Pulse` notices that
-    no answer comes. TCP_USER_TIMEOUT comes last, since it would also end a connection whose receiver lives and is only
-    slow to read.
+    On an idle connection keepalive probes the other host every fifth of `vanished_s`. While sent data is unacknowledged
+    the kernel does not probe, and would retransmit for a quarter of an hour. In both cases `Pulse` notices that no
+    answer comes. TCP_USER_TIMEOUT is the last resort, since it would also end a connection whose receiver is alive and
+    only slow to read.
     """
     sock.settimeout(None)
-    # A timeout of Python's would make every call two, and cut large ones into pieces.
+    # Python's own timeout would double the system calls, and cut large ones into pieces.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline_s))
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
@@ -140,29 +140,29 @@ def _timeval(seconds: float) -> bytes:
 class Pulse:
     """Notices that the host at the other end of a TCP connection has vanished.
 
-    It looks at what the kernel knows: how many segments with data have left, whether probes are unanswered, and when an
-    acknowledgement came last. A peer that lives acknowledges what it gets, also while it reads nothing and its window
-    is shut; the kernel then asks ever more seldom, so silence alone means nothing. Does nothing for a Unix socket: its
-    host is ours.
+    It reads the kernel's statistics: how many segments with data were sent, whether probes are unanswered, and when the
+    last acknowledgement came. A live peer acknowledges what it gets, also while it reads nothing and its window is
+    shut; the kernel then probes less and less often, so silence alone means nothing. Does nothing for a Unix socket,
+    which does not leave the host.
     """
 
     def __init__(self, sock: socket.socket, limit_s: float = VANISHED_S) -> None:
         self._sock, self._limit_s = sock, limit_s
         self._looked = time.monotonic()
         self._sent = self._facts().sent
-        self._since: float | None = None  # since when something waits for an acknowledgement
+        self._since: float | None = None  # since when data waits for an acknowledgement
         self.every_s = limit_s / _CHECKS
-        """How often it should be asked."""
+        """How often `check` should be called."""
 
     def check(self) -> None:
-        """Raises TimeoutError once nothing was acknowledged for the limit, though something was sent."""
+        """Raises TimeoutError once data that was sent is not acknowledged for the limit."""
         facts, now = self._facts(), time.monotonic()
         if now - facts.silent_s > self._looked:
             self._since = None
         elif self._since is None and (facts.sent > self._sent or facts.probes):
             self._since = now
         self._looked, self._sent = now, facts.sent
-        # It may have begun just after the time before, and it is too late when asked next time.
+        # The silence may have begun just after the previous check, and the next check would be too late.
         if self._since is not None and now - self._since >= self._limit_s - 2 * self.every_s:
             raise TimeoutError(f"its host acknowledged nothing for {facts.silent_s:.1f} s")
 
@@ -171,7 +171,7 @@ class Pulse:
             return _Facts()
         try:
             raw = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        except OSError:  # it is closed already, which the receiver will find
+        except OSError:  # already closed, which the receiver will find
             return _Facts()
         if len(raw) < _TCP_INFO.size:  # a kernel before 4.6
             return _Facts()
@@ -180,11 +180,11 @@ class Pulse:
 
 
 class _Facts(NamedTuple):
-    """What the kernel knows of a connection."""
+    """The kernel's statistics of a connection."""
 
-    probes: int = 0  # probes that nobody has answered
+    probes: int = 0  # unanswered probes
     silent_s: float = 0.0  # since the last acknowledgement
-    sent: int = 0  # segments with data, those that were sent again too
+    sent: int = 0  # segments with data, retransmissions too
 
 
 _TCP_INFO = struct.Struct("@3xB52xI96xI")
@@ -192,7 +192,7 @@ _TCP_INFO = struct.Struct("@3xB52xI96xI")
 
 
 def leaves_host(sock: socket.socket) -> bool:
-    """Whether the other end of a connection is on another host, as far as addresses tell."""
+    """Whether the other end of a connection is on another host, judged by its address."""
     if sock.family == socket.AF_UNIX:
         return False
     try:
@@ -202,7 +202,7 @@ def leaves_host(sock: socket.socket) -> bool:
 
 
 def shut(sock: Stream | None, how: int = socket.SHUT_RDWR) -> None:
-    """Shut down, whatever state it is in."""
+    """Shut down; does nothing where it is closed already."""
     if sock is not None:
-        with suppress(OSError):  # it is closed already, or the other side was faster
+        with suppress(OSError):  # closed already, here or by the other side
             sock.shutdown(how)

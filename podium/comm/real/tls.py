@@ -1,17 +1,17 @@
 """Mutual TLS for the channel's TCP connections: both sides show a certificate that the run's own authority signed.
 
-Names in certificates are not looked at: who belongs to the run has a certificate of its authority, and which rank it is
-the handshake of `frames` settles, inside TLS. Unix sockets stay as they are. Only version 1.3 is spoken.
+Names in certificates are not checked: every rank of the run has a certificate of its authority, and the handshake of
+`frames`, inside TLS, proves which rank it is. Unix sockets do not use TLS. Only version 1.3 is allowed.
 
-Python's `ssl` leaves it to its callers that an OpenSSL object is used by one thread at a time, and a connection here is
-written by one thread while another waits to read. So the socket does not block: OpenSSL is entered for what can be
-done at once, under a lock, and waited for outside of it. Threads that both have work take turns of some records each.
+Python's `ssl` requires that one thread at a time uses an OpenSSL object, and here one thread writes a connection while
+another waits to read. So the socket does not block: threads call OpenSSL under a lock for what can be done at once, and
+wait outside of the lock. Threads that both have work take turns of some records each.
 
 OpenSSL encrypts straight from a tensor's memory and decrypts straight into it, one record of 16 KiB at a time; each is
 a step through the interpreter, which makes TLS two to three times slower than a plain socket on one machine.
 
-There is no word of farewell: a frame knows its own length, so one that was cut short is noticed, and a connection that
-is cut between two frames is a departure with TLS or without. Keys are not changed during a connection.
+Connections end without TLS's closing message: a frame has its length, so one that was cut short is noticed, and a
+connection that is cut between two frames is a departure with TLS or without. Keys do not change during a connection.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from podium.config import RunConfig
 from podium.errors import ConfigError
 
 _RECORD = 16 << 10
-_TURN = 16 * _RECORD  # what a thread may move before another that waits gets its turn
+_TURN = 16 * _RECORD  # bytes that a thread may move before a waiting thread gets its turn
 
 
 @dataclass(frozen=True)
 class Tls:
-    """What an endpoint shows, and by whom what others show must be signed: paths of PEM files."""
+    """An endpoint's certificate and key, and the authority that must have signed its peers': paths of PEM files."""
 
     cert: str
     key: str
@@ -44,7 +44,7 @@ class Tls:
 
 
 def tls_of(config: RunConfig) -> Tls | None:
-    """What the run's settings say; None where they say nothing."""
+    """The run's TLS settings; None where they are not set."""
     if config.tls_cert is None or config.tls_key is None or config.tls_ca is None:
         return None
     return Tls(config.tls_cert, config.tls_key, config.tls_ca)
@@ -55,7 +55,7 @@ class Guard:
     """Puts TLS around the connections of one endpoint."""
 
     def __init__(self, tls: Tls, deadline_s: float, vanished_s: float = VANISHED_S) -> None:
-        """Reads the files. A peer that takes nothing for `deadline_s` fails a send, as it does without TLS."""
+        """Reads the files. A send fails when the peer takes no bytes for `deadline_s`, as without TLS."""
         self._deadline_s, self._vanished_s = deadline_s, vanished_s
         self._listening = _context(tls, ssl.PROTOCOL_TLS_SERVER)
         self._listening.num_tickets = 0  # sessions are not resumed
@@ -84,7 +84,7 @@ def _context(tls: Tls, protocol: int) -> ssl.SSLContext:
 
 
 def _no_password() -> NoReturn:
-    """Without it OpenSSL would ask on the terminal, where nobody sits."""
+    """Without this callback OpenSSL would prompt on the terminal."""
     raise ConfigError("tls_key: the key must not be encrypted: ranks cannot be asked for a password")
 
 
@@ -107,7 +107,7 @@ class TlsStream:
         vanished_s: float = VANISHED_S,
     ) -> None:
         sock.setblocking(False)
-        sock.getpeername()  # raises if the peer has hung up: what comes next would then lose the socket
+        sock.getpeername()  # raises if the peer has hung up: `wrap_socket` would then leak the socket
         self._tls = context.wrap_socket(sock, server_side=listens, do_handshake_on_connect=False)
         self._deadline_s = deadline_s
         self._pulse = Pulse(self._tls, vanished_s)
@@ -120,17 +120,17 @@ class TlsStream:
         return self._tls.family
 
     def settimeout(self, seconds: float | None, /) -> None:
-        """How long each call may take. None: receiving waits while the peer's host lives, sending has the deadline."""
+        """Limit of each call. None: receiving waits while the peer's host is alive, sending for the deadline."""
         self._timeout_s = seconds
 
     def setsockopt(self, level: int, option: int, value: int | bytes, /) -> None:
         self._tls.setsockopt(level, option, value)
 
     def shake_hands(self, until: float) -> None:
-        """TLS's own handshake, before all else; raises SSLError when the other side is not to be trusted.
+        """TLS's own handshake, which comes first; raises SSLError when the other side is not trusted.
 
-        A dialler is done before the listener has looked at its certificate: a refusal reaches it as the error of
-        what it receives next.
+        A dialler is done before the listener has checked its certificate: a refusal reaches it as an error of its next
+        receive.
         """
         while True:
             with self._turn:
@@ -148,7 +148,7 @@ class TlsStream:
         return bytes(received[: self.recv_into(memoryview(received), nbytes, flags)])
 
     def recv_into(self, view: memoryview, nbytes: int = 0, flags: int = 0, /) -> int:
-        """As the socket's; of the flags, only MSG_WAITALL has an effect."""
+        """As `socket.recv_into`; of the flags, only MSG_WAITALL has an effect."""
         total, filled, until = nbytes or view.nbytes, 0, self._until()
         while filled < total:
             got = self._read(view[filled:total], until)
@@ -158,7 +158,7 @@ class TlsStream:
         return filled
 
     def _read(self, view: memoryview, until: float | None) -> int:
-        """What is there, once something is; 0 at the end."""
+        """Read what is available, once anything is; returns its bytes, 0 at the end."""
         while True:
             filled, end = 0, min(view.nbytes, _TURN)
             with self._turn:
@@ -193,11 +193,11 @@ class TlsStream:
                 self._check_open()
                 try:
                     while sent < min(data.nbytes, turn_end):
-                        # After a want, OpenSSL has to be given the same bytes again: `sent` stays where it was.
+                        # After a want, OpenSSL must get the same bytes again: `sent` has not changed.
                         sent += self._tls.write(data[sent:])
                 except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
                     wanted = _wanted(error)
-            # That the socket is ready again means that the peer took something: its deadline starts anew.
+            # When the socket is ready again, the peer has taken bytes: its deadline starts again.
             limit = time.monotonic() + self._deadline_s if until is None else until
             if wanted and not self._await(wanted, limit):
                 raise BlockingIOError(errno.EAGAIN, "nothing was taken in time")
@@ -206,7 +206,7 @@ class TlsStream:
         return None if self._timeout_s is None else time.monotonic() + self._timeout_s
 
     def _await(self, wanted: int, until: float | None) -> bool:
-        """Whether the socket got ready for this before then. Without a limit, until the peer's host has vanished."""
+        """Whether the socket got ready for this in time. Without a limit, waits until the peer's host has vanished."""
         ready, file = select.poll(), self._tls.fileno()
         self._check_open()
         ready.register(file, wanted)
@@ -222,7 +222,7 @@ class TlsStream:
             raise OSError(errno.EBADF, "the connection is closed")
 
     def shutdown(self, how: int, /) -> None:
-        # Not SSLSocket's own method, which also forgets that there is TLS and would continue unencrypted.
+        # Not SSLSocket's own method, which also drops TLS and would continue unencrypted.
         socket.socket.shutdown(self._tls, how)
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class TlsStream:
 
 
 class _Turn:
-    """A fair lock: it goes to a waiting thread, not back to the one that has just released it and wants it again."""
+    """A fair lock: a waiting thread gets it before the thread that has just released it."""
 
     def __init__(self) -> None:
         self._next, self._held = threading.Lock(), threading.Lock()
@@ -250,7 +250,7 @@ def _wanted(error: ssl.SSLError) -> int:
 
 
 def _first_of(buffers: Sequence[memoryview]) -> memoryview:
-    """The first buffer; joined with those behind it as long as they fit into one record together."""
+    """The first buffer, joined with the next ones as long as all fit into one record."""
     total, count = 0, 0
     for buffer in buffers:
         if total + buffer.nbytes > _RECORD:

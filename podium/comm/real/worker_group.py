@@ -18,7 +18,7 @@ from podium.errors import Lost
 
 @final
 class CollectiveHandle(Handle):
-    """Names an exchange of the process group, which alone holds its work object."""
+    """Identifies an exchange of the process group, which alone holds its work object."""
 
     def __init__(self, group: Group, key: int) -> None:
         self._group, self.key = group, key
@@ -30,13 +30,13 @@ class CollectiveHandle(Handle):
 
 @final
 class WorkerGroup:
-    """One worker's place among the others.
+    """One worker's part in the collectives.
 
-    Where some workers have a GPU and others do not, tensors of a GPU are copied to host memory before they are shared.
+    Where only some workers have a GPU, tensors of a GPU are copied to host memory before they are shared.
     """
 
     def __init__(self, group: Group, arena: Arena | None, deadline_s: float) -> None:
-        """`arena`: memory that all workers share, who then are on one host; None where they are not."""
+        """`arena`: memory that all workers share, where all are on one host; otherwise None."""
         self._group, self._arena, self._deadline_s = group, arena, deadline_s
         self._shared: SharedMemoryGroup | None = None
         self._size = 1
@@ -55,18 +55,18 @@ class WorkerGroup:
         return self._group.store
 
     def keep(self, tensor: Tensor) -> None:
-        """This tensor stays where it is for the whole run."""
+        """This tensor's memory stays allocated for the whole run."""
         self._on_gpu = self._on_gpu or tensor.is_cuda
         self._lasting.add(tensor.untyped_storage().data_ptr())
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         if self._shared is None:
             return CollectiveHandle(self._group, self._group.all_reduce(tensor))
-        staged = self._staged(tensor)  # in memory also because a lost peer is missed at once, as gloo does not always
+        staged = self._staged(tensor)  # unlike gloo, shared memory always notices a lost peer at once
         return self._landing(self._shared.all_reduce(staged), tensor, staged)
 
     def broadcast(self, tensor: Tensor, place: int) -> Handle:
-        """From the worker at this place of the generation."""
+        """From the worker at this index of the generation."""
         if self._shared is None:
             return CollectiveHandle(self._group, self._group.broadcast(tensor, place))
         staged = self._staged(tensor)
@@ -91,7 +91,7 @@ class WorkerGroup:
             home.copy_(staged)
 
     def form(self, generation: int, rank: int, workers: Sequence[int]) -> None:
-        """Become the group of this generation; raises Lost where a member is gone."""
+        """Form the group of this generation; raises Lost where a member is gone."""
         self._size, self._mixed = len(workers), None
         self._homes.clear()
         self._close_shared()
@@ -103,7 +103,7 @@ class WorkerGroup:
             self._shared = self._met(shared, rank, dict(zip(workers, texts, strict=True)))
 
     def _met(self, shared: SharedMemoryGroup, rank: int, texts: dict[int, str]) -> SharedMemoryGroup | None:
-        """The group in shared memory once all workers have met in it; None for all where one of them cannot."""
+        """The group in shared memory, once all workers have opened it; None on all workers where one of them cannot."""
         found = {other: Address.from_json(json.loads(text)) for other, text in texts.items() if other != rank}
         refused = torch.zeros(1)
         try:
@@ -117,7 +117,7 @@ class WorkerGroup:
         return shared
 
     def abandon(self) -> None:
-        """Fail all exchanges under way, here and on the others."""
+        """Fail all exchanges under way, on this and the other workers."""
         if self._shared is not None:
             self._shared.close()
         self._group.drop()
@@ -142,7 +142,7 @@ class WorkerGroup:
         return handle
 
     def _compare_devices(self) -> bool:
-        """Whether workers' parameters lie on devices of different kinds. Collective, once in a generation."""
+        """Whether only some workers' parameters are on a GPU. Collective, once in a generation."""
         assert self._shared is not None
         with_gpu = torch.tensor([float(self._on_gpu)])
         self._shared.wait(self._shared.all_reduce(with_gpu), self._deadline_s)
