@@ -6,6 +6,10 @@
     podium bench sweep --json > sweep.json
     python tests/golden/ratios.py step.json ps.json collectives.json sweep.json           compare; 1 where one differs
     python tests/golden/ratios.py --write step.json ps.json collectives.json sweep.json   make ratios.json anew
+    python tests/golden/ratios.py --turns FOLDER                                          make turns.json
+
+A machine is faster on some days. So where two trees are compared, each bench runs on both in turns on one day, and
+FOLDER holds its documents as BENCH-before-K.json and BENCH-after-K.json; turns.json has the ratios of all readings.
 
 A ratio is of medians in one run, with the 95 % interval that the bench gives; of a sweep, with the range of its rounds.
 Two readings differ where their intervals do not touch. An idle machine is asked for: ratios move with its load.
@@ -20,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FILE = Path(__file__).with_name("ratios.json")
+FILE, TURNS = (Path(__file__).with_name(name) for name in ("ratios.json", "turns.json"))
 
 
 class Ratio(NamedTuple):
@@ -72,11 +76,28 @@ def of_sweep(document: dict[str, Any]) -> Iterator[tuple[str, Ratio]]:
 READ = {"step": of_step, "ps": of_ps, "collectives": of_collectives, "sweep": of_sweep}
 
 
+def by_turns(folder: Path) -> dict[str, dict[str, list[Ratio]]]:
+    """By what is measured and tree: its ratios, one per reading."""
+    found: dict[str, dict[str, list[Ratio]]] = {}
+    for path in sorted(folder.glob("*-*-*.json")):
+        bench, tree, _ = path.stem.split("-")
+        for name, ratio in READ[bench](json.loads(path.read_text())):
+            found.setdefault(name, {}).setdefault(tree, []).append(ratio)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("documents", nargs="+", type=Path)
+    parser.add_argument("documents", nargs="*", type=Path)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--turns", type=Path)
     arguments = parser.parse_args()
+    if arguments.turns is not None:
+        turns = by_turns(arguments.turns)
+        TURNS.write_text(json.dumps(turns, indent=1) + "\n")
+        for name, trees in turns.items():
+            print(name, *(f"{tree}: {', '.join(map(str, ratios))}" for tree, ratios in trees.items()), sep="\n  ")
+        return 0
     documents = [json.loads(path.read_text()) for path in arguments.documents]
     now = {name: ratio for document in documents for name, ratio in READ[document["bench"]](document)}
     if arguments.write:
