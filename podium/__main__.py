@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from podium.cli import main
 
-# Processes that are started by `spawn` or `forkserver` import this module anew; they must not start the program anew.
+# Processes started by `spawn` or `forkserver` import this module again; they must not start the program again.
 if __name__ == "__main__":
     main(prog_name="podium")

@@ -1,7 +1,7 @@
-"""A run's configuration: one frozen dataclass, TOML in, `a.b=c` over it, every unknown key refused.
+"""A run's configuration: one frozen dataclass, read from TOML, overridden by `a.b=c`; unknown keys are errors.
 
-Only names and numbers live here, no torch: the command line reads it before anything heavy is imported, and each rank
-gets it as JSON.
+Only names and numbers, no torch: the command line reads this module before any heavy import, and each rank receives
+the configuration as JSON.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, Literal, TypeVar
 from podium.errors import ConfigError, UnknownName
 
 LAUNCHERS = ("local", "threads", "virtual", "shaped")
-"""Where ranks live: processes here, threads here, simulated time, processes in shaped network namespaces."""
+"""Where ranks live: local processes, threads, simulated time, processes in shaped network namespaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All that decides a run. The resolved one is written to its manifest."""
+    """Everything that decides a run. The resolved configuration is written to the run's manifest."""
 
     task: str = "digits-mlp"
     """A built-in name, `file.py:function` or `package.module:function`."""
@@ -36,13 +36,13 @@ class RunConfig:
     codec: str = "dense"
     """How gradients are packed for the wire: `NAME[:K=V;…]`."""
     collective: str = "default"
-    """How workers add up what they send each other: `NAME[:K=V;…]`."""
+    """The algorithm that sums tensors over the workers: `NAME[:K=V;…]`."""
     workers: int = 1
     seed: int = 0
     epochs: int | None = None
-    """How often the data are gone through; the task's own number when not given."""
+    """Passes over the data; the task's own number when not given."""
     steps: int | None = None
-    """Ends the run after this many global steps, where `epochs` does not end it before."""
+    """Ends the run after this many global steps, unless `epochs` ends it earlier."""
     batch_size: int | None = None
     """Samples per global step over all workers; the task's own number when not given."""
     accumulate: int | None = None
@@ -51,9 +51,9 @@ class RunConfig:
     autocast: Literal["off", "bf16"] | None = None
     buffers: Literal["mean", "broadcast", "local"] | None = None
     shares: tuple[float, ...] | None = None
-    """Each worker's part of a global step, in any unit; equal when not given. Asynchronous training has no parts."""
+    """Each worker's part of a global step, in any unit; equal when not given. An error in asynchronous training."""
     balance: str = "equal"
-    """Who gets how much of a global step, where `shares` does not say: `NAME[:K=V;…]`."""
+    """The balancer, which divides global steps among the workers unless `shares` does: `NAME[:K=V;…]`."""
     eval_every: int = 1
     """Epochs between validations; 0 validates at the end only."""
     checkpoint_every: int = 0
@@ -63,31 +63,31 @@ class RunConfig:
     cluster: str | None = None
     """A cluster file (TOML): nodes and links. Needed by `shaped`, used by `virtual`."""
     device: str = "cpu"
-    """`cpu`, `cuda` (the ranks of a node share its visible GPUs in turn), `cuda:1` or `auto`; or one for each worker,
-    from the front again when there are more: `cuda,cpu`."""
+    """`cpu`, `cuda` (a node's ranks take its visible GPUs round-robin), `cuda:1` or `auto`; or a list that the workers
+    take round-robin: `cuda,cpu`."""
     threads: int | None = None
     """Intra-op threads per rank; the cores divided by the ranks when not given, 1 in threads and virtual time."""
     data_dir: str | None = None
     out: str = "runs"
     """The run's folder is made inside this one."""
     run_dir: str | None = None
-    """The run's folder itself, without a run in it yet; made up from task, strategy and time when not given."""
+    """The run's folder itself, which must not hold a run yet; named by task, strategy and time when not given."""
     resume: str | None = None
     """A run's folder or one checkpoint to resume from."""
     replay: str | None = None
     """A run's folder whose recorded order of arrivals is repeated, in virtual time."""
     deadline_s: float = 300.0
-    """How long any rank waits for another before it gives up, and how long a running one may be silent.
+    """How long any rank waits for another before it gives up, and how long a running rank may be silent.
 
-    A worker that others wait for and that makes no step for this long is removed, however well it beats; one that
-    validates or writes a checkpoint has a dozen times as long.
+    A worker that other workers wait for is removed if it finishes no step for this long, even if its heartbeats arrive;
+    while it validates or writes a checkpoint it has a dozen times as long.
     """
     heartbeat_s: float = 2.0
-    """A rank whose process is stopped or gone is lost after this long; one that runs gets `deadline_s`."""
+    """A rank whose process is stopped or gone counts as lost after this long; a running process has `deadline_s`."""
     start_deadline_s: float = 60.0
     """How long all ranks together may take to start."""
     checksums: bool = False
-    """Whether tensors that go to another host go with a CRC-32. TLS does without: it notices all damage by itself."""
+    """Send tensors to other hosts with a CRC-32. Not used under TLS, which detects damage itself."""
     tls_cert: str | None = None
     """A certificate (PEM). With it, `tls_key` and `tls_ca`, the channel's TCP connections use mutual TLS."""
     tls_key: str | None = None
@@ -130,7 +130,7 @@ class RunConfig:
         return dataclasses.asdict(self)
 
 
-_SCRIPT = "a script has it in its own hands"
+_SCRIPT = "the script decides it"
 REFUSED_BY_SCRIPTS: Mapping[str, str] = {
     "task": "the script is what is trained",
     "task_options": "give the script arguments of its own: podium run SCRIPT --lr 0.1",
@@ -138,19 +138,16 @@ REFUSED_BY_SCRIPTS: Mapping[str, str] = {
     "steps": f"{_SCRIPT}: break out of run.batches",
     "batch_size": f"{_SCRIPT}: run.batches(…, batch_size=N)",
     "accumulate": "a step runs the script's closure once; compute the loss of several micro-batches inside it",
-    "eval_every": "a script validates for itself",
-    "checkpoint_every": "a script saves for itself: run.save(path)",
-    "keep_checkpoints": "a script saves for itself: run.save(path)",
-    "resume": "a script loads for itself, before podium.join",
+    "eval_every": "the script does its own validation",
+    "checkpoint_every": "the script saves its own checkpoints: run.save(path)",
+    "keep_checkpoints": "the script saves its own checkpoints: run.save(path)",
+    "resume": "the script loads its own checkpoint, before podium.join",
     "replay": "the arrivals of a script's run cannot be repeated",
     "data_dir": "give the script an argument of its own",
     "launcher": "a script runs in processes: launcher must be 'local'",
     "cluster": "a cluster file needs the launcher 'shaped' or 'virtual', and a script runs in processes",
 }
-"""Fields of a run that a script with its own loop (`podium run`, `podium.node --script`) does not use, and why.
-
-It uses all others.
-"""
+"""The fields that a script with its own loop (`podium run`, `podium.node --script`) does not use, and why."""
 
 
 def check_script(config: RunConfig) -> None:
@@ -163,13 +160,13 @@ def check_script(config: RunConfig) -> None:
 
 
 def named_in(overrides: Sequence[str], given: Mapping[str, Any]) -> frozenset[str]:
-    """Fields that were given a value, if only their default."""
+    """Names of the fields that the user set, even to their default."""
     keys = [override.partition("=")[0].strip().removeprefix("run.") for override in overrides]
     return frozenset(key.replace("-", "_") for key in [*keys, *(k for k, v in given.items() if v is not None)])
 
 
 def devices_in(device: str) -> tuple[str, ...]:
-    """The devices that a setting names, one for each worker, from the front again when there are more."""
+    """The devices that a `device` setting names; workers take them round-robin."""
     names = tuple(name.strip() for name in device.split(","))
     for name in names:
         if not re.fullmatch(r"cpu|cuda(:\d+)?|auto", name) or (name == "auto" and len(names) > 1):
@@ -182,10 +179,10 @@ def devices_in(device: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run came to. `podium train --json` prints it; `results.jsonl` holds one per line.
+    """A run's result. `podium train --json` prints it; `results.jsonl` holds one per line.
 
-    After a resume, `steps` and `epochs` say where training stands since its beginning; all that was counted or timed
-    (`updates`, `samples`, `seconds`, bytes, waiting, staleness) is of this run alone.
+    After a resume, `steps` and `epochs` count from the beginning of training; the other counts and times (`updates`,
+    `samples`, `seconds`, bytes, waiting, staleness) cover this run alone.
     """
 
     run_dir: str
@@ -203,30 +200,30 @@ class RunResult:
     param_hash: Mapping[str, str]
     """Each worker's hash of its parameters at the end, by rank."""
     steps: int
-    """Global steps since the beginning; when asynchronous, as many as the samples used make up."""
+    """Global steps since the beginning; in asynchronous training, computed from the samples used."""
     samples: int
     """Used in this run."""
     epochs: float
-    """How often the data were gone through, since the beginning."""
+    """Passes over the data since the beginning."""
     seconds: float
-    """Training time of this run on the world's own clock, validation left out."""
+    """Training time of this run on the world's clock, without validation."""
     samples_per_s: float
     sent_bytes: int
     """By all ranks together, in this run."""
     updates: int = 0
-    """Pushes that each server applied in this run; 0 where none is applied by itself (not asynchronous)."""
+    """Pushes that each server applied in this run; 0 unless pushes are applied one by one (asynchronous)."""
     step_ms: Mapping[str, float] = field(default_factory=dict)
     """Median and 90th percentile of a worker's step: `p50`, `p90`."""
     wait_share: float = 0.0
-    """Share of the workers' step time spent waiting for others."""
+    """Share of their step time that workers spent waiting for other ranks."""
     staleness: Mapping[str, float] = field(default_factory=dict)
     """`mean`, `max`, `count` over updates; empty when nothing can be stale.
 
-    A worker's first push of a segment (after the run's beginning or a checkpoint) is left out: all workers begin it
-    with the same parameters.
+    A worker's first push of a segment (after the run's beginning or a checkpoint) is left out: all workers begin a
+    segment with the same parameters.
     """
     histogram: Sequence[Sequence[int]] = ()
-    """Of staleness: `[low, high, count]` for each bin that holds any of those updates, both ends included.
+    """Staleness: `[low, high, count]` for each non-empty bin, both ends included.
 
     Up to 64 each value is a bin; beyond, bins end at powers of two.
     """
@@ -237,26 +234,26 @@ class RunResult:
     history: Sequence[Mapping[str, Any]] = ()
     """One row per validation: step, epoch and samples since the beginning, seconds of this run, loss, the metrics."""
     lost: Sequence[int] = ()
-    """Ranks that were lost on the way."""
+    """Ranks that were lost during the run."""
     restored: Sequence[Mapping[str, Any]] = ()
     """Servers that took the place of lost ones: `server`, `source` of its state, `took_s`, `lost_updates`."""
     audit: Mapping[str, int] = field(default_factory=dict)
-    """Samples of the order that no step used (`missing`), and that more than one did (`repeated`), by the records."""
+    """Counted from the records: samples that no step used (`missing`) and that several steps used (`repeated`)."""
     switches: Sequence[Mapping[str, Any]] = ()
     """Changes of phase: `before`, `after`, `rule`, `why`, `value`, `step`, `epoch`, `seconds`, `cost_ms` by part."""
     rules: Sequence[Mapping[str, Any]] = ()
     """When the rule in force fired, and when others would have: `rule`, `in_force`, `step`, `epoch`, `seconds`, …"""
     balance: Mapping[str, Any] = field(default_factory=dict)
-    """Who did how much of the steps that workers shared; empty where they shared none.
+    """How shared steps were divided among the workers; empty where workers shared none.
 
     `workers` (by rank: `samples_per_s` while computing, `wait_share` of its step time, …), `division` (`unit` each, of
     the last whole step or round), `changes` of it, `exchange_s`, whether workers are `uneven`, and where that helps
     their `course`.
     """
     model: str = ""
-    """Where the trained parameters are (safetensors)."""
+    """Path of the trained parameters (safetensors)."""
     notices: Sequence[str] = ()
-    """What was said before the run began: rules that could not fire in it, exchanges that could not overlap."""
+    """Warnings from before the run: triggers that cannot fire in it, exchanges that cannot overlap."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -283,7 +280,7 @@ def build(cls: type[T], values: Mapping[str, Any], *, who: str) -> T:
 
 
 def convert(value: Any, hint: Any, who: str) -> Any:
-    """Turn a plain value (perhaps a string from the command line) into what the annotation says, or refuse it."""
+    """Convert a plain value (perhaps a string from the command line) to the annotated type, or raise ConfigError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return parse_value(value) if isinstance(value, str) else value
@@ -347,7 +344,7 @@ def parse_value(text: str) -> Any:
 def resolve(
     file: str | Path | None = None, overrides: Sequence[str] = (), given: Mapping[str, Any] | None = None
 ) -> RunConfig:
-    """The run's configuration: defaults, then the TOML file, then options that were given, then `a.b=c`."""
+    """The run's configuration: defaults, overridden by the TOML file, then by `given`, then by `a.b=c`."""
     values: dict[str, Any] = {}
     if file is not None:
         # One spelling per key from here on, or two spellings of one option would both be kept.
@@ -373,13 +370,13 @@ def resolve(
 def parse_strategy(text: str, who: str = "strategy") -> tuple[str, dict[str, Any]]:
     """`name` or `name:key=value,key=value` to name and options; `my.py:Class` and `module:Class` are names too.
 
-    `STRATEGY until TRIGGER | STRATEGY` is short for the phases that it says.
+    `STRATEGY until TRIGGER | STRATEGY` is short for the strategy `phases`.
     """
     if ("|" in text or " until " in text) and not text.startswith("phases:"):
         return "phases", {"run": text.strip().replace(",", ";")}
     name, _, rest = text.partition(":")
     second, _, behind = rest.partition(":")
-    if second and "=" not in second:  # no option, so a class in a file or module of the user's own
+    if second and "=" not in second:  # not an option, so a class in the user's own file or module
         name, rest = f"{name.strip()}:{second.strip()}", behind
     options: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
@@ -391,7 +388,7 @@ def parse_strategy(text: str, who: str = "strategy") -> tuple[str, dict[str, Any
 
 
 def parse_spec(text: str, who: str = "codec") -> tuple[str, dict[str, Any]]:
-    """`name` or `name:key=value;key=value` to name and options; commas do, too, where nothing else needs them."""
+    """`name` or `name:key=value;key=value` to name and options; commas work too, where nothing else needs them."""
     return parse_strategy(text.replace(";", ","), who)
 
 
@@ -401,11 +398,11 @@ def format_spec(name: str, options: Mapping[str, Any]) -> str:
 
 
 LIFTED = ("codec", "collective", "balance")
-"""Settings of a run that may stand among a strategy's options, so that a comparison can have them differ."""
+"""Settings of a run that may be given among a strategy's options, so that the arms of a comparison can differ."""
 
 
 def lift(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A strategy's own options, and those that are the run's."""
+    """Split options into the strategy's own and the run's."""
     own = {key: value for key, value in options.items() if key not in LIFTED}
     return own, {key: value for key, value in options.items() if key in LIFTED}
 
@@ -413,7 +410,7 @@ def lift(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _put(values: dict[str, Any], key: str, text: str) -> None:
     head, dot, tail = key.partition(".")
     if head in LIFTED and dot:
-        values.setdefault(f"{head}.", {})[tail.replace("-", "_")] = text  # until it is known of which one
+        values.setdefault(f"{head}.", {})[tail.replace("-", "_")] = text  # `resolve` merges them once the name is known
         return
     if head in ("strategy", "task") and dot:
         options = values[f"{head}_options"] = dict(values.get(f"{head}_options", {}))

@@ -1,7 +1,7 @@
-"""All that Podium raises on purpose.
+"""The errors that Podium raises on purpose.
 
 PodiumError
-├── ConfigError          what was asked for cannot be (exit code 2)
+├── ConfigError          the request is invalid (exit code 2)
 │   ├── UnknownName      a name that is not on the list
 │   └── MissingExtra     an optional package is not installed
 ├── DataError            a data file is absent, truncated or not what it claims
@@ -9,15 +9,14 @@ PodiumError
 ├── RecordError          records cannot be written or read
 ├── TrainingError        the run cannot continue: the loss is not finite, a rank has no samples …
 ├── RankFailed           a rank raised; carries its own error and place
-├── Interrupted          the user asked to stop before the run was through
-└── CommError            an exchange did not happen
+├── Interrupted          the user stopped the run before its end
+└── CommError            an exchange failed
     ├── Lost             a peer is gone, or this generation of the group is over
-    └── DeadlineExceeded nobody answered in time
+    └── DeadlineExceeded no answer in time
 
-An error that comes of what was asked for, a folder that is not there, say, ends the program with 2 whatever its class:
-`as_request` marks it.
+An error that the request caused, such as a missing folder, exits with code 2 whatever its class: `as_request` marks it.
 
-`Lost` is the one error that a synchronous step may raise and be tried again after:
+`Lost` is the only error after which a synchronous step may be retried:
 it promises that the parameters have not moved.
 """
 
@@ -29,7 +28,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 _FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""What is wrong with the machine, and not with the request."""
+"""Failures of the machine, not mistakes in the request."""
 
 
 class PodiumError(Exception):
@@ -39,7 +38,7 @@ class PodiumError(Exception):
 
 
 class ConfigError(PodiumError):
-    """What was asked for cannot be: says who, what must hold, what came."""
+    """The request is invalid. The message says who complains, what must hold and what was given."""
 
     exit_code = 2
 
@@ -90,13 +89,13 @@ class RankFailed(PodiumError):
 
 
 class Interrupted(PodiumError):
-    """The user stopped the run before it was through."""
+    """The user stopped the run before its end."""
 
     exit_code = 130
 
 
 class CommError(PodiumError):
-    """An exchange did not happen."""
+    """An exchange failed."""
 
 
 class Lost(CommError):
@@ -104,14 +103,14 @@ class Lost(CommError):
 
 
 class DeadlineExceeded(CommError):
-    """Nobody answered in time."""
+    """A peer did not answer in time."""
 
 
 @contextmanager
 def as_request() -> Iterator[None]:
-    """Inside, what the user has named is looked at: an error keeps its class, and ends the program with 2.
+    """Around code that reads what the user named: an error keeps its class but exits with code 2.
 
-    Not where the machine fails: a disk that is full is nobody's request.
+    Failures of the machine, such as a full disk, keep their own code.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""Things named by text: a name from a table, `package.module:name` or `file.py:name`.
+"""Load objects by name: a name from a table, `package.module:name` or `file.py:name`.
 
-Naming code is running it. Where the names come from a folder that somebody else may have made, and not from the user,
-`names_of_folders` tells what is imported, and refuses code that lies in the folder itself. Such a folder also has the
-arguments, and with arguments of one's choice `subprocess:run` is all code; so the caller of what was named asks
-`folder_alone_names`, and calls only what was written for Podium.
+Importing named code runs it. Where the names come from a folder that another person may have made, not from the user,
+`names_of_folders` reports what is imported and refuses code that lies in the folder itself. Such a folder also brings
+the arguments, and with chosen arguments `subprocess:run` can do anything; so a caller checks `folder_alone_names` and
+then calls only functions that were written for Podium.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from podium.errors import ConfigError, UnknownName
 
 
 def load_named(spec: str) -> Any:
-    """What `spec` names; a file is loaded as `python file.py` would, its folder on the path."""
+    """The object that `spec` names; a file is loaded as `python file.py` would, with its folder on the path."""
     place, _, name = spec.rpartition(":")
     _check_source(place)
     module = load_file(Path(place)) if place.endswith(".py") else _import(place, spec)
@@ -34,7 +34,7 @@ def load_named(spec: str) -> Any:
 
 
 class _Foreign(NamedTuple):
-    """Folders whose names are followed, and what of them the user has named too."""
+    """Folders whose manifests may name code, and the files and modules that the user has named too."""
 
     folders: tuple[Path, ...]
     named: frozenset[str]
@@ -49,10 +49,10 @@ _PLACE = re.compile(r"[^\s:|,=]+(?=:)")
 
 @contextmanager
 def names_of_folders(folders: Sequence[Path], given: Collection[str], tell: Callable[[str], None]) -> Iterator[None]:
-    """Inside, names may come from the manifests of these folders; `given` are the texts of the user's own.
+    """Inside, names may come from the manifests of these folders; `given` holds the user's own texts.
 
-    Each file that is imported because a folder names it is told, once. One that lies in a folder, or is reached through
-    it, is refused unless the user has named it. Without a folder nothing is told or refused.
+    `tell` is called once for each file that is imported because a folder names it. A file that lies in a folder, or is
+    reached through it, is refused unless the user has named it. Without folders nothing is reported or refused.
     """
     named = frozenset(place for text in given for place in _PLACE.findall(text))
     token = _FOREIGN.set(_Foreign(tuple(folders), named, tell, set()) if folders else None)
@@ -63,13 +63,13 @@ def names_of_folders(folders: Sequence[Path], given: Collection[str], tell: Call
 
 
 def folder_alone_names(spec: str) -> bool:
-    """Whether this name comes from a folder, and the user has not named that file or module too."""
+    """Whether only a folder names this file or module, and the user has not."""
     foreign = _FOREIGN.get()
     return foreign is not None and spec.rpartition(":")[0] not in foreign.named
 
 
 def _check_source(place: str) -> None:
-    """Tell what is about to be imported because a folder names it, or refuse it."""
+    """Report or refuse an import that only a folder asks for."""
     foreign = _FOREIGN.get()
     if foreign is None or place in foreign.named or place == "podium" or place.startswith("podium."):
         return
@@ -78,9 +78,9 @@ def _check_source(place: str) -> None:
     for file in files:
         if any(passes_through(file, folder) for folder in foreign.folders):
             raise ConfigError(
-                f"{manifests} names {place}, and {file} lies in that folder or is reached through it. To import it is "
-                "to run it, so it is not imported unless you name it: give the task or strategy on the command line, "
-                "after you have read it"
+                f"{manifests} names {place}, and {file} lies in that folder or is reached through it. Importing it "
+                "would run it, so it is not imported unless you name it: give the task or strategy on the command "
+                "line, after you have read it"
             )
     if place not in foreign.told:
         foreign.told.add(place)
@@ -88,7 +88,7 @@ def _check_source(place: str) -> None:
 
 
 def _files_of(module: str) -> list[str]:
-    """Where a module's outermost package lies; nothing is imported."""
+    """Paths of a module's outermost package, found without importing it."""
     try:
         spec = importlib.util.find_spec(module.partition(".")[0])
     except (ImportError, ValueError):
@@ -120,7 +120,7 @@ def passes_through(path: str | Path, folder: Path) -> bool:
 
 
 def find_class(kind: str, name: str, table: Mapping[str, str]) -> type[Any]:
-    """The class that `name` stands for: one of the table's, or the user's own. `kind` is for messages."""
+    """The class of this name in the table, or the user's own class. `kind` is for messages."""
     if name not in table and ":" not in name:
         raise UnknownName(kind, name, table)
     first, _, second = name.partition(":")

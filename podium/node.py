@@ -1,8 +1,8 @@
-"""The entry of `python -m podium.node`: one rank under torchrun, whose environment variables are enough.
+"""Entry point of `python -m podium.node`: one rank under torchrun, configured by torchrun's environment variables.
 
     torchrun --nproc-per-node 4 -m podium.node --task digits-mlp --strategy all-reduce
 
-What such a process then does is in `podium.launch.torchrun` and `podium.launch.process`.
+The work is done in `podium.launch.torchrun` and `podium.launch.process`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Take part in torchrun's run as one rank of it; returns the exit code."""
+    """Run one rank; returns the exit code."""
     from podium.launch.torchrun import run_under_torchrun
 
     return run_under_torchrun(sys.argv[1:] if argv is None else argv)

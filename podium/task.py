@@ -39,9 +39,9 @@ class Task:
     loss: Callable[[Any, Any], Tensor]
     """(outputs, targets) to the mean loss over the samples of the batch."""
     weigh: Callable[[Any], float] | None = None
-    """(targets) to how much a batch's mean loss counts: where the loss is a mean over words that are not padding, their
-    number. A step's gradient is then that of the mean over all of its words, however its samples were divided. Without
-    it, samples count. Rounds of local steps, and asynchronous training, are weighed by samples in any case."""
+    """(targets) to the weight of a batch's mean loss: for a loss that is a mean over non-padding words, their number.
+    A step's gradient is then that of the mean over all of its words, however its samples were divided. Without it, the
+    weight is the number of samples. Rounds of local steps and asynchronous training always weigh by samples."""
     optimizer: Callable[[nn.Module], Optimizer]
     """Makes the optimizer for the model's trainable parameters."""
     schedule: Callable[[Optimizer, int], LRScheduler] | None = None
@@ -94,8 +94,8 @@ def load_task(spec: str | Task, options: Mapping[str, Any] | None = None, data_d
     if ":" in spec and folder_alone_names(spec) and not _makes_tasks(make, hints):
         # The folder brings the arguments, too: `subprocess:run` would be called with a command of its choice.
         raise ConfigError(
-            f"the folder names {spec} as its task, and nothing says that it makes one: it is not annotated "
-            "`-> podium.Task`, and its module imports nothing of podium. To call it is to run it with arguments "
+            f"the folder names {spec} as its task, but nothing shows that it makes a task: it is not annotated "
+            "`-> podium.Task`, and its module imports nothing from podium. Calling it would run it with arguments "
             "from the folder, so it is not called unless you name it: give the task on the command line"
         )
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
@@ -119,15 +119,15 @@ def _find_function(spec: str) -> Callable[..., Any]:
     make = load_named(spec)
     if not callable(make):
         raise ConfigError(f"{spec} must be a function that returns a podium.Task, got {type(make).__name__}")
-    return make  # type: ignore[no-any-return]  # whatever it is, it is called and its result checked
+    return make  # type: ignore[no-any-return]  # load_task checks what it returns
 
 
 def _makes_tasks(make: Callable[..., Any], hints: Mapping[str, Any]) -> bool:
-    """Whether a function was written to make tasks, as far as its annotation or its own module tells."""
+    """Whether a function was written to make tasks, judged by its annotation or its module."""
     if "return" in hints:
         return hints["return"] is Task
     home = getattr(make, "__globals__", {})
-    if str(home.get("__name__")).partition(".")[0] == "podium":  # all of Podium's own say what they return
+    if str(home.get("__name__")).partition(".")[0] == "podium":  # all of Podium's own are annotated
         return False
     homes = (getattr(value, "__module__", getattr(value, "__name__", "")) for value in home.values())
     return any(str(name).partition(".")[0] == "podium" for name in homes)
@@ -136,7 +136,7 @@ def _makes_tasks(make: Callable[..., Any], hints: Mapping[str, Any]) -> bool:
 def _annotations(make: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(make)
-    except (NameError, TypeError):  # names that only a type checker sees, or a callable object: take values as they are
+    except (NameError, TypeError):  # type-checker-only names, or a callable object: leave values as they are
         return {}
 
 

@@ -163,7 +163,7 @@ class TestMeetings:
     @pytest.mark.slow
     def test_workers_that_meet_only_at_the_end_are_told_of(self, tmp_path: Path) -> None:
         (said,) = train("diloco:sync_every=50", epochs=2, out=str(tmp_path)).notices
-        assert "every 50 steps, and the run has 8: they meet at its end only" in said
+        assert "every 50 steps, and the run has 8: they exchange only at its end" in said
         (said,) = train("local-sgd:period=9", epochs=2, out=str(tmp_path)).notices
         assert "every 9 steps, and the run has 8" in said
         assert train("local-sgd:period=8", epochs=2, out=str(tmp_path)).notices == ()

@@ -1,4 +1,4 @@
-"""Who gets how much work: one file per balancer, and a plain dict from name to where it lives."""
+"""How global steps are divided among the workers: one file per balancer, and a plain dict from name to class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BALANCERS: dict[str, str] = {
 
 
 def find_balancer(name: str) -> type[Balancer]:
-    """The class of a balancer: a name from the list, or `file.py:Class` / `module:Class` of the user's own."""
+    """The class of a balancer: a name from the list, or the user's own `file.py:Class` or `module:Class`."""
     cls = find_class("balance", name, BALANCERS)
     if not issubclass(cls, Balancer):
         raise ConfigError(f"{name} must be a balancer class, got {cls!r}")
@@ -30,13 +30,13 @@ def make_balancer(spec: str) -> Balancer:
 
 
 def balancer_of(config: RunConfig) -> Balancer:
-    """The balancer that a run was asked for."""
+    """The run's balancer."""
     from podium.balance.fixed import Fixed
 
     if config.shares is None:
         return make_balancer(config.balance)
     if config.balance != "equal":
         raise ConfigError(
-            f"shares fix who gets how much, and balance={config.balance} would change it: give one of them"
+            f"shares fix each worker's part, and balance={config.balance} would change it: give one of them"
         )
     return Fixed(shares=config.shares)

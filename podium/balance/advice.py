@@ -1,7 +1,7 @@
-"""Advice for people: which workers delay the others more than they help.
+"""Advice for the user: which workers delay the run more than they help.
 
-A step lasts until the last worker has finished its part; the exchange among the workers adds to that. Nothing is
-changed here; a person, or a planner, decides.
+A step lasts until the last worker has finished its part, plus the exchange among the workers. Nothing is changed here;
+the user, or a planner, decides.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from podium.balance.base import Member, finish_s
 from podium.balance.equal_finish import EqualFinish, limits_of
 
 LEAST = 0.02
-"""Gains in samples per second below this are not worth a word."""
+"""Relative gains in samples per second below this are not reported."""
 TRIED = 4
-"""How many workers are looked at as the next to go: those that the least is lost with."""
+"""How many workers are tried as the next to leave: those with the smallest parts."""
 
 
 class Advice(NamedTuple):
@@ -25,24 +25,24 @@ class Advice(NamedTuple):
     """In words."""
     before_s: float
     after_s: float
-    """What a step takes now, and would take."""
+    """Seconds of a step now, and with the advice."""
     counts: list[int]
-    """Samples of each member that would be there, in order."""
+    """Samples of each remaining member, in order."""
     without: tuple[int, ...] = ()
-    """Ranks that would better not be there."""
+    """Ranks that should leave."""
 
     @property
     def gain(self) -> float:
-        """How many more samples per second, as a part of those of now."""
+        """Relative gain in samples per second."""
         return self.before_s / self.after_s - 1
 
 
 def drop_advice(members: Sequence[Member], count: int, exchange_s: Callable[[int], float]) -> Advice | None:
-    """Who should leave, so that the others do more samples per second without them; None where that gains little.
+    """Which workers should leave, so that the rest trains more samples per second; None where that gains little.
 
-    `exchange_s(n)`: what the exchange among n workers takes beyond the last one's passes. Workers are left out one by
-    one, each time the worker without which the others are fastest; the best of all these sets is advised. No worker is
-    advised to leave whose part would not fit into the others' memory.
+    `exchange_s(n)`: seconds of the exchange among n workers after the last one's passes. Workers are left out one by
+    one, each time the worker without which the rest is fastest; the best of all these sets is advised. No worker is
+    advised to leave whose part would not fit into the memory of the rest.
     """
     before_s, counts = _step(members, count, exchange_s)
     best, best_s, best_counts = list(members), before_s, counts
@@ -67,7 +67,7 @@ def _step(members: Sequence[Member], count: int, exchange_s: Callable[[int], flo
 def _without_one(
     members: Sequence[Member], counts: Sequence[int], count: int, exchange_s: Callable[[int], float]
 ) -> tuple[list[Member], float, list[int]]:
-    """Leave out the worker without which a step is shortest: those who stay, what a step takes, and their parts."""
+    """Leave out the worker without which a step is shortest: returns the rest, the step's seconds, and their parts."""
     by_part = sorted(range(len(members)), key=lambda i: (counts[i], -members[i].finish_s(1), -i))
     found = []
     for i in by_part[:TRIED]:

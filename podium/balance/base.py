@@ -1,8 +1,8 @@
-"""A balancer: who gets how much of a global step, so that all workers finish it at the same time.
+"""A balancer: divides a global step among the workers, so that all finish it at the same time.
 
-It looks at what workers have told each other of their speed (`podium.balance.speed`) and divides samples. Weights by
-samples keep the mathematics unchanged, whatever the division: see `podium.engine.worker`. `podium.balance.runtime`
-decides when a balancer is asked, and whether its answer is used.
+It divides samples by the speeds that workers have sent each other (`podium.balance.speed`). Gradients are weighted by
+samples, so the division does not change the mathematics: see `podium.engine.worker`. `podium.balance.runtime` decides
+when to call a balancer, and whether to use its answer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Member(NamedTuple):
     rank: int
     speed: Speed
     most: int | None = None
-    """Samples that fit into its memory at a time; None: as many as there are."""
+    """Samples that fit into its memory at a time; None: no limit."""
     exchange_s: float = 0.0
-    """Seconds of an exchange that its own link takes, and that its computing does not hide."""
+    """Seconds that an exchange takes on its own link and that do not overlap with its computing."""
 
     def finish_s(self, samples: float) -> float:
-        """When it finishes this many samples; a worker without samples still takes part in the exchange."""
+        """Seconds until it finishes this many samples; a worker without samples still takes part in the exchange."""
         return self.exchange_s + (self.speed.seconds(samples) if samples > 0 else 0.0)
 
 
@@ -36,13 +36,13 @@ class Balancer(ABC):
 
     name: ClassVar[str]
     learns: ClassVar[bool] = False
-    """Whether it wants to know how fast workers are; otherwise it is never asked again."""
+    """Whether it uses the workers' speeds; otherwise its division never changes."""
 
     @abstractmethod
     def divide(self, count: int, members: Sequence[Member]) -> list[int]:
-        """How many of `count` samples each member takes, in their order; adds up to `count`.
+        """How many of `count` samples each member takes, in their order; the numbers sum to `count`.
 
-        Called on every worker with the same arguments, and must answer the same.
+        Called on every worker with the same arguments, and must return the same.
         """
 
 
@@ -53,11 +53,12 @@ class Learning(Balancer):
     learns: ClassVar[bool] = True
 
     every: int = 4
-    """Steps between two looks at the speeds."""
+    """Steps between two exchanges of speeds."""
     gain: float = 0.02
-    """What part of a step a change must promise to save, or it is not made; more where speeds are not known well."""
+    """Part of a step that a change must be predicted to save; more is required where speeds are uncertain."""
     most: str = ""
-    """Samples that a worker can hold at a time, by rank, as in `64/16`; 0: no limit. Later ranks are like the last."""
+    """Samples that fit into a worker's memory at a time, by rank, as in `64/16`; 0: no limit. Further ranks are like
+    the last."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -72,7 +73,7 @@ class Learning(Balancer):
                 )
 
     def limit(self, rank: int) -> int | None:
-        """What the user says that this worker can hold at a time; None: no limit."""
+        """The user's limit of samples at a time for this worker; None: no limit."""
         if not self.most:
             return None
         numbers = [int(number) for number in self.most.split("/")]
@@ -80,5 +81,5 @@ class Learning(Balancer):
 
 
 def finish_s(counts: Sequence[int], members: Sequence[Member]) -> float:
-    """When the last member finishes, given the samples of each."""
+    """Seconds until the last member finishes, given the samples of each."""
     return max(member.finish_s(count) for member, count in zip(members, counts, strict=True))

@@ -1,4 +1,4 @@
-"""Equal parts: what all libraries do, and the right thing where machines are alike."""
+"""Equal parts: the usual division, and the right one where machines are alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from podium.data.order import divide
 @final
 @dataclass(frozen=True, kw_only=True)
 class Equal(Balancer):
-    """The same number of samples for everybody."""
+    """The same number of samples for every worker."""
 
     name: ClassVar[str] = "equal"
 

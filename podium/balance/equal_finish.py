@@ -1,9 +1,9 @@
-"""All workers finish together: the division that ends a step soonest, given what passes and exchanges take.
+"""All workers finish together: the division that ends a step soonest, given the times of passes and exchanges.
 
 Cost model: worker i finishes b samples after exchange_i + fixed_i + per_sample_i * b, or at once if it has none; the
-step ends with the last worker. Let time rise like water: at time T worker i has done (T - exchange_i - fixed_i) /
-per_sample_i samples, not below 0 and not above what fits; the step is done when these add up to all of them. A worker
-that would need longer than that for its first sample gets none.
+step ends with the last worker. Water filling: at time T worker i has done (T - exchange_i - fixed_i) / per_sample_i
+samples, at least 0 and at most its limit; the step ends at the T where these sum to all samples. A worker that would
+need longer than T for its first sample gets none.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from podium.balance.base import Learning, Member
 from podium.data.order import divide
 
 LEAST_S = 1e-12
-"""No sample is taken to cost less: what costs nothing has no proportions."""
+"""Least cost of a sample, in seconds: costs of zero have no proportions."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class EqualFinish(Learning):
-    """The same finish for everybody who has a part."""
+    """The same finish time for every worker that has samples."""
 
     name: ClassVar[str] = "equal-finish"
 
     def divide(self, count: int, members: Sequence[Member]) -> list[int]:
         """The whole numbers whose last finish is soonest.
 
-        Where all that fits is less than `count`, everybody gets as many times more than fits: a step is not made
-        smaller, and nobody is nearer to its end than others. More micro-batches (`accumulate`) let more fit.
+        Where the limits sum to less than `count`, every worker exceeds its limit by the same factor: a step is not made
+        smaller, and no worker is closer to running out of memory than another. More micro-batches (`accumulate`) let
+        more samples fit.
         """
         limits = limits_of(count, members)
         if sum(limits) < count:
@@ -40,9 +41,9 @@ class EqualFinish(Learning):
         costs = [max(LEAST_S, member.speed.per_sample_s) for member in members]
         starts = [member.exchange_s + member.speed.fixed_s for member in members]
         level_s = _level(count, costs, starts, limits)
-        # One fewer than is done by then, lest rounding gives too many; what is left goes to the worker that then
-        # finishes first. As every next sample of a worker ends later, these are the `count` samples that end soonest:
-        # no other division can do better.
+        # Start with one fewer than each has done by then, lest rounding gives too many; each remaining sample goes to
+        # the worker that finishes it first. A worker's next sample always ends later than its last, so these are the
+        # `count` samples that end soonest: no other division is better.
         counts = [
             max(0, min(limit, math.floor((level_s - start) / cost)) - 1)
             for cost, start, limit in zip(costs, starts, limits, strict=True)
@@ -64,13 +65,13 @@ class EqualFinish(Learning):
 
 
 def limits_of(count: int, members: Sequence[Member]) -> list[int]:
-    """How many of `count` samples each can take at most."""
+    """How many of `count` samples each member can take at most."""
     return [count if member.most is None else min(count, max(0, member.most)) for member in members]
 
 
 def _level(count: int, costs: Sequence[float], starts: Sequence[float], limits: Sequence[int]) -> float:
-    """When `count` samples are done, in parts of samples; all together can do that many."""
-    # Where a worker begins the water spreads by its rate, where it is full by that much less.
+    """The time at which `count` samples are done, fractions included; the limits must sum to at least `count`."""
+    # The total rate grows where a worker begins and falls where it reaches its limit.
     events = []
     for start, cost, limit in zip(starts, costs, limits, strict=True):
         if limit:

@@ -1,4 +1,4 @@
-"""Fixed shares: the user knows how fast the machines are."""
+"""Fixed shares, given by the user."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How many samples fit into a worker's memory at a time, by what passes have taken so far.
+"""How many samples fit into a worker's memory at a time, estimated from past passes.
 
-Cost model: between steps a worker holds a fixed amount; a pass over b samples takes more, at most in proportion to b.
-What is fixed in a pass is counted as if it grew, too, so the answer errs on the side of fewer; but what has gone well
-once is never said not to fit. It does not know of other workers on the same device, other than by the memory that they
-hold already.
+Cost model: between steps a worker has a fixed amount allocated; a pass over b samples takes more, at most in proportion
+to b. The fixed memory of a pass is counted as if it grew with b too, so the estimate errs on the side of fewer; but a
+size that succeeded once always fits. Of other workers on the same device it sees only the memory they have allocated
+already.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 
 PART = 0.9
-"""Of the device's memory that this worker can have, the part that is planned with."""
+"""The part of this worker's available device memory that may be planned for."""
 
 
 class Memory:
-    """One worker's memory, as passes showed it."""
+    """One worker's memory, learnt from its passes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,7 +31,7 @@ class Memory:
 
     @property
     def most(self) -> int | None:
-        """How many samples fit at a time; None where there is no telling: on a CPU, or before the first pass."""
+        """How many samples fit at a time; None where unknown: on a CPU, or before the first pass."""
         if self._device.type != "cuda" or not self._largest:
             return None
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -41,7 +41,7 @@ class Memory:
 
 
 def fitting(samples: int, taken_bytes: float, free_bytes: float) -> int | None:
-    """How many samples fit, where `samples` took `taken_bytes`; None where no memory was seen to be taken."""
+    """How many samples fit, where `samples` took `taken_bytes`; None where `taken_bytes` is not positive."""
     if taken_bytes <= 0:
         return None
     return max(samples, int(samples * free_bytes / taken_bytes))

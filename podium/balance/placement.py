@@ -1,15 +1,15 @@
 """Which nodes servers should live on, by the links between them and the workers.
 
 Cost model, for one synchronous step: every worker sends each of M servers an M-th of n bytes, all at once, and each
-server sends as much back to every worker. A node's card is busy with one transfer after the other, at the rate that
-the path has at that end; what stays on a node goes through memory and occupies no card. Each way takes as long as the
-busiest card, and the longest latency:
+server sends as much back to every worker. A node's network card carries one transfer after the other, at the rate of
+the path at that end; transfers within a node go through memory and occupy no card. Each direction takes as long as the
+busiest card, plus the longest latency:
 
     push_s = max over nodes of (sum of its transfers' bytes / rate, out or in) + max latency
     step_s = push_s + pull_s
 
-Servers of equal ranges are assumed; how large ranges should be on given nodes is what `podium.balance.ranges` says. Of
-the nodes' processors nothing is known here: a server on a worker's node is judged by its links alone.
+All servers are assumed to hold equal ranges; `podium.balance.ranges` chooses the sizes on given nodes. The nodes'
+processors are ignored: a server on a worker's node is judged by its links alone.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from podium.launch.clusters.description import Cluster
 
 Path = Callable[[int, int], tuple[float, float, int]]
-"""What a message from one node to another meets: rates up and down, latency in nanoseconds."""
+"""From one node to another: rates up and down, latency in nanoseconds."""
 Key = tuple[float, int, tuple[int, ...]]
-"""What the best placement is least in: seconds, ranks on its nodes, and the nodes themselves."""
+"""Order of placements, best first: seconds, ranks on its nodes, and the nodes themselves."""
 
 MOST_TRANSFERS = 200_000
-"""Transfers that may be looked at to try all placements: about half a second. Beyond, servers are placed in turn."""
+"""All placements are tried up to this many transfers, about half a second. Beyond, servers are placed one by one."""
 STEP_BYTES = 4 << 20
-"""What a step is taken to move, where nobody says: a model of a million parameters."""
+"""Default bytes per step: a model of a million parameters."""
 
 
 def step_seconds(cluster: Cluster, workers: Sequence[int], servers: Sequence[int], nbytes: int = STEP_BYTES) -> float:
-    """What the exchange of a synchronous step takes by the links, with workers and servers on these nodes."""
+    """Predicted seconds of a synchronous step's exchange, with workers and servers on these nodes."""
     return _step_seconds(cluster.path, Counter(workers), servers, nbytes)
 
 
@@ -49,7 +49,7 @@ def _step_seconds(path: Path, workers: Mapping[int, int], servers: Sequence[int]
 
 
 def _way_seconds(path: Path, transfers: Sequence[tuple[int, int, int]], part: float) -> float:
-    """One way: (from, to, how many of them) of `part` bytes each."""
+    """Seconds of one direction; transfers are (from, to, count) of `part` bytes each."""
     out: dict[int, float] = defaultdict(float)
     into: dict[int, float] = defaultdict(float)
     longest, memory = 0.0, 0.0
@@ -70,8 +70,8 @@ def best_server_nodes(
     """The nodes for this many servers that make a synchronous step's exchange shortest, in order.
 
     `workers`: the node of each worker. Several servers may share a node. Among placements that take equally long, the
-    one on nodes with the fewest ranks, then on the first. All are tried where they are few; where they are many,
-    servers are placed one after the other, each where it is best, and moved as long as that helps.
+    one on nodes with the fewest ranks wins, then the one on the first nodes. All placements are tried where they are
+    few; otherwise servers are placed one after the other, each on its best node, and moved as long as that helps.
     """
     if not workers or servers < 0:
         raise ConfigError(f"placement: there must be a worker and 0 servers or more, got {len(workers)} and {servers}")
@@ -80,7 +80,7 @@ def best_server_nodes(
     path, load = cache(cluster.path), Counter(workers)
 
     def key(nodes: tuple[int, ...]) -> Key:
-        """Seconds are rounded: sums in another order are no difference."""
+        """Seconds are rounded, so that sums in another order compare equal."""
         seconds = float(f"{_step_seconds(path, load, nodes, nbytes):.9e}")
         return seconds, sum(load[node] + nodes.count(node) for node in nodes), nodes
 
@@ -103,7 +103,7 @@ def _placed_in_turn(nodes: int, servers: int, key: Callable[[tuple[int, ...]], K
 
 
 def _moves(placed: tuple[int, ...], nodes: int) -> Iterator[tuple[int, ...]]:
-    """With one server elsewhere."""
+    """All placements with one server moved to another node."""
     for place in {node: i for i, node in enumerate(placed)}.values():
         for node in range(nodes):
             yield _sorted(*placed[:place], node, *placed[place + 1 :])
@@ -114,7 +114,7 @@ def _sorted(*nodes: int) -> tuple[int, ...]:
 
 
 def describe(cluster: Cluster, workers: Sequence[int], servers: Sequence[int], nbytes: int = STEP_BYTES) -> str:
-    """In words: where servers are, what a step's exchange takes there, and what the best nodes would save."""
+    """A sentence: where servers are, how long a step's exchange takes there, and how long on the best nodes."""
     if not servers:
         return "no servers to place"
     here = step_seconds(cluster, workers, servers, nbytes)

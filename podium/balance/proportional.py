@@ -1,8 +1,8 @@
-"""Parts in proportion to speed, as samples per second were last seen.
+"""Parts in proportion to the last measured samples per second.
 
-A worker that has something to do for each pass, whatever its samples, gets faster as its part grows. So this comes to
-rest where all finish together after several changes rather than one, each of which leaves as much of what is missing
-as a pass has that is fixed. It does not see exchanges.
+A worker with a fixed cost per pass has more samples per second as its part grows. So this balancer reaches the division
+at which all finish together after several changes rather than one: each change leaves a part of the remaining error
+that is equal to the fixed part of a pass. It ignores exchanges.
 
 Chen et al., 2020, Semi-Dynamic Load Balancing (LB-BSP), arXiv 1806.02508.
 """
@@ -26,9 +26,9 @@ class Proportional(Learning):
     name: ClassVar[str] = "proportional"
 
     def divide(self, count: int, members: Sequence[Member]) -> list[int]:
-        """In proportion, but no more than fits; what does not goes to the others in the same way.
+        """In proportion, up to each worker's limit; the rest goes to the other workers in the same way.
 
-        Where all that fits is less than `count`, everybody gets as many times more than fits.
+        Where the limits sum to less than `count`, every worker exceeds its limit by the same factor.
         """
         limits = limits_of(count, members)
         if sum(limits) < count:
@@ -48,6 +48,6 @@ class Proportional(Learning):
 
 
 def _rate(member: Member, part: float) -> float:
-    """Samples per second in passes as they were last seen, or over a part like everybody's."""
+    """Samples per second at the last size of a pass, or at an equal part where no pass was seen."""
     samples = member.speed.samples or max(1.0, part)
     return samples / max(1e-12, member.speed.seconds(samples))

@@ -1,14 +1,14 @@
-"""How much of the parameters each server holds, and what of an exchange with servers a worker's own link takes.
+"""How much of the parameters each server holds, and how long a worker's own link delays an exchange with servers.
 
-Server m moves a part f_m of n bytes. N workers push it and N take it home, through a link of b_m bytes per second in
-each direction (the slower of the two counts), and it goes k times through memory at c_m bytes per second, once for each
+Server m moves a part f_m of n bytes. N workers push it and N pull it, through a link of b_m bytes per second in each
+direction (the slower of the two counts), and it goes k times through memory at c_m bytes per second, once for each
 update. That is f_m n (N / b_m + k / c_m) seconds, and all servers finish together where
 
     f_m = w_m / (w_1 + … + w_M),    w_m = 1 / (N / b_m + k / c_m)
 
-What other ranks on the server's machine send meanwhile is left out, and so is what runs behind something else.
+The model ignores other traffic on the server's machine, and overlap.
 
-This module knows no cluster file and no strategy; it gets what a launcher knows of the machines from the communicator.
+This module knows no cluster file and no strategy; it gets the machines' speeds from the communicator.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _NUMBER = r"(\d+(\.\d*)?|\.\d+)"
 
 
 class Way(NamedTuple):
-    """What lies between a worker and a server: bytes per second, and seconds."""
+    """The path between a worker and a server: rates in bytes per second, and latency."""
 
     up: float
-    """What the worker can send."""
+    """The worker sends."""
     taken: float
-    """What the server can receive."""
+    """The server receives."""
     given: float
-    """What the server can send."""
+    """The server sends."""
     down: float
-    """What the worker can receive."""
+    """The worker receives."""
     latency_s: float
 
 
 class Parcel(NamedTuple):
-    """Bytes for one server, and which part of the backward pass must be done before they can leave."""
+    """Bytes for one server, and the part of the backward pass after which they can be sent."""
 
     server: int
     nbytes: int
@@ -52,7 +52,7 @@ class Parcel(NamedTuple):
 
 
 def check_ranges(who: str, ranges: str, servers: int) -> None:
-    """Raise ConfigError unless `ranges` says how much each of this many servers holds."""
+    """Raise ConfigError unless `ranges` is `equal`, `speed` or one number per server."""
     if ranges in ("equal", "speed"):
         return
     if not re.fullmatch(f"{_NUMBER}([,/]{_NUMBER})*", ranges) or min(_numbers_in(ranges)) <= 0:
@@ -62,10 +62,10 @@ def check_ranges(who: str, ranges: str, servers: int) -> None:
 
 
 def weights_of(who: str, ranges: str, comm: Communicator, updates: int) -> tuple[float, ...] | None:
-    """How much of the whole each server holds, in the order of `comm.servers`; None: equally much.
+    """How much of the parameters each server holds, in the order of `comm.servers`; None: equal parts.
 
-    The same on all workers. A server that came later is like the last one that the run began with. `updates`: how
-    often a server moves its part while every worker pushes once.
+    The same on all workers. A server that joined later counts like the last one that the run began with. `updates`: how
+    often a server updates its part while every worker pushes once.
     """
     servers = comm.servers
     if ranges == "equal" or not servers:
@@ -74,8 +74,8 @@ def weights_of(who: str, ranges: str, comm: Communicator, updates: int) -> tuple
     if ranges == "speed":
         if comm.ground is None:
             raise ConfigError(
-                f"{who}: ranges=speed needs a cluster file (launcher virtual or shaped), which says how fast servers "
-                "and their links are; without one give numbers, such as ranges=2/1"
+                f"{who}: ranges=speed needs a cluster file (launcher virtual or shaped) with the speeds of servers "
+                "and links; without one give numbers, such as ranges=2/1"
             )
         began = speed_weights(comm.ground, first, comm.size, updates)
     else:
@@ -85,7 +85,7 @@ def weights_of(who: str, ranges: str, comm: Communicator, updates: int) -> tuple
 
 
 def speed_weights(ground: Ground, first: int, workers: int, updates: int) -> list[float]:
-    """The weights of the servers that the run began with, which follow after the rank `first`."""
+    """The weights of the servers that the run began with, whose ranks start at `first`."""
     weights = []
     for node in ground.nodes[first:]:
         link, memory = min(ground.terrain.rates(node)), ground.terrain.nodes[node].memory_gbs * 1e9
@@ -97,11 +97,11 @@ def _numbers_in(ranges: str) -> list[float]:
     return [float(number) for number in re.split(r"[,/]", ranges)]
 
 
-# What a worker's own link takes.
+# The delay of a worker's own link.
 
 
 def ways_from(ground: Ground, servers: Sequence[int]) -> list[Way]:
-    """From this rank to each of these servers; one that came later is taken to be where the last one is."""
+    """From this rank to each of these servers; one that joined later is assumed to be where the last one is."""
     ways = []
     for server in servers:
         node = ground.nodes[min(server, len(ground.nodes) - 1)]
@@ -112,11 +112,11 @@ def ways_from(ground: Ground, servers: Sequence[int]) -> list[Way]:
 
 
 def exposed_s(push: Sequence[Parcel], pull: Sequence[Parcel], ways: Sequence[Way], backward_s: float) -> float:
-    """Seconds from the end of a backward pass until all that was pushed is answered, had the worker the servers alone.
+    """Seconds from the end of a backward pass until all answers have arrived, if no other worker used the servers.
 
-    `push` is in the order in which it leaves, each parcel once its part of the pass is done: what is on its way before
-    the pass ends is hidden. Parcels go one after the other through the worker's own link and through each server's.
-    The answers come when all is there, and nothing hides them. Numbers of servers are places in `ways`.
+    `push` is in sending order; each parcel leaves once its part of the pass is done, and sending during the pass is
+    hidden. Parcels go one after the other through the worker's link and through each server's. Answers are sent when
+    all parcels have arrived, and nothing hides them. `Parcel.server` is an index into `ways`.
     """
     if not ways:
         return 0.0

@@ -1,9 +1,9 @@
 """The balancer at run time: which worker does how much of a global step.
 
-Every worker learns its own speed from its own passes. Every few steps the workers exchange what they know, in one small
-message that travels during the next step. Then all workers ask the balancer the same question, get the same answer, and
-use it from the step after, if it promises enough. Nothing else is shared or saved: a worker that joins is taken to be
-like the others until it has sent its speed, and after a resume all workers learn anew.
+Every worker learns its own speed from its own passes. Every few steps the workers exchange their speeds, in one small
+message that travels during the next step. Then all workers call the balancer with the same arguments, get the same
+division, and use it from the step after, if it promises enough. Nothing else is shared or saved: a worker that joins is
+assumed to be like the others until it has sent its speed, and after a resume all workers learn again.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from podium.records.recorder import Recorder
 
 SURE = 2.0
-"""How many standard errors a promised gain must be beyond."""
+"""A predicted gain must exceed this many standard errors."""
 PATIENCE = 3
 """Decisions after which a worker without samples is tried again, at the earliest."""
 CURIOSITY = 0.02
-"""What part of the time may be spent on trying workers without samples again."""
+"""The part of the time that may be spent on trying workers without samples again."""
 DOUBT = 24
-"""Decisions after which such a worker is tried again at any cost: its speed may have been judged wrongly. Twice as many
-after each try in vain."""
+"""Decisions after which such a worker is tried again at any cost: its speed may have been misjudged. Doubles after each
+failed try."""
 SEEN, KNOWN = 16, 0.05
-"""Passes, and the standard error, that must be known of a worker before its last sample is taken away."""
+"""A worker loses its last sample only after this many passes, and below this standard error of its speed."""
 
 
 class Decision(NamedTuple):
-    """Another division of steps."""
+    """A new division of steps."""
 
     counts: list[int]
     why: Literal["gain", "memory", "look"]
-    """It saves time; or a worker had more than fits; or a worker without samples is tried again."""
+    """It saves time; or a worker had more samples than fit; or a worker without samples is tried again."""
     before_s: float
     after_s: float
-    """What a step is thought to take, now and then."""
+    """Predicted seconds of a step, before and after."""
     least: float
-    """What part of a step had to be saved."""
+    """The part of a step that had to be saved."""
 
 
 class Balancing:
@@ -58,14 +58,14 @@ class Balancing:
         self.memory = Memory(worker.replica.device)
         self._members: list[Member] = []
         self._counts: list[int] = []
-        """Each worker's part of a whole global step, by place."""
+        """Each worker's part of a whole global step, by index."""
         self._idle: list[int] = []
-        """Decisions since each worker had no samples, by place."""
+        """Decisions since each worker last had samples, by index."""
         self._vain: list[int] = []
-        """How often each was tried again in vain, by place."""
+        """How often each worker was tried again and failed, by index."""
         self._steps = 0  # since the last exchange
-        self._steps_s = 0.0  # what these took
-        self._step_s = 0.0  # what a step takes, as all know
+        self._steps_s = 0.0  # seconds of these
+        self._step_s = 0.0  # seconds of a step, the same on all workers
         self._told: tuple[Tensor, Handle] | None = None
 
     @property
@@ -73,7 +73,7 @@ class Balancing:
         return isinstance(self.balancer, Learning) and self.worker.comm.size > 1
 
     def counts(self, count: int) -> list[int]:
-        """How many of a step's `count` samples each worker takes, by place."""
+        """How many of a step's `count` samples each worker takes, by index."""
         self._meet()
         if self.learns and count == self.worker.progress.batch_size:
             return self._counts
@@ -82,7 +82,7 @@ class Balancing:
     def saw_step(self, samples: int, seconds: float, step_s: float = 0.0, *, may_tell: bool = True) -> None:
         """This worker took `seconds` for a pass over `samples`, their loading included, and `step_s` for the step.
 
-        `may_tell`: all workers are at this point.
+        `may_tell`: all workers call it at this point, so that they may exchange speeds.
         """
         if not self.learns:
             return
@@ -99,7 +99,7 @@ class Balancing:
             self._steps, self._steps_s = 0, 0.0
 
     def settle(self) -> None:
-        """Wait for the speeds under way, where there are any, and decide. Collective."""
+        """Wait for the speeds in flight, if any, and decide. Collective."""
         if self._told is None:
             return
         (told, handle), self._told = self._told, None
@@ -109,14 +109,14 @@ class Balancing:
         self._decide()
 
     def drop(self) -> None:
-        """The workers regroup. Some may have received the speeds under way and others not, so all begin as equals."""
+        """The workers regroup. Some may have received the speeds in flight and others not, so all begin as equals."""
         self._told, self._steps, self._steps_s, self._members = None, 0, 0.0, []
 
     # Inside.
 
     @property
     def _parts(self) -> int:
-        """Passes that a step of this worker is made of: what fits at a time fits into each."""
+        """Passes per step of this worker: limits of samples at a time hold for each pass."""
         return self.worker.gradients.options.accumulate
 
     def _meet(self) -> None:
@@ -130,7 +130,7 @@ class Balancing:
         self._idle, self._vain = [0] * len(ranks), [0] * len(ranks)
 
     def _limit(self, rank: int) -> int | None:
-        """What the user says that a worker can hold, in a whole step."""
+        """The user's limit for a worker, in samples of a whole step."""
         limit = self.balancer.limit(rank) if isinstance(self.balancer, Learning) else None
         return None if limit is None else limit * self._parts
 
@@ -188,16 +188,16 @@ def decide(
     *,
     step_s: float = 0.0,
 ) -> Decision | None:
-    """Whether to divide steps of `count` samples otherwise than `now`, and how.
+    """Whether and how to change the division `now` of steps of `count` samples.
 
-    A change must promise to save the balancer's `gain` and more than what may be noise: `SURE` standard errors of what
-    is known of those whom it concerns. Somebody's memory being too small needs no promise. `step_s`: what a step takes
-    with all that belongs to it; what is saved must be worth it beside that.
+    A change must be predicted to save the balancer's `gain`, and more than noise: `SURE` standard errors of the speeds
+    of the workers that it affects. A change because a worker's memory is too small need not save time. `step_s`:
+    seconds of a whole step; the saving must also be at least `gain` of it.
 
-    The speed of a worker without samples cannot be seen. So a worker keeps one sample where that costs less than
-    `gain`, or where too little is known to say; otherwise it gets one now and then, the more seldom the more that
-    costs. `idle`: decisions since each worker had no samples; `vain`: how often it was tried again and lost the sample
-    again.
+    The speed of a worker without samples cannot be measured. So a worker keeps one sample where that costs less than
+    `gain`, or where too little is known of its speed; otherwise it gets one from time to time, less often the more that
+    costs. `idle`: decisions since each worker last had samples; `vain`: how often it was tried again and lost the
+    sample again.
     """
     if not any(member.speed.passes for member in members):
         return None
@@ -215,7 +215,7 @@ def decide(
 
 
 def in_vain(vain: Sequence[int], before: Sequence[int], found: Decision) -> list[int]:
-    """How often each was tried again in vain, now that steps are divided otherwise."""
+    """The new counts of failed tries after this decision."""
     if found.why == "look":
         return [times + (had == 0 and has > 0) for times, had, has in zip(vain, before, found.counts, strict=True)]
     return [0 if has > 1 else times for times, has in zip(vain, found.counts, strict=True)]
@@ -224,7 +224,7 @@ def in_vain(vain: Sequence[int], before: Sequence[int], found: Decision) -> list
 def _look(
     now: Sequence[int], members: Sequence[Member], idle: Sequence[int], vain: Sequence[int], before_s: float
 ) -> list[int]:
-    """The same, with a sample for those without any whose turn it is; for others too, if they need no longer for it."""
+    """The division `now`, with one sample for each idle worker that is due, and for idle workers no slower than it."""
     without = [i for i, member in enumerate(members) if now[i] == 0 and member.most != 0 and before_s > 0]
     costs = {i: members[i].finish_s(1) / before_s - 1 for i in without}
     waits = {i: max(PATIENCE, min(costs[i] / CURIOSITY, DOUBT * 2 ** (vain[i] if vain else 0))) for i in without}
@@ -237,7 +237,7 @@ def _look(
 
 
 def _leave_one(wanted: list[int], now: Sequence[int], members: Sequence[Member], gain: float) -> list[int]:
-    """The same, but a worker that would lose its last sample keeps one where that costs little, or may cost little."""
+    """A worker that would lose its last sample keeps one where that costs, or may cost, little."""
     end_s = finish_s(wanted, members)
     for i, member in enumerate(members):
         unsure = member.speed.passes < SEEN or member.speed.error > KNOWN
@@ -247,15 +247,15 @@ def _leave_one(wanted: list[int], now: Sequence[int], members: Sequence[Member],
 
 
 def _give_one(counts: Sequence[int], i: int) -> list[int]:
-    """One sample to worker i from the worker that has most."""
+    """Move one sample to worker i from the worker with the most samples."""
     giver = max(range(len(counts)), key=lambda k: (counts[k], -k))
     return [count + (k == i) - (k == giver) for k, count in enumerate(counts)]
 
 
 def _error(now: Sequence[int], wanted: Sequence[int], members: Sequence[Member], gain: float) -> float:
-    """How well the speed is known of those whom a change concerns: the last one, and all who would take longer or less.
+    """The largest error among the speeds that matter: of the last worker, and of all whose time would change.
 
-    Somebody who seems to be faster than it is would be the last one then.
+    A worker that only seems fast would become the last one.
     """
     last = max(range(len(now)), key=lambda i: members[i].finish_s(now[i]))
     return max(
@@ -266,16 +266,16 @@ def _error(now: Sequence[int], wanted: Sequence[int], members: Sequence[Member],
 
 
 UNKNOWN = Speed(0.0, 1.0)
-"""What is thought of all as long as nothing is known of anybody: only proportions matter."""
+"""Assumed of all workers while no speed is known: only proportions matter."""
 
 
 def told_of(model: SpeedModel) -> Speed:
-    """What a worker tells of itself: nothing while two stalled passes of four would pass for slowness."""
+    """The speed that a worker sends: unknown until there are enough passes to tell stalls from slowness."""
     return model.speed if model.knows_noise else Speed(0.0, 0.0)
 
 
 def members_of(ranks: Sequence[int], told: Sequence[Sequence[float]]) -> list[Member]:
-    """What all have told; one that knows nothing of itself yet is taken to be like the others."""
+    """Members from the exchanged rows; a worker that does not know its speed yet counts as a median one."""
     speeds = [Speed(row[0], row[1], row[2], row[3], int(row[4]), int(row[5])) for row in told]
     known = [speed for speed in speeds if speed.passes]
     like = UNKNOWN

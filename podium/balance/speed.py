@@ -1,13 +1,13 @@
 """How long a worker takes for a pass over some samples: t(b) = fixed + per_sample * b, learnt while it trains.
 
-Two things are learnt apart. The *level* is what a pass takes at the present number of samples; it is known after a few
-passes. The *shape* is how much of that would stay if the samples went; it shows only when their number changes, so it
-begins as "nothing stays", and every change of a worker's part is an experiment about it.
+Two things are learnt separately. The *level* is the time of a pass at the present number of samples; it is known after
+a few passes. The *shape* is the fixed part of that time; it shows only when the number of samples changes, so it begins
+as "nothing is fixed", and every change of a worker's part is an experiment about it.
 
-Passes are noisy. A single stall, however long, is not believed; three slow passes in a row are: a sum of what passes
-take beyond what was expected (CUSUM) finds changes of level within a few passes, and the level begins anew from there.
-Means are told, not medians: a worker whose CPU quota lets three passes run and halts the fourth is as fast as their
-mean.
+Passes are noisy. A single stall, however long, is ignored; three slow passes in a row are not: a cumulative sum of the
+passes' times beyond the expected ones (CUSUM) finds changes of level within a few passes, and the level is learnt again
+from there. The speed is a mean, not a median: a worker whose CPU quota lets three passes run and halts the fourth is as
+fast as their mean.
 
 Page, 1954, Continuous inspection schemes (CUSUM), https://doi.org/10.1093/biomet/41.1-2.100.
 """
@@ -23,46 +23,47 @@ from typing import NamedTuple
 WARM_UP = 2
 """First passes that are not counted: they allocate, compile and fill caches."""
 WINDOW = 200
-"""Passes that the level is taken from, at most."""
+"""Most passes from which the level is estimated."""
 KEPT_NOISE = 64
-"""Passes that the noise is taken from, at most."""
+"""Most passes from which the noise is estimated."""
 FLOOR = 0.02
-"""No pass is believed to be steadier than this."""
+"""Lower bound of the estimated noise."""
 UNKNOWN_NOISE = 0.2
-"""What is assumed of the noise until there are enough passes to tell."""
+"""The noise assumed until there are enough passes to estimate it."""
 ENOUGH = 8
-"""Passes, compared with those before, from which the noise can be told."""
+"""Passes, compared with those before, that are needed to estimate the noise."""
 CLIP, SLACK, BAR, SUSPICION = 3.0, 0.75, 6.0, 2.5
-"""CUSUM, in units of the noise: how far one pass counts, what is forgiven, where a change is found, and from where on
-the level waits for the outcome. One pass adds CLIP - SLACK at most, so it takes three."""
+"""CUSUM, in units of the noise: the largest deviation that one pass counts for, the slack subtracted from each, the sum
+at which a change is found, and the sum above which the level is not updated. One pass adds at most CLIP - SLACK, so a
+change takes three passes."""
 FAR = math.log(8)
-"""A stall that is farther off than this says no more of when a change began."""
+"""Deviations are clipped to this when the beginning of a change is searched."""
 SHAPE_DOUBT = 0.3
-"""How far the part of a pass that is fixed may be from 0 before anything is known of it."""
+"""Prior standard deviation of the fixed part of a pass around 0."""
 MOST_FIXED = 0.95
-"""The largest part of a pass that is taken to be fixed."""
+"""Upper bound of the fixed part of a pass."""
 LATE = 4
-"""Passes after a change of samples within which a change of level is thought to have come from it."""
+"""A change of level within this many passes after a change of samples is attributed to it."""
 TRIES = 8
-"""Experiments from before the last change of level that are remembered."""
+"""Experiments from before the last change of level that are stored."""
 
 
 class Speed(NamedTuple):
-    """What a forward and backward pass takes on one worker."""
+    """Time of a forward and backward pass on one worker."""
 
     fixed_s: float
     per_sample_s: float
     noise: float = 0.0
     """Coefficient of variation of a pass."""
     error: float = 0.0
-    """Relative standard error of what `seconds` says of `samples`."""
+    """Relative standard error of `seconds(samples)`."""
     passes: int = 0
-    """How many passes this is learnt from; 0: nothing is known."""
+    """Number of passes this is learnt from; 0: unknown."""
     samples: int = 0
-    """How many samples these passes had; 0: nothing is known."""
+    """Samples in these passes; 0: unknown."""
 
     def seconds(self, samples: float) -> float:
-        """What a pass over this many samples takes."""
+        """Time of a pass over this many samples."""
         return self.fixed_s + self.per_sample_s * samples
 
 
@@ -71,7 +72,7 @@ class SpeedModel:
 
     def __init__(self) -> None:
         self._cold = WARM_UP
-        self._sizes: set[int] = set()  # numbers of samples that were seen
+        self._sizes: set[int] = set()  # numbers of samples seen
         self._passes: deque[_Pass] = deque(maxlen=WINDOW)  # since the last change of level
         self._tries: deque[_Try] = deque(maxlen=TRIES)  # from before it
         self._residuals: deque[float] = deque(maxlen=KEPT_NOISE)  # log(pass / expected)
@@ -81,7 +82,7 @@ class SpeedModel:
         self._unread = 0  # passes since
 
     def observe(self, samples: int, seconds: float) -> None:
-        """A pass over this many samples took this long. One without samples, or that took no time, says nothing."""
+        """A pass over this many samples took this long. A pass without samples or time is ignored."""
         if samples < 1 or not 0 < seconds < math.inf:
             return
         is_new = samples not in self._sizes
@@ -90,14 +91,14 @@ class SpeedModel:
             self._cold -= 1
             return
         if is_new and self._passes and self._cold == 0:
-            self._cold = -1  # the first pass of a new size allocates and compiles; but not every one is left out
+            self._cold = -1  # skip the first pass of a new size, which allocates and compiles; but never two in a row
             return
         self._cold = 0
         self._count(_Pass(samples, seconds))
 
     @property
     def speed(self) -> Speed:
-        """What is known now; nothing before two passes were counted."""
+        """The present estimate; unknown before two passes were counted."""
         if self._found is None or len(self._passes) < 2:
             return Speed(0.0, 0.0)
         at = self._present()
@@ -124,12 +125,12 @@ class SpeedModel:
             self._found, self._unread = self._find(list(self._passes)), 0
 
     def _is_young(self) -> bool:
-        """Whether every pass tells much: there are few yet, or few of the present number of samples."""
+        """Whether every pass matters: there are few yet, or few of the present number of samples."""
         last = list(islice(reversed(self._passes), 8))
         return len(self._passes) <= 16 or any(one.samples != last[0].samples for one in last)
 
     def _compare(self, one: _Pass, found: _Found) -> None:
-        """With what was expected."""
+        """Compare a pass with the expected time."""
         centre, doubt = found.centre(one.samples)
         residual = math.log(one.seconds) - centre
         z = residual / math.hypot(found.spread, doubt)
@@ -139,7 +140,7 @@ class SpeedModel:
         self._compared += 1
 
     def _begin_anew(self) -> None:
-        """The level has changed: what came before that says something of shape and noise only."""
+        """The level has changed: earlier passes count for shape and noise only."""
         since = self._changed_since()
         passes = list(self._passes)
         before = passes[:-since]
@@ -169,11 +170,11 @@ class SpeedModel:
         return _Found(groups, shape, noise, spread)
 
     def _spread(self) -> float:
-        """How far most passes lie from what was expected, as a standard deviation of logarithms."""
+        """Deviation of most passes from the expected time, as a standard deviation of logarithms."""
         if len(self._residuals) < ENOUGH:
             return UNKNOWN_NOISE
         ordered = sorted(self._residuals)
-        cut = max(1, len(ordered) // 10)  # one stall is none
+        cut = max(1, len(ordered) // 10)  # a single stall does not count
         return max(FLOOR, (ordered[-1 - cut] - ordered[cut]) / 2.56)
 
     def _noise(self) -> float:
@@ -185,7 +186,7 @@ class SpeedModel:
         return math.sqrt(sum((ratio - mean) ** 2 for ratio in ratios) / (len(ratios) - 1)) / mean
 
     def _present(self) -> int:
-        """How many samples passes have now: a short last step of an epoch is not meant."""
+        """The present number of samples per pass; ignores a short last step of an epoch."""
         last = [one.samples for one in islice(reversed(self._passes), 3)]
         return Counter(last).most_common(1)[0][0]
 
@@ -201,18 +202,18 @@ class _Group(NamedTuple):
     samples: int
     passes: int
     mean_s: float
-    """Their mean, but for the farthest."""
+    """Their mean without the farthest."""
     centre: float
-    """Where the logarithms of most of them lie."""
+    """Robust centre of the logarithms."""
 
 
 class _Try(NamedTuple):
-    """What two numbers of samples say of the shape."""
+    """An estimate of the shape from two numbers of samples."""
 
     overhead: float
     """The fixed part of a pass takes as long as this many samples."""
     weight: float
-    """One over the variance of the fixed part that follows."""
+    """One over the variance of the estimated fixed part."""
 
 
 class _Shape(NamedTuple):
@@ -221,7 +222,7 @@ class _Shape(NamedTuple):
     """Standard error of the fixed part."""
 
     def fixed_part(self, samples: int) -> float:
-        """What part of a pass over this many samples is fixed."""
+        """The fixed part of a pass over this many samples."""
         return min(MOST_FIXED, self.overhead / (self.overhead + samples))
 
 
@@ -230,7 +231,7 @@ class _Sum:
 
     def __init__(self) -> None:
         self.total = 0.0
-        self.passes = 0  # since it was last 0: there the change began, if it is one
+        self.passes = 0  # since it was last 0, where a change would have begun
 
     def add(self, z: float) -> None:
         self.total = max(0.0, self.total + max(-CLIP, min(CLIP, z)) - SLACK)
@@ -238,7 +239,7 @@ class _Sum:
 
 
 class _Found(NamedTuple):
-    """What all passes since the last change say together."""
+    """The estimate from all passes since the last change."""
 
     groups: list[_Group]
     shape: _Shape
@@ -246,13 +247,13 @@ class _Found(NamedTuple):
     spread: float
 
     def mean(self, samples: int) -> tuple[float, float]:
-        """What a pass over this many samples takes, and the relative standard error of that."""
+        """Seconds of a pass over this many samples, and their relative standard error."""
         weights = self._weights(samples, self.noise)
         scaled = (group.mean_s * self._ratio(samples, group.samples) for group in self.groups)
         return _weighted(scaled, weights), 1 / math.sqrt(sum(weights))
 
     def centre(self, samples: int) -> tuple[float, float]:
-        """The logarithm around which passes over this many samples lie, and its standard error."""
+        """The expected logarithm of a pass over this many samples, and its standard error."""
         weights = self._weights(samples, self.spread)
         scaled = (group.centre + math.log(self._ratio(samples, group.samples)) for group in self.groups)
         return _weighted(scaled, weights), 1 / math.sqrt(sum(weights))
@@ -261,7 +262,7 @@ class _Found(NamedTuple):
         return (self.shape.overhead + samples) / (self.shape.overhead + other)
 
     def _weights(self, samples: int, noise: float) -> list[float]:
-        """Passes over other numbers of samples tell less, the farther off they are and the less the shape is known."""
+        """Weights of the groups: passes over other numbers of samples count less, the farther off they are."""
         return [
             1 / (noise**2 / group.passes + (self.shape.doubt * math.log(samples / group.samples)) ** 2)
             for group in self.groups
@@ -279,15 +280,15 @@ def _group_of(samples: int, times: Sequence[float], spread: float) -> _Group:
     ordered = _winsorised(times)
     logs = [math.log(time) for time in ordered]
     centre = logs[len(logs) // 2]
-    for _ in range(3):  # where clipped distances from it add up to nothing, as in the CUSUM
+    for _ in range(3):  # towards the point where clipped distances sum to 0, as in the CUSUM
         centre += sum(max(-CLIP * spread, min(CLIP * spread, log - centre)) for log in logs) / len(logs)
     return _Group(samples, len(times), sum(ordered) / len(ordered), centre)
 
 
 def _winsorised(values: Iterable[float]) -> list[float]:
-    """In order, with the farthest taken to be no farther than the next: one, or three of two hundred, on either side.
+    """Sorted, with the farthest values set to the next farthest: one, or three of two hundred, on either side.
 
-    So a single stall does not count, and stalls that come again and again do.
+    So a single stall does not count, but repeated stalls do.
     """
     ordered = sorted(values)
     if len(ordered) < 3:
@@ -298,7 +299,7 @@ def _winsorised(values: Iterable[float]) -> list[float]:
 
 
 def _tries(groups: Sequence[_Group], noise: float) -> list[_Try]:
-    """What each number of samples says of the shape, beside that with the most passes."""
+    """Estimates of the shape: each number of samples against the one with the most passes."""
     if len(groups) < 2:
         return []
     base = max(groups, key=lambda group: group.passes)
@@ -306,7 +307,7 @@ def _tries(groups: Sequence[_Group], noise: float) -> list[_Try]:
 
 
 def _surprise(before: Sequence[_Pass], after: Sequence[_Pass], noise: float) -> list[_Try]:
-    """Where a change came with another number of samples, it may be the shape that was wrong: one more experiment."""
+    """Where the level changed together with the number of samples, the shape may have been wrong: one more estimate."""
     size, cut = after[-1].samples, len(before)
     while cut and before[cut - 1].samples == size:
         cut -= 1
@@ -325,16 +326,16 @@ def _try(one: _Group, other: _Group, noise: float) -> _Try:
         overhead = math.inf
     else:
         overhead = max(0.0, (many.samples - ratio * few.samples) / (ratio - 1))
-    # More than 32 passes tell no more: the line is no line, and the level drifts.
+    # More than 32 passes add nothing: times are not exactly linear, and the level drifts.
     variance = noise**2 * (1 / min(32, one.passes) + 1 / min(32, other.passes))
     most = MOST_FIXED / (1 - MOST_FIXED) * many.samples
     return _Try(min(overhead, most), math.log(many.samples / few.samples) ** 2 / variance)
 
 
 def _shape(tries: Sequence[_Try]) -> _Shape:
-    """The weighted median of what experiments say, so that one that fell together with a change does not decide.
+    """The weighted median of the experiments, so that one that coincided with a change of level does not decide.
 
-    Drawn towards "nothing is fixed" as long as they say little.
+    Shrunk towards "nothing is fixed" while their weight is small.
     """
     prior = SHAPE_DOUBT**-2
     total = sum(one.weight for one in tries)

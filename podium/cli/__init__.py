@@ -1,7 +1,7 @@
-"""The command line: one file per verb, each a few lines over what Python callers use.
+"""The command line: one file per verb, each a few lines over the Python API.
 
-Help must come at once, so nothing here or in a verb's module imports torch, numpy or rich at the top; a verb's body
-does. `main` is the click group, and is called as a function by the installed script.
+Help must be fast, so nothing here or in a verb's module imports torch, numpy or rich at the top; a verb's body does.
+`main` is the click group, and is called as a function by the installed script.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["main"]
 def main(ctx: click.Context) -> None:
     """Train a PyTorch model under any distribution strategy, and compare strategies on equal terms.
 
-    New here? `podium demo` needs no network and takes about a minute. `podium doctor` says what works on this machine.
+    New here? `podium demo` needs no network and takes under a minute. `podium doctor` shows what works on this machine.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

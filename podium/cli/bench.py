@@ -44,7 +44,7 @@ def bench(out: Output, name: str | None, peers: str, rounds: int | None, overrid
 
 
 def read_options(overrides: Iterable[str], measure: Callable[..., Any], who: str) -> dict[str, Any]:
-    """Each `key=value` as the measurement's own signature wants it; what it does not take is refused."""
+    """Each `key=value`, converted by the type hints of `measure`; unknown keys raise."""
     hints = {name: hint for name, hint in get_type_hints(measure).items() if name not in ("peers", "rounds", "return")}
     chosen = {}
     for override in overrides:
@@ -59,7 +59,7 @@ def read_options(overrides: Iterable[str], measure: Callable[..., Any], who: str
 
 
 def _lines(value: Mapping[str, Any], indent: str = "") -> list[str]:
-    """A result of any shape as lines: plain values aligned, what is nested indented below its name."""
+    """A result as lines: plain values aligned, nested ones indented below their name."""
     lines: list[str] = []
     for name, item in value.items():
         nested = [x for x in item if isinstance(x, Mapping)] if isinstance(item, list | tuple) else []

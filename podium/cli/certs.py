@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate, ExtensionType
 
 NAMES = {"tls_cert": "node.pem", "tls_key": "node.key", "tls_ca": "ca.pem"}
-"""The settings of a run, and which of the files each wants."""
+"""The settings of a run, and the file for each."""
 _AUTHORITY_KEY = "ca.key"
 
 
 @click.command(short_help="Make certificates for TLS between ranks.")
 @click.argument("folder", metavar="FOLDER")
-@click.option("--days", type=click.IntRange(min=1), default=365, metavar="N", help="How long they are good. [365]")
+@click.option("--days", type=click.IntRange(min=1), default=365, metavar="N", help="Days until they expire. [365]")
 @options("json")
 @click.pass_obj
 def certs(out: Output, folder: str, days: int) -> None:
@@ -48,9 +48,9 @@ def certs(out: Output, folder: str, days: int) -> None:
 
 
 def make_certificates(folder: Path, days: int = 365) -> dict[str, str]:
-    """Make them in this folder, where none may be yet; returns the run's settings that use them."""
+    """Make certificates in this folder, which must have none yet; returns the run's settings that use them."""
     try:
-        import cryptography.x509  # noqa: F401  # refused before a folder is made
+        import cryptography.x509  # noqa: F401  # raises before a folder is made
     except ImportError:
         raise MissingExtra("cryptography", "tls", "podium certs") from None
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -136,5 +136,5 @@ def _write(path: Path, what: EllipticCurvePrivateKey | Certificate) -> None:
         data = what.public_bytes(pem)
     else:
         data = what.private_bytes(pem, PrivateFormat.PKCS8, NoEncryption())
-    path.touch(mode=0o600)  # before there is a key in it
+    path.touch(mode=0o600)  # restrict access before the key is written
     path.write_bytes(data)

@@ -1,7 +1,7 @@
-"""What works on this machine, found by doing it: the engine of `podium doctor`.
+"""The checks of `podium doctor`: each tries a feature on this machine.
 
-A check is "ok" only when the thing itself was done here and now; what could not be tried is "skipped" and says why.
-Each failed one has its fix beside it.
+A check is "ok" only when the feature itself was executed; one that could not be tried is "skipped", with the reason.
+Each failed check has a fix.
 """
 
 from __future__ import annotations
@@ -37,18 +37,16 @@ EXTRAS: dict[str, dict[str, str]] = {
     "ray": {"ray": "ray"},
     "data": {"torchvision": "torchvision", "datasets": "datasets"},
 }
-"""Of each extra, the packages and the modules they bring."""
+"""The packages of each extra, and the module of each package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that was tried."""
-
     name: str
     status: Status
     detail: str
     fix: str = ""
-    """What to do about it; always there when it failed."""
+    """What to do about it; always given for a failed check."""
 
 
 def checks(out: str = "runs", collective: Callable[[], str] | None = None) -> list[Check]:
@@ -80,7 +78,7 @@ def check_python() -> Check:
 
 
 def check_torch() -> Check:
-    """One gradient, so that a build whose libraries do not load is found."""
+    """Compute one gradient, to detect a build whose libraries do not load."""
     fix = "pip install 'torch>=2.11,<2.14'"
     try:
         import torch
@@ -115,7 +113,7 @@ def check_conflict() -> Check:
 
 
 class LinkSpeed(NamedTuple):
-    """What a pair of connected sockets was measured to do."""
+    """Measured speed of a pair of connected sockets."""
 
     round_trip_us: float
     gigabytes_per_s: float
@@ -180,11 +178,11 @@ def _answer(server: socket.socket, nbytes: int, timeout_s: float) -> None:
             _receive(peer, nbytes)
             peer.sendall(b"!")
     except OSError:
-        return  # the other side sees the connection end, and reports it
+        return  # the client sees the connection end, and reports it
 
 
 def _receive(source: socket.socket, nbytes: int) -> bytes:
-    """Take in this many bytes; returns the last piece."""
+    """Receive this many bytes; returns the last chunk."""
     room = memoryview(bytearray(min(nbytes, 1 << 20)))
     while nbytes:
         count = source.recv_into(room[: min(nbytes, len(room))])
@@ -195,7 +193,7 @@ def _receive(source: socket.socket, nbytes: int) -> bytes:
 
 
 def exercise_collective(device: str = "cpu", collective: str = "backend") -> str:
-    """Train three steps of all-reduce on two real processes; says what happened, or raises."""
+    """Train three steps of all-reduce on two real processes; returns a summary, or raises."""
     from podium.launch.run import train
 
     with tempfile.TemporaryDirectory() as folder:
@@ -275,7 +273,7 @@ def _read_rapl(folder: Path = Path("/sys/class/powercap")) -> float:
 
 
 def check_shaping() -> Check:
-    """Two namespaces made, shaped, connected to one another and removed."""
+    """Make two network namespaces, shape them, connect them and remove them."""
     name = "shaped links"
     if os.geteuid() != 0:
         detail = "network namespaces need root; the shaped launcher was not tried"
@@ -294,7 +292,7 @@ def check_shaping() -> Check:
 
 
 def check_quota() -> Check:
-    """A process kept busy under a quota until the kernel says that it held it back."""
+    """Run a busy process under a quota, and check that the kernel throttled it."""
     if os.geteuid() != 0:
         detail = "control groups need root; CPU quotas were not tried"
         return Check(name="CPU quota", status="skipped", detail=detail, fix="run `podium doctor` as root")
@@ -322,7 +320,7 @@ def check_quota() -> Check:
 
 
 def check_folder(out: Path, need_bytes: int = 200 << 20) -> Check:
-    """A file written where runs go (the folder itself is not made) and the space left there."""
+    """Write a file where runs go (without making the folder itself), and check the free space."""
     place = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".podium-doctor-") as file:
@@ -341,7 +339,7 @@ def check_folder(out: Path, need_bytes: int = 200 << 20) -> Check:
 
 
 def check_extra(extra: str, packages: dict[str, str]) -> Check:
-    """Import an extra's modules, in a process of their own: some take long, and some change settings of this one."""
+    """Import an extra's modules in a separate process: some take long, and some change settings of the process."""
     name, install = f"extra {extra}", f"pip install 'podium[{extra}]'"
     installed = [package for package in packages if _version(package)]
     missing = [package for package in packages if package not in installed]

@@ -1,4 +1,4 @@
-"""`podium demo`: the newcomer's one command."""
+"""`podium demo`: a first comparison, for new users."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TASK = "digits-mlp"
 SEEDS = 5
 
 
-@click.command(short_help="Compare four strategies here: offline, two minutes.")
-@click.option("--quick", is_flag=True, help=f"One seed instead of {SEEDS}: seconds instead of a minute, no intervals.")
+@click.command(short_help="Compare four strategies here: offline, under a minute.")
+@click.option("--quick", is_flag=True, help=f"One seed instead of {SEEDS}: a few seconds, no intervals.")
 @options("out", "quiet", "json")
 @click.pass_obj
 def demo(out: Output, /, quick: bool, quiet: bool, **where: str | None) -> int:
-    """Compare four ways to train a small model on this machine: offline, in under two minutes."""
+    """Compare four ways to train a small model on this machine: offline, in under a minute."""
     seeds = 1 if quick else SEEDS
     out.say(*header(seeds))
-    # One thread per rank: on so small a model a second thread costs more than it gives, and not the same every time.
+    # One thread per rank: on so small a model a second thread costs more than it gains, and times vary more.
     from podium.lab.study.study import strategies_study
 
     settings = {"workers": WORKERS, "launcher": "local", "threads": 1}
@@ -42,7 +42,7 @@ def demo(out: Output, /, quick: bool, quiet: bool, **where: str | None) -> int:
 
 
 def header(seeds: int) -> list[str]:
-    """What is used and what happens now: two lines, printed before anything heavy is imported."""
+    """Versions and the planned runs: two lines, printed before anything heavy is imported."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = f"Podium {podium.__version__} · torch {metadata.version('torch')} · Python {platform.python_version()}"
     runs = f"{len(STRATEGIES)} strategies × {seeds} seed{'s' * (seeds > 1)}, {WORKERS} workers, one thread each"

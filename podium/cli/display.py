@@ -1,6 +1,6 @@
 """Where progress is shown: bars on a terminal, plain lines elsewhere, nothing when the user asks for quiet.
 
-All of it goes to the error stream, so that standard output holds results alone. A display knows no events; `progress`
+All of it goes to the error stream, so that standard output has results only. A display knows no events; `progress`
 (runs and studies) and `sweep_progress` turn events into lines and bars.
 """
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 LINE_EVERY_S = 10.0
-"""Away from a terminal, progress is reported no more often than this."""
+"""Where there is no terminal, progress is printed no more often than this."""
 WIDTH = 80
-"""Columns where the terminal does not say; also the widest a table is made for a file."""
+"""Columns where the width is unknown, as in a file."""
 
 
 def is_live(stream: IO[str]) -> bool:
-    """Whether the stream is a terminal that a person watches and that can redraw a line."""
+    """Whether the stream is a terminal of a person (not CI) that can redraw a line."""
     return stream.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
 
 
@@ -46,7 +46,7 @@ def console(stream: IO[str]) -> Console:
 
 
 class Display:
-    """Shows warnings only. A context, so that a terminal is left clean."""
+    """Shows warnings only. A context manager, so that the terminal is left clean."""
 
     has_bars = False
 
@@ -54,20 +54,20 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the terminal as it was found."""
+        """Restore the terminal."""
 
     def say(self, line: str) -> None:
         """Show a line that stays."""
 
     def warn(self, line: str) -> None:
-        """Show a line that is not left out even under `--quiet`."""
+        """Show a line, also under `--quiet`."""
         print(line, file=sys.stderr, flush=True)
 
     def draw(self, name: str, done: int, total: int | None, facts: str) -> None:
-        """Show how far something is."""
+        """Show progress of the bar `name`."""
 
     def forget(self, name: str) -> None:
-        """Drop a bar and with it its pace, from which the time left is guessed."""
+        """Drop a bar, and with it the rate from which the time left is estimated."""
 
     def is_due(self) -> bool:
         """Whether it is time for a line about progress, where there are no bars."""
@@ -76,7 +76,7 @@ class Display:
 
 @final
 class Lines(Display):
-    """One plain line per thing worth knowing."""
+    """Plain lines."""
 
     def __init__(self, stream: IO[str], now: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._now, self._last = stream, now, now()
@@ -94,7 +94,7 @@ class Lines(Display):
 
 @final
 class Bars(Display):
-    """Bars with rates and time left, redrawn in place; above them, the lines worth keeping."""
+    """Bars with rates and time left, redrawn in place, below the lines that stay."""
 
     has_bars = True
 
@@ -126,7 +126,7 @@ class Bars(Display):
 
 
 def display(*, quiet: bool = False) -> Display:
-    """Whichever suits the error stream."""
+    """Bars if the error stream is a live terminal, else lines; with `quiet`, warnings only."""
     if quiet:
         return Display()
     return Bars(sys.stderr) if is_live(sys.stderr) else Lines(sys.stderr)

@@ -1,4 +1,4 @@
-"""`podium doctor`: what works on this machine, with the fix beside each cross."""
+"""`podium doctor`: what works on this machine, and a fix for each failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARKS = {"ok": "✓", "failed": "✗", "skipped": "–"}
 @options("json")
 @click.pass_obj
 def doctor(out: Output) -> int:
-    """Try what Podium needs, here and now. A tick means that it was done, not that it was found."""
+    """Try what Podium needs on this machine. A tick means that it was executed, not only found."""
     from podium.cli.checkup import checks, to_dict
 
     found = checks()

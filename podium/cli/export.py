@@ -40,7 +40,7 @@ def export(out_: Output, /, folder: str, to: str, out: str | None) -> None:
 
 
 def describe(done: Export) -> list[str]:
-    """What was written, and where it lies."""
+    """What was written, and where."""
     if done.files:
         width = max(map(len, done.lines))
         named = zip(done.lines.items(), done.files, strict=True)

@@ -1,7 +1,7 @@
 """The program around the verbs: where errors become messages and exit codes.
 
-0 is success, 1 a failure, 2 a wrong request, 130 an interruption. An error of Podium's own is its message and nothing
-else; PODIUM_DEBUG=1 shows the traceback as well. An error that Podium does not raise on purpose keeps its traceback.
+0 is success, 1 a failure, 2 a wrong request, 130 an interruption. Of a `PodiumError` only the message is printed;
+PODIUM_DEBUG=1 shows the traceback as well. An error that Podium does not raise on purpose keeps its traceback.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Program(click.Group):
 
 
 def _wants_json(words: Sequence[str]) -> bool:
-    """Known before the words are parsed, because what is wrong with them must be said as JSON, too."""
+    """Checked before the words are parsed, because a parse error must be printed as JSON, too."""
     ours = words[: words.index("--")] if "--" in words else words
     return "--json" in ours and not {"-h", "--help"} & set(ours)
 

@@ -1,6 +1,7 @@
-"""Ctrl-C: once asks, twice insists; SIGTERM and SIGHUP, of a batch system or a closing terminal, are the same.
+"""Ctrl-C: once stops after the step, twice at once. SIGTERM (batch systems) and SIGHUP (a closed terminal) do the same.
 
-Only here are they taken. Signals within a second are one: `timeout` signals its program and then its whole group.
+Only this module handles these signals. Signals within a second count as one: `timeout` signals its program and then its
+whole group.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ ASKED = "finishing the step, saving… (Ctrl-C again stops at once)"
 
 @contextmanager
 def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C, SIGTERM or SIGHUP sets; a second, a second later or more, raises
+    """An event that the first Ctrl-C, SIGTERM or SIGHUP sets; another one, at least a second later, raises
     KeyboardInterrupt.
 
-    SIGHUP stays ignored where it is, as `nohup` has it. Outside the main thread, where signals cannot be taken, the
-    event is never set.
+    SIGHUP stays ignored under `nohup`. Outside the main thread, where signals cannot be handled, the event is never
+    set.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -46,14 +47,14 @@ def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
             asked_at = now
             stop.set()
             with contextlib.suppress(OSError):  # the terminal may be gone
-                # Straight to the descriptor: the signal may have come in the middle of a write to the buffered stream.
+                # Straight to the descriptor: the signal may have interrupted a write to the buffered stream.
                 os.write(2, f"\n{said}\n".encode())
-        elif now - asked_at >= BURST_S and not insisted:  # a third must not cut the cleaning up short
+        elif now - asked_at >= BURST_S and not insisted:  # a third signal must not interrupt the cleanup
             insisted = True
             raise KeyboardInterrupt
 
     def on_suspend(number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: those that were forked live in a session of their own, which the terminal does not reach."""
+        """Ctrl-Z: stop forked processes, too. They have their own session, which the terminal does not signal."""
         from podium.launch.forking import forked_here
 
         pids = forked_here() if os.getpid() == owner else []
@@ -77,5 +78,5 @@ def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
 
 def _send(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # the process has ended meanwhile
             os.kill(pid, number)

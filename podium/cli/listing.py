@@ -49,7 +49,7 @@ def list_names(out: Output) -> None:
 
 
 def _described(names: Iterable[str], find: Callable[[str], type[Any]]) -> dict[str, str]:
-    """Each name with the first line of what its class says of itself."""
+    """Each name with the first line of its class's docstring."""
     return {name: (inspect.getdoc(find(name)) or "").partition("\n")[0] for name in names}
 
 
@@ -68,13 +68,13 @@ def _find_executor(name: str) -> type[Any]:
 
 
 def _options(cls: type[Any]) -> dict[str, Any]:
-    """A class's options with their defaults; null where there is none or it must be given."""
+    """A class's options with their defaults; None where the default is None or the option is required."""
     missing = dataclasses.MISSING
     return {field.name: None if field.default is missing else field.default for field in dataclasses.fields(cls)}
 
 
 def _table(lines: Mapping[str, str], settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each name and, where its options are given, another for them."""
+    """A line for each name and, if it is in `settings`, another for its options."""
     shown = []
     for name, text in lines.items():
         shown.append(f"  {name:<18} {text}".rstrip())

@@ -23,15 +23,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="How replicas come to agree; in phases: 'A until TRIGGER | B'. [all-reduce]",
     ),
     "codec": click.option("--codec", metavar="NAME[:K=V,…]", help="How gradients are packed for the wire. [dense]"),
-    "balance": click.option("--balance", metavar="NAME[:K=V,…]", help="Who gets how much of a step. [equal]"),
+    "balance": click.option("--balance", metavar="NAME[:K=V,…]", help="How a step is divided among workers. [equal]"),
     "collective": click.option(
-        "--collective", metavar="NAME[:K=V,…]", help="How workers add up what they send each other. [default]"
+        "--collective", metavar="NAME[:K=V,…]", help="How workers sum gradients and parameters. [default]"
     ),
-    "workers": click.option(
-        "--workers", "-n", type=int, metavar="N", help="How many replicas; one trains, two are compared."
-    ),
+    "workers": click.option("--workers", "-n", type=int, metavar="N", help="How many replicas. [1; in compare: 2]"),
     "seed": click.option("--seed", type=int, metavar="N", help="Fixes parameters and the order of samples. [0]"),
-    "epochs": click.option("--epochs", type=int, metavar="N", help="How often the data are gone through."),
+    "epochs": click.option("--epochs", type=int, metavar="N", help="Passes over the training data."),
     "steps": click.option("--steps", type=int, metavar="N", help="End after this many global steps."),
     "batch_size": click.option("--batch-size", type=int, metavar="N", help="Samples per step over all workers."),
     "launcher": click.option("--launcher", metavar="NAME", help=f"Where ranks live: {', '.join(LAUNCHERS)}. [local]"),
@@ -39,7 +37,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "device": click.option("--device", metavar="NAME", help="cpu, cuda, auto; or one per worker: cuda,cpu. [cpu]"),
     "data_dir": click.option("--data-dir", metavar="DIR", help="Where the task's data files are."),
     "out": click.option("--out", metavar="DIR", help="Where results are written."),
-    "resume": click.option("--resume", metavar="DIR", help="Go on from a run's folder or one checkpoint."),
+    "resume": click.option("--resume", metavar="DIR", help="Resume from a run's folder or one checkpoint."),
     "replay": click.option("--replay", metavar="DIR", help="Repeat a run's order of arrivals, in virtual time."),
     "checkpoint_every": click.option(
         "--checkpoint-every", type=int, metavar="STEPS", help="Steps between checkpoints; 0: at the end only. [0]"
@@ -64,11 +62,11 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 _NAMING = ("task", "strategy", "codec", "balance", "collective")
-"""Options by which a user may name code; a folder may be called `x.py:1`, and names none."""
+"""Options by which a user may name code. Folders are not among them: one called `x.py:1` names no code."""
 
 
 def options(*names: str) -> Callable[[F], F]:
-    """Give a verb these of the shared options, listed in this order by its help."""
+    """Give a verb these shared options; its help lists them in this order."""
 
     def add(verb: F) -> F:
         for name in reversed(names):
@@ -79,9 +77,9 @@ def options(*names: str) -> Callable[[F], F]:
 
 
 def resolve_run(config_file: str | None, overrides: Sequence[str], given: Mapping[str, Any]) -> RunConfig:
-    """The configuration that a verb's options add up to.
+    """The configuration from a verb's options.
 
-    A run that is resumed or replayed is asked for as it was, unless a run file or an option says otherwise.
+    A resumed or replayed run keeps its earlier configuration, unless a run file or an option changes it.
     """
     asked = {name: value for name, value in given.items() if value is not None}
     with as_request():
@@ -94,7 +92,8 @@ def resolve_run(config_file: str | None, overrides: Sequence[str], given: Mappin
 
 @contextmanager
 def code_of_earlier_run(config_file: str | None, overrides: Sequence[str], given: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, code that only the folder of a resumed or replayed run names is reported, or refused if it lies there."""
+    """Inside, importing code that only the folder of a resumed or replayed run names is reported, or refused if the
+    code lies in that folder."""
     from podium.imports import names_of_folders
 
     places = [] if config_file is not None else [Path(given[name]) for name in ("replay", "resume") if given.get(name)]
@@ -109,13 +108,13 @@ def _tell(text: str) -> None:
 
 
 def _run_folder(place: Path) -> Path | None:
-    """The folder of a run, from itself or from one of its checkpoints; None where there is no manifest."""
+    """The folder of a run, from its path or that of one of its checkpoints; None where there is no manifest."""
     folders = (place, *place.absolute().parents[:2])
     return next((folder for folder in folders if (folder / "manifest.json").is_file()), None)
 
 
 def _asked_before(place: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What an earlier run was asked for, from the folder of the run or of one of its checkpoints."""
+    """The configuration of an earlier run, from the folder of the run or of one of its checkpoints."""
     folder = _run_folder(place)
     if folder is None:
         return {}
@@ -123,8 +122,8 @@ def _asked_before(place: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
 
     before = dict(read_manifest(folder)["config"])
     dropped = ["run_dir", "resume", "replay"]
-    # Another task or strategy comes with its own options. The same task is named again where the folder's word for it
-    # is not enough (`podium.imports`), and continues as it was.
+    # Another task or strategy has its own options. A user may have to name the same task again, where its name in the
+    # folder is not trusted (`podium.imports`); it keeps its options.
     dropped += ["strategy_options"] if "strategy" in asked else []
     dropped += ["task_options"] if asked.get("task", before.get("task")) != before.get("task") else []
     return {name: value for name, value in before.items() if name not in dropped}

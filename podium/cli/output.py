@@ -1,4 +1,4 @@
-"""What a verb says on standard output: words and tables for a person, or exactly one JSON document."""
+"""Standard output of a verb: text and tables for a person, or exactly one JSON document."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from podium.records.recorder import to_json
 
 @final
 class Output:
-    """Standard output for the length of a verb. `say` is for people, `document` for programs; one of them is silent."""
+    """Standard output while a verb runs. `say` prints for people, or with `json` only `document` for programs."""
 
     def __init__(self, *, json: bool) -> None:
         self.json = json
@@ -27,7 +27,7 @@ class Output:
     def __enter__(self) -> Output:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # a terminal without ticks gets a question mark, not a traceback
+                stream.reconfigure(errors="replace")  # a terminal without ✓ prints a question mark, not a traceback
         if self.json:
             self._documents = self._stack.enter_context(documents_only())
         return self
@@ -41,7 +41,7 @@ class Output:
         self._stack.close()
 
     def document(self, value: Mapping[str, Any]) -> None:
-        """Print the verb's one JSON document, where JSON was asked for."""
+        """Print the verb's one JSON document; does nothing without `--json`."""
         if not self.json:
             return
         assert not self._written, "a verb prints one document"
@@ -56,12 +56,12 @@ class Output:
 
         screen = console(sys.stdout)
         for part in parts:
-            # Text is not wrapped: a path or a command that is broken over two lines cannot be copied.
+            # Text is not wrapped: a path or a command that is split over two lines cannot be copied.
             screen.print(part, soft_wrap=isinstance(part, str))
-        sys.stdout.flush()  # a pipe would hold back the first lines until the last
+        sys.stdout.flush()  # a pipe would buffer all lines until the end
 
     def note(self, *texts: str) -> None:
-        """Tell a person what should be known before anything runs; each text once, on the error stream."""
+        """Print notes before anything runs; each text once, on the error stream."""
         for text in dict.fromkeys(texts):
             print(f"note: {text}", file=sys.stderr, flush=True)
 
@@ -74,9 +74,9 @@ def wrapped(text: str) -> str:
 
 @contextmanager
 def documents_only() -> Iterator[IO[str]]:
-    """Standard output, kept for the caller alone; whatever else is printed meanwhile goes to the error stream.
+    """Standard output for the caller alone; all other prints meanwhile go to the error stream.
 
-    Works on the file descriptor where there is one, since child processes and libraries in C print there, too.
+    Redirects the file descriptor where there is one, since child processes and libraries in C print to it, too.
     """
     try:
         number = sys.stdout.fileno()

@@ -1,7 +1,6 @@
 """The progress of a run or a study: its events as lines and bars.
 
-A Progress takes the events of `podium.launch.run` and `podium.lab.study.run` by being called with them, from whichever
-thread they come.
+A Progress is called with the events of `podium.launch.run` and `podium.lab.study.run`, from any thread.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from podium.cli.display import Display, display
 Event = Mapping[str, Any]
 
 _ALWAYS = ("lost", "regroup", "replaced", "scale", "warning")
-"""Events of one run among many that are worth a line."""
+"""Events that get a line even when there are many runs."""
 
 
 def format_bytes(count: float) -> str:
-    """`2.1 MB`: powers of a thousand, as links are rated."""
+    """`2.1 MB`: powers of a thousand, as for links."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -40,12 +39,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Four digits that matter, whatever the size."""
+    """Four decimals, or four significant digits for very small and large numbers."""
     return f"{value:.4f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.4g}"
 
 
 def describe(event: Event) -> str | None:
-    """The line for an event that is worth one whatever the pace; None for the rest."""
+    """The line for an event that always gets one; None for other events."""
     kind = event.get("event")
     if kind == "start":
         return f"run {event['run_dir']}"
@@ -58,7 +57,7 @@ def describe(event: Event) -> str | None:
         return f"rank {event['rank']} lost: {event['cause']}"
     if kind == "regroup":
         members = ", ".join(str(rank) for rank in event["members"])
-        return f"regrouped in {format_seconds(event['took_s'])}: workers {members} go on"
+        return f"regrouped in {format_seconds(event['took_s'])}: workers {members} continue"
     if kind == "replaced":
         return f"server {event['server']} replaced in {format_seconds(event['took_s'])}"
     if kind == "scale":
@@ -72,7 +71,7 @@ def describe(event: Event) -> str | None:
 
 @final
 class Progress:
-    """Shows a run on a display; with `many`, a comparison, in which each single run matters less."""
+    """Shows a run on a display; with `many`, a comparison, with fewer lines for each run."""
 
     def __init__(self, shown: Display, *, many: bool = False, now: Callable[[], float] = time.monotonic) -> None:
         self.display, self._many, self._now = shown, many, now
@@ -98,7 +97,7 @@ class Progress:
         line = describe(event)
         if kind == "warning":
             self.display.warn(str(line))
-        elif line is not None and (not self._many or kind in _ALWAYS):  # lines of many runs would be too many
+        elif line is not None and (not self._many or kind in _ALWAYS):
             self.display.say(line)
 
     def _count_runs(self, event: Event) -> None:
@@ -108,7 +107,7 @@ class Progress:
             self.display.say(self._run_ended(event))
 
     def _advance(self, event: Event) -> None:
-        """Validations count as well: in a run of very short epochs hardly any other event comes through."""
+        """Validations count as progress: a run of very short epochs has hardly any other event."""
         if event["event"] == "eval":
             self._result = "  " + _metrics(event)
         known = {"total_samples": self._total, **event}
@@ -132,14 +131,14 @@ class Progress:
 
 
 class Pace:
-    """How fast a run goes, by the watcher's own clock: what is left is then in the watcher's seconds, too."""
+    """A run's speed by the wall clock of this process, so that the time left is in wall time, also in a simulation."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._first: tuple[float, int] | None = None
 
     def rate(self, event: Event) -> float | None:
-        """Samples per second since the first event, which a resumed run reports far from 0; None until a second one."""
+        """Samples per second since the first event (a resumed run does not start at 0); None until a second event."""
         now, (done, _) = self._now(), _reached(event)
         if self._first is None:
             self._first = (now, done)
@@ -148,7 +147,7 @@ class Pace:
 
 
 def _reached(event: Event) -> tuple[int, int]:
-    """Samples used, and all that will be: under asynchronous training one worker's steps tell neither."""
+    """Samples used, and all samples of the run: in asynchronous training one worker's steps show neither."""
     return event["position"], event["total_samples"]
 
 
@@ -172,5 +171,4 @@ def _facts(event: Event, rate: float | None) -> str:
 
 
 def progress(*, quiet: bool = False, many: bool = False) -> Progress:
-    """On whichever display suits the error stream."""
     return Progress(display(quiet=quiet), many=many)

@@ -39,7 +39,7 @@ def report(
 
     A page of Markdown instead of a folder becomes an HTML file beside it, figures and all.
 
-    With two folders of comparisons or studies: say what changed from the first to the second, cell by cell, and write
+    With two folders of comparisons or studies: print what changed from the first to the second, cell by cell, and write
     that as a page.
 
     \b
@@ -70,7 +70,7 @@ def report(
 
 
 def _one(folder: str, *, figures: bool, markdown: bool, maximize: bool | None) -> tuple[dict[str, Any], list[str]]:
-    """Write one folder's report and what else was asked for; what there is, for programs and for people."""
+    """Write one folder's report and the requested files; returns their paths as a document and as lines."""
     from pathlib import Path
 
     is_page, is_sweep = folder.endswith(".md"), (Path(folder) / "trials.jsonl").is_file()
@@ -116,7 +116,7 @@ def _two(first: str, second: str, out: str | None, maximize: bool | None) -> tup
 
 
 def describe(found: Versus) -> list[str]:
-    """The answer with what may not be concluded, then the numbers."""
+    """The answer with its limits, then the numbers."""
     from podium.lab.report.versus import lines
 
     return [wrapped(found.answer), "", wrapped(found.limits), "", *lines(found)]

@@ -42,9 +42,9 @@ def run(
     quiet: bool,
     **given: Any,
 ) -> int:
-    """Start SCRIPT, with a training loop of its own, on every rank.
+    """Start SCRIPT, with its own training loop, on every rank.
 
-    The options below are Podium's wherever they stand; all others go to SCRIPT, and so does everything after `--`.
+    The options below are Podium's in any position; all others go to SCRIPT, and so does everything after `--`.
 
     \b
     podium run my_loop.py --workers 4 --lr 0.1

@@ -8,17 +8,17 @@ from podium.cli.options import options
 from podium.cli.output import Output
 
 
-@click.command(short_help="Add or retire workers and servers of a run under way.")
+@click.command(short_help="Add or retire workers and servers of a run in progress.")
 @click.argument("run_dir", metavar="RUN_DIR")
-@click.option("--workers", "-n", type=int, metavar="N", help="How many workers there are to be.")
-@click.option("--servers", type=int, metavar="N", help="How many servers there are to be.")
+@click.option("--workers", "-n", type=int, metavar="N", help="The new number of workers.")
+@click.option("--servers", type=int, metavar="N", help="The new number of servers.")
 @options("json")
 @click.pass_obj
 def scale(out: Output, run_dir: str, workers: int | None, servers: int | None) -> None:
     """Continue the run in RUN_DIR with more or fewer workers and servers.
 
-    Newcomers start beside it and take part once they are ready; until then no worker waits for them. Those with the
-    highest numbers retire first, after the step in hand.
+    New ranks take part once they are ready; until then no worker waits for them. Ranks with the highest numbers retire
+    first, after their current step.
 
     \b
     podium scale runs/digits-mlp-all-reduce-20261115-090427-61a2c4 --workers 4

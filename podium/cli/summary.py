@@ -1,4 +1,4 @@
-"""What a run came to and what it was asked to do, in words."""
+"""The result of a run as text, and its configuration as a run file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from podium.lab.report.format import change, pushes, reason, restoration, switch
 from podium.lab.study.results import other_rules
 
 MOST_SWITCHES = 4
-"""A run that goes to and fro has too many to tell of all."""
+"""How many switches are shown: a run that repeats its phases has too many."""
 
 
 def summary(result: RunResult, config: RunConfig) -> str:
-    """A few aligned lines: metrics, time, bytes, whether the replicas agree, where it lies, what to do next."""
+    """A few aligned lines: metrics, time, bytes, whether the replicas agree, the folder, the next command."""
     lines = [(name, format_number(value)) for name, value in result.metrics.items()]
     lines.append(("loss", format_number(result.loss)))
     lines += _not_finite(result)
@@ -33,7 +33,7 @@ def summary(result: RunResult, config: RunConfig) -> str:
         lines.append(("codec", result.codec_choice["why"]))
         if check := result.codec_choice.get("check"):
             verdict = "kept" if check["keeps"] else "given up"
-            lines.append(("", f"they took {check['measured_ms']:.3g} ms, so packing was {verdict}"))
+            lines.append(("", f"exchanges took {check['measured_ms']:.3g} ms, so packing was {verdict}"))
     lines.append(("replicas", agreement(result.param_hash)))
     if result.staleness:
         mean, top = result.staleness["mean"], result.staleness["max"]
@@ -54,8 +54,8 @@ def summary(result: RunResult, config: RunConfig) -> str:
 
 
 def _not_finite(result: RunResult) -> list[tuple[str, str]]:
-    """A word where the last validation gave no usable numbers; training itself stops at a loss that is not finite."""
-    if not result.history:  # there was none
+    """A warning where the last validation is not finite; training itself stops at a loss that is not finite."""
+    if not result.history:  # no validation
         return []
     values = {"loss": result.loss, **result.metrics}
     bad = [name for name, value in values.items() if not math.isfinite(value)]
@@ -66,7 +66,7 @@ def _not_finite(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _balance(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Who was how fast, how steps were divided, and what would be better; nothing where workers are alike."""
+    """The workers' speeds, how steps were divided, and advice; empty where workers are equally fast."""
     lines = [("advice", line) for line in advice(facts)]
     if not is_told(facts):
         return lines
@@ -80,7 +80,7 @@ def _balance(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _speeds(workers: Sequence[Mapping[str, Any]]) -> str:
-    """By worker, in order of rank."""
+    """Samples per second and waiting share of each worker by rank; of many workers the slowest and the fastest."""
     shown = workers
     if len(workers) > MOST_PARTS:
         by_speed = sorted(workers, key=lambda worker: float(worker["samples_per_s"]))
@@ -121,7 +121,7 @@ def _other_rules(result: RunResult) -> list[tuple[str, str]]:
     lines += [f"not fired: {', '.join(told.silent)}"] if told.silent else []
     lines += [f"not measured: {', '.join(told.unmeasured)}"] if told.unmeasured else []
     if any(rule["after_switch"] for rule in told.fired):
-        lines.append("(after the switch a rule sees another run than it would have made)")
+        lines.append("(after the switch, a rule sees a run that has already changed strategy)")
     return [("other rules" if i == 0 else "", line.rstrip()) for i, line in enumerate(lines)]
 
 
@@ -136,7 +136,7 @@ def agreement(hashes: Mapping[str, str]) -> str:
 
 
 def next_command(result: RunResult, config: RunConfig) -> str:
-    """What one would most likely type now."""
+    """The command that the user most likely needs next."""
     if result.status == "stopped":
         return f"podium train --resume {shlex.quote(result.run_dir)}"
     if config.strategy_options:
@@ -148,12 +148,12 @@ def next_command(result: RunResult, config: RunConfig) -> str:
 
 
 def _with_options(config: RunConfig) -> str:
-    """A strategy as it was asked for."""
+    """The strategy with its options, as on the command line."""
     return f"{config.strategy}:{','.join(f'{name}={value}' for name, value in config.strategy_options.items())}"
 
 
 def _phases(options: Mapping[str, Any]) -> str:
-    """Phases as one would type them; commas would end an option."""
+    """Phases as on the command line, with semicolons, since commas would end an option."""
     run = str(options["run"]).replace(",", ";")
     more = "".join(f",{name}={value}" for name, value in options.items() if name != "run")
     return f"phases:run={run}{more}" if more else run
@@ -163,7 +163,7 @@ def _sent(result: RunResult) -> str:
     if not result.sent_bytes:
         return "nothing"
     wait = f", {100 * result.wait_share:.0f} % of step time spent waiting" if result.wait_share else ""
-    # Collectives are counted as a ring would send them, whatever carried them.
+    # The bytes of collectives are counted as a ring would send them, under every transport.
     how = {
         "local": ", which stayed on this host",
         "threads": ", which stayed in this process",
@@ -192,5 +192,5 @@ def _toml_value(value: Any) -> str:
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
-    # JSON writes text, whole numbers and truth values as TOML does; what is not finite has its own words.
+    # JSON writes text, numbers and booleans as TOML does, except inf and nan.
     return json.dumps(value, ensure_ascii=False).replace("Infinity", "inf").replace("NaN", "nan")

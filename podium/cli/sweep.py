@@ -1,4 +1,4 @@
-"""`podium sweep`: many trials of one task on one device, and which did best."""
+"""`podium sweep`: many trials of one task on one device, and the best of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from podium.errors import ConfigError
 if TYPE_CHECKING:
     from podium.sweeps.result import Sweep
 
-ASKED = "stopping, what is finished is kept… (Ctrl-C again stops at once)"
+ASKED = "stopping, finished trials are kept… (Ctrl-C again stops at once)"
 
 
-@click.command(short_help="Train many trials of a task on one device; say which is best.")
+@click.command(short_help="Train many trials of a task on one device; find the best.")
 @click.argument("task", required=False, default="digits-mlp")
 @click.option("--grid", multiple=True, metavar="NAME=A,B,…", help="Values of an option; all combinations are trained.")
 @click.option("--space", multiple=True, metavar="NAME=A..B[:log]", help="A range, for --random and --optuna.")
@@ -32,11 +32,11 @@ ASKED = "stopping, what is finished is kept… (Ctrl-C again stops at once)"
 @click.option("--random-seed", type=int, default=0, metavar="N", help="Fixes folds and draws. [0]")
 @click.option("--executor", default="auto", metavar="NAME[:K=V,…]", help="How trials share the device. [auto]")
 @click.option("--stop", "stopping", metavar="RULE[:K=V,…]", help="When trials are stopped early: asha, median, pbt …")
-@click.option("--metric", metavar="NAME", help="What points are judged by. [accuracy, or the task's first]")
+@click.option("--metric", metavar="NAME", help="The metric that ranks points. [accuracy, or the task's first]")
 @click.option("--maximize/--minimize", default=None, help="Which way is better. [by the metric's name]")
 @click.option("--precision", default="fp32", metavar="NAME", help="fp32, tf32 or bf16. [fp32]")
 @click.option("--eval-every", type=int, default=1, metavar="EPOCHS", help="0: at the end only, which is faster. [1]")
-@click.option("--keep", default="best", metavar="WHICH", help="Models that are left: best, all or none. [best]")
+@click.option("--keep", default="best", metavar="WHICH", help="Models to keep: best, all or none. [best]")
 @click.option("--device", default="auto", metavar="NAME", help="cpu, cuda or auto. [auto]")
 @options("epochs")
 @click.option("--batch-size", type=int, metavar="N", help="Samples per step of each trial.")
@@ -49,7 +49,7 @@ def sweep(out: Output, /, task: str, overrides: tuple[str, ...], dry_run: bool, 
     """Train TASK once for each point, fold and seed, all on one device; print a table and write a report.
 
     A name is an option of the task, of its optimizer, or dropout, label_smoothing, batch_size, epochs. Ctrl-C once
-    keeps what is finished; the same command with the same --out resumes. `podium list` has the names of
+    keeps finished trials; the same command with the same --out resumes. `podium list` has the names of
     executors, stopping rules and searches.
 
     \b
@@ -75,7 +75,7 @@ def sweep(out: Output, /, task: str, overrides: tuple[str, ...], dry_run: bool, 
 
 
 def task_options(overrides: Sequence[str]) -> dict[str, Any]:
-    """`--set task.NAME=VALUE`, read as values of a search are."""
+    """Parse `--set task.NAME=VALUE`, with values as in a search."""
     from podium.sweeps.search.space import read_value
 
     found = {}
@@ -89,14 +89,13 @@ def task_options(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def plan_of(**asked: Any) -> dict[str, Any]:
-    """What would be trained."""
     from podium.sweeps.plan import plan
 
     return plan(**{name: value for name, value in asked.items() if name != "out"}).to_dict()
 
 
 def describe(found: Sweep) -> list[Any]:
-    """The table, the answer with what may not be concluded, how it was trained, and where the rest lies."""
+    """The table, the answer with its limits, how trials were trained, and the paths of files."""
     from podium.lab.sweeps.table import MOST, format_table
 
     lines: list[Any] = []
@@ -115,7 +114,7 @@ def describe(found: Sweep) -> list[Any]:
 
 
 def told(found: Sweep) -> Iterator[str]:
-    """How trials were trained: what was chosen, what could not be, how fast it went, what it cost."""
+    """How trials were trained: the executor chosen, why others were not, speed, energy."""
     from podium.cli.progress import format_seconds
 
     for choice in dict.fromkeys(map(chosen, found.choices)):
@@ -143,5 +142,5 @@ def _energy(reading: Mapping[str, Any]) -> Iterator[str]:
 
 
 def exit_code(found: Sweep) -> int:
-    """130 when it was stopped, 1 when a trial failed or none has a score."""
+    """130 when the sweep was stopped, 1 when a trial failed or none has a score."""
     return 130 if found.status == "stopped" else 1 if found.failed or found.best is None else 0

@@ -16,7 +16,7 @@ from podium.errors import as_request
 @options("json")
 @click.pass_obj
 def trace(out: Output, /, run_dir: str, steps: str | None, **given: str | None) -> None:
-    """Write what the ranks of a run did when as a trace; open it in chrome://tracing or on ui.perfetto.dev.
+    """Write a timeline of the ranks of a run as a trace; open it in chrome://tracing or on ui.perfetto.dev.
 
     \b
     podium trace runs/digits-mlp-all-reduce-20261115-090427-61a2c4 --steps 100:150

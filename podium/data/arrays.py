@@ -1,4 +1,4 @@
-"""Arrays that people have saved: numpy's .npy and .npz, torch's .pt.
+"""The user's saved arrays: numpy's .npy and .npz, torch's .pt.
 
 A folder holds, for each of `train` and `test`, one of
 
@@ -52,7 +52,7 @@ def read_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_pt(path: str | Path) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a file written by torch.save, mapped where its format allows."""
+    """Inputs and targets of a file written by torch.save, memory-mapped where its format allows."""
     path = Path(path)
     try:
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -71,7 +71,7 @@ def read_pt(path: str | Path) -> tuple[Tensor, Tensor]:
 def read_arrays(
     folder: str | Path, *, prepare: Callable[[Tensor], Tensor] | None = None, augment: Transform | None = None
 ) -> Data:
-    """Train and test set of a folder; `prepare` and `augment` as ArrayDataset takes them."""
+    """Train and test set of a folder; `prepare` and `augment` as in ArrayDataset."""
     train, test = (_read_split(Path(folder), split) for split in ("train", "test"))
     return Data(train=ArrayDataset(*train, prepare=prepare, augment=augment), test=ArrayDataset(*test, prepare=prepare))
 

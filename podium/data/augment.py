@@ -1,7 +1,7 @@
 """Augmentation drawn from each sample's key and from nothing else.
 
-A key is fixed by (seed, epoch, sample), so a sample looks the same whichever worker reads it, in whichever batch, and
-again after a resume. Different bits of the key feed different draws.
+A key is fixed by (seed, epoch, sample), so a sample looks the same in every worker and batch, and after a resume.
+Different bits of the key feed different draws.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from podium.errors import ConfigError
 @final
 @dataclass(frozen=True, kw_only=True)
 class CropAndFlip:
-    """Random crop after zero padding, then a mirror image half of the time: what CIFAR is usually trained with."""
+    """Random crop after zero padding, then a mirror image half of the time: the usual augmentation for CIFAR."""
 
     padding: int = 4
     flip: bool = True
@@ -34,14 +34,14 @@ class CropAndFlip:
         return self.on_device(inputs, torch.from_numpy(keys.view(np.int64)))
 
     def on_device(self, inputs: Tensor, keys: Tensor) -> Tensor:
-        """The same where the images are, from keys whose bits lie there as int64."""
+        """The same on the images' device, from keys on that device as int64 bits."""
         down, right, mirrored = self._draws(keys)
         height, width = inputs.shape[2:]
         rows = down[:, None] + torch.arange(height, device=keys.device)
         columns = right[:, None] + torch.arange(width, device=keys.device)
         columns = torch.where(mirrored[:, None], columns.flip(1), columns)
         sample = torch.arange(len(inputs), device=keys.device)[:, None, None]
-        # Channels go last for the gather: the three indices stand together, and one copy brings a whole pixel.
+        # Channels last for the gather: the three indices are adjacent, and one copy moves a whole pixel.
         padded = pad(inputs, [self.padding] * 4).permute(0, 2, 3, 1)
         return padded[sample, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 

@@ -1,7 +1,7 @@
 """Data as Podium sees it: a length, and rows by index.
 
-A data set hands out whole batches by index, so that memory maps and in-memory arrays cost one gather, and so that
-any rank can read any sample: who reads what is decided by the global order (`podium.data.order`), not by the data.
+A data set returns whole batches by index, so that memory maps and in-memory arrays cost one gather, and so that any
+rank can read any sample: the global order (`podium.data.order`), not the data set, decides which rank reads which.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def gather(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Any, Any]:
-        """Inputs and targets of these samples, batched. `keys` seeds augmentation; None means none is wanted."""
+        """Inputs and targets of these samples, batched. `keys` seeds augmentation; None: no augmentation."""
 
 
 class Data(NamedTuple):
@@ -40,7 +40,7 @@ class Data(NamedTuple):
 
 @final
 class ArrayDataset(Dataset):
-    """Two arrays of equal length: tensors, numpy arrays or memory maps; nothing is copied until gathered."""
+    """Two arrays of equal length: tensors, numpy arrays or memory maps; `gather` copies, nothing else does."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class MapDataset(Dataset):
 
 
 def read_pair(dataset: Dataset, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Any, Any]:
-    """Inputs and targets of these samples; refuses a data set that gives anything but two of them."""
+    """Inputs and targets of these samples; raises DataError unless `gather` returns a pair."""
     found = dataset.gather(indices, keys)
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise DataError(f"{type(dataset).__name__}.gather must return (inputs, targets), got {_described(found)}")
@@ -94,18 +94,18 @@ def read_pair(dataset: Dataset, indices: np.ndarray, keys: np.ndarray | None = N
 
 
 def as_pair(sample: Any, who: str) -> tuple[Any, Any]:
-    """A sample as (inputs, target). Anything else is refused: taken apart, it would be trained on as something else."""
+    """A sample as (inputs, target). Anything else is refused: unpacked, it would be trained on as something else."""
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         raise DataError(
             f"{who} must be a pair (inputs, target), got {_described(sample)}; inputs and target may be dicts or "
-            "tuples of tensors themselves. Wrap the data set: return (sample, target), with any number as target where "
-            "there is none"
+            "tuples of tensors themselves. Wrap the data set: return (sample, target), with any number as target if "
+            "the sample has none"
         )
     return sample[0], sample[1]
 
 
 def _described(value: Any) -> str:
-    """What came in place of a pair."""
+    """Describes a value that is not a pair, for error messages."""
     kind = type(value).__name__
     if isinstance(value, Mapping):
         return f"a {kind} with keys {', '.join(map(repr, list(value)[:5]))}"
@@ -117,7 +117,7 @@ def _described(value: Any) -> str:
 
 
 def as_dataset(items: Any) -> Dataset:
-    """A Dataset as it is; a pair of arrays or a map-style data set, wrapped."""
+    """A Dataset unchanged; a pair of arrays or a map-style data set, wrapped."""
     if isinstance(items, Dataset):
         return items
     if isinstance(items, tuple) and len(items) == 2 and all(isinstance(each, Tensor | np.ndarray) for each in items):
@@ -129,9 +129,9 @@ def as_dataset(items: Any) -> Dataset:
         return MapDataset(items)
     hint = ""
     if _is_a("DataLoader", items):
-        hint = "; hand over what the DataLoader loads from: Podium batches and shuffles"
+        hint = "; pass the DataLoader's data set instead: Podium batches and shuffles itself"
     elif streams:
-        hint = "; a worker reads its own samples by their numbers, which an IterableDataset does not have"
+        hint = "; a worker reads its samples by index, which an IterableDataset does not support"
     raise DataError(
         "data must be a Dataset, a pair of arrays (inputs, targets) or a map-style data set whose samples are pairs, "
         f"got {_described(items)}{hint}"
@@ -139,7 +139,7 @@ def as_dataset(items: Any) -> Dataset:
 
 
 def _is_a(name: str, items: Any) -> bool:
-    """By the name of a class of PyTorch's, which need not be imported for it."""
+    """Whether a class of this name is among its bases; by name, so that PyTorch's data module need not be imported."""
     return any(kind.__name__ == name for kind in type(items).__mro__)
 
 

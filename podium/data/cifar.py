@@ -28,7 +28,7 @@ def read_cifar(path: str | Path, *, classes: int = 10) -> tuple[np.ndarray, np.n
 
 
 def cifar_files(folder: str | Path, split: str) -> list[Path]:
-    """The files of a split: `train` is as many of data_batch_1 … data_batch_5 as are there, `test` is test_batch."""
+    """The files of a split: `train` is every data_batch_1 … data_batch_5 that exists, `test` is test_batch."""
     if split == "test":
         return [find_file(folder, "test_batch.bin")]
     names = [f"data_batch_{n}.bin" for n in range(1, 6)]

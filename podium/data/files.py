@@ -1,7 +1,7 @@
-"""Bytes of data files, mapped where they can be: the ground under the readers.
+"""Bytes of data files, memory-mapped where possible.
 
 An uncompressed file is memory-mapped, so that it may be larger than memory. A gzip file has to be unpacked into memory;
-unpack it on disk where that is too much. Every error names the file, what must hold and what came.
+unpack it on disk where that is too much. Every error names the file, what must hold and what was found.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from podium.errors import DataError
 
 
 def find_file(folder: str | Path, *names: str) -> Path:
-    """The first of these files that the folder has, packed (.gz) or not."""
+    """The first of these files that the folder has, compressed (.gz) or not."""
     wanted = [packed for name in names for packed in (name, name + ".gz")]
     for name in wanted:
         path = Path(folder) / name
@@ -38,7 +38,7 @@ def read_bytes(path: str | Path) -> np.ndarray:
 
 
 def check_labels(path: Path, labels: np.ndarray, classes: int) -> np.ndarray:
-    """Labels as int64, once all of them are known to name a class."""
+    """Labels as int64; raises DataError where one is not a class."""
     if labels.dtype.kind not in "iu":
         raise DataError(f"{path}: labels must be whole numbers, got {labels.dtype}")
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))

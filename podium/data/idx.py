@@ -1,7 +1,7 @@
 """IDX, the format of MNIST's files: two zero bytes, a type, the number of dimensions, the dimensions, the values.
 
-All numbers are big-endian. Bytes are handed out as they lie in the map; wider types are turned to this machine's byte
-order, which loads them.
+All numbers are big-endian. Bytes are returned as a view of the memory map; wider types are converted to this machine's
+byte order, which loads them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def read_idx(path: str | Path) -> np.ndarray:
     shape = tuple(int(n) for n in raw[4:start].view(">u4"))
     expected = start + math.prod(shape) * dtype.itemsize
     if raw.size != expected:
-        what = "is truncated" if raw.size < expected else "goes on"
+        what = "is truncated" if raw.size < expected else "is longer"
         raise DataError(f"{path}: shape {shape} needs {expected} bytes, but the file {what}: {raw.size} bytes")
     if 0 in shape:
         raise DataError(f"{path}: must hold at least one sample, got shape {shape}")

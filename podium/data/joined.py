@@ -1,4 +1,4 @@
-"""Several data sets end to end: how a set that lies in several mapped files is read without joining the files."""
+"""Several data sets end to end: reads a set of several memory-mapped files without joining the files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from podium.errors import DataError
 
 @final
 class JoinedDataset(Dataset):
-    """Samples of the first part, then of the second …; the parts must give tensors of one shape."""
+    """Samples of the first part, then of the second …; the parts must return tensors of one shape."""
 
     def __init__(self, parts: Sequence[Dataset]) -> None:
         if not parts:

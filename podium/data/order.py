@@ -2,7 +2,7 @@
 
 A position counts samples since the start of the run. A global step is a slice of the order that never crosses the end
 of an epoch; it is divided among workers in proportion to their share. Nothing here knows about ranks that join, leave
-or change strategy: whoever holds a position can go on from it, so every sample is used once per epoch whatever happens.
+or change strategy: training can resume from any position, so every sample is used once per epoch whatever happens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Slice(NamedTuple):
     """A run of samples in the global order, all of one epoch."""
 
     position: int  # of the first sample, counted since the start of the run
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a slice
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     epoch: int
     offset: int  # of the first sample, inside its epoch
 
 
 class GlobalOrder:
-    """The order in which the samples of a data set are used, whoever uses them."""
+    """The order in which the samples of a data set are used, the same for any number of workers."""
 
     def __init__(self, samples: int, seed: int) -> None:
         if samples < 1:
@@ -36,24 +36,24 @@ class GlobalOrder:
         self._permutation = np.empty(0, dtype=np.int64)
 
     def slice_at(self, position: int, count: int) -> Slice:
-        """The next `count` samples, or what the epoch has left."""
+        """The next `count` samples, or the rest of the epoch."""
         epoch, offset = divmod(position, self.samples)
         return Slice(position, min(count, self.samples - offset), epoch, offset)
 
     def rest_of_step(self, position: int, batch_size: int, end: int) -> Slice:
-        """What is left, up to `end`, of the global step that holds this position: all of it, at a step's beginning.
+        """The rest, up to `end`, of the global step that contains this position; at a step's beginning, all of it.
 
-        A segment may have ended in mid-step; going on with a whole one would leave all steps of the epoch out of line.
+        A segment may have ended in mid-step; a whole step from there would shift all later steps of the epoch.
         """
         begun = position % self.samples % batch_size
         return self.slice_at(position, min(batch_size - begun, end - position))
 
     def indices(self, piece: Slice) -> np.ndarray:
-        """Which samples of the data set these are."""
+        """The samples' indices in the data set."""
         return self.permutation(piece.epoch)[piece.offset : piece.offset + piece.count]
 
     def keys(self, piece: Slice) -> np.ndarray:
-        """One uint64 per sample, fixed by (seed, epoch, sample): what augmentation draws from."""
+        """One uint64 per sample, fixed by (seed, epoch, sample), from which augmentation draws."""
         return _mix(self.indices(piece).astype(np.uint64), self.seed, piece.epoch)
 
     def permutation(self, epoch: int) -> np.ndarray:
@@ -68,10 +68,10 @@ class GlobalOrder:
 
 
 def divide(count: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to `shares` that add up to `count` (largest remainder; ties to the lower index)."""
+    """Whole numbers in proportion to `shares` that sum to `count` (largest remainder; ties to the lower index)."""
     total = math.fsum(shares)  # the same on all versions of Python: ranks must agree
     if total <= 0 or min(shares) < 0:
-        raise ConfigError(f"shares must not be negative and must add up to more than 0, got {list(shares)}")
+        raise ConfigError(f"shares must not be negative and must sum to more than 0, got {list(shares)}")
     exact = [count * share / total for share in shares]
     whole = [int(x) for x in exact]
     by_remainder = sorted(range(len(shares)), key=lambda i: (whole[i] - exact[i], i))
@@ -86,7 +86,7 @@ def share_of(piece: Slice, shares: Sequence[float], index: int) -> Slice:
 
 
 def part_of(piece: Slice, counts: Sequence[int], index: int) -> Slice:
-    """The samples of the worker at `index`, where each has so many of them."""
+    """The samples of the worker at `index`, where worker i takes `counts[i]`."""
     before = sum(counts[:index])
     return Slice(piece.position + before, counts[index], piece.epoch, piece.offset + before)
 

@@ -1,4 +1,4 @@
-"""Data sets of torchvision and Hugging Face, where those are installed. Nothing is downloaded unless asked."""
+"""Data sets of torchvision and Hugging Face, where those are installed. Downloads only with `download=True`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ColumnsDataset(Dataset):
 
 
 def image_to_tensor(image: Any) -> Tensor:
-    """A picture to numbers between 0 and 1, channels first."""
+    """An image to numbers between 0 and 1, channels first."""
     pixels = np.array(image, dtype=np.float32) / 255
     return torch.from_numpy(pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 

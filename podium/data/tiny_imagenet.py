@@ -4,9 +4,8 @@
     val/images/val_0.JPEG …                       all classes in one folder
     val/val_annotations.txt                       file, class and box of each, between tabs
 
-A class's index is its place among the names of the folders in `train`, sorted. Files are decoded when a sample is first
-asked for and kept as bytes from then on, so a run that uses a part of the set pays for that part: 12 kB of memory per
-image used.
+A class's index is its place among the sorted names of the folders in `train`. Files are decoded when a sample is first
+read and then cached as bytes, so a run that uses a part of the set pays for that part: 12 kB of memory per image used.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class JpegDataset(Dataset):
         self.paths = [path for path, _ in samples]
         self.targets = np.array([target for _, target in samples], dtype=np.int64)
         self.augment = augment
-        # Pages of memory that were never written to take none.
+        # Pages that are never written take no memory.
         self._pixels = np.empty((len(samples), *SHAPE), dtype=np.uint8)
         self._is_here = np.zeros(len(samples), dtype=bool)
 
@@ -75,7 +74,7 @@ class JpegDataset(Dataset):
 
 
 def read_image(path: Path) -> np.ndarray:
-    """The image's bytes, channels first; grey ones get three equal channels."""
+    """The image's bytes, channels first; a grey image gets three equal channels."""
     pillow = _pillow()
     try:
         with pillow.open(path) as image:

@@ -1,1 +1,1 @@
-"""From a bucket to the network: how tensors are packed (codecs) and added up (collectives)."""
+"""From a bucket to the network: how tensors are packed (codecs) and summed (collectives)."""

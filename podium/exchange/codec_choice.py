@@ -1,17 +1,17 @@
-"""Which codec pays, if any: measured, predicted, and checked afterwards.
+"""`codec=auto`: measure which codec makes exchanges faster, if any, and check the choice afterwards.
 
-Compression helps where the network is slow, and costs where it is not; most networks are not. So the workers measure
-together, once: what a sum and a gather of a few sizes take among them (alpha + beta bytes), and what each codec takes
-to pack and unpack a real bucket. For each bucket the time of its exchange is then predicted with each codec,
+Compression saves time on slow networks and costs time on others; most networks are not slow. So the workers measure
+once, together: the time of a sum and of a gather at a few sizes (alpha + beta bytes), and each codec's time to pack and
+unpack a bucket. From these they predict the time of each bucket's exchange with each codec,
 
     pack + alpha + beta * wire bytes + unpack
 
-and the fastest is chosen if it is faster than without by `least_gain`. All workers decide alike, by the slowest of
-them. After some steps what exchanges have really taken is held against the prediction, and packing is given up where it
-takes longer than going without was predicted to.
+and take the fastest if it is at least `least_gain` times faster than sending dense. All workers use the numbers of the
+slowest one, so all decide alike. After some steps the measured time is compared with the predictions, and packing stops
+where it takes longer than dense was predicted to take.
 
-Not in the prediction: that exchanges may hide behind backward, which packing cannot. Where they would hide wholly,
-packing is chosen too early; the check does not notice that either.
+The prediction ignores that exchanges may overlap with backward, while packing cannot. Where they would overlap
+completely, packing is chosen too early; the check does not notice that either.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from podium.exchange.collectives.base import Collective
 
 SIZES = (4 << 10, 64 << 10, 512 << 10)
-"""Bytes that are sent to learn what the network does."""
+"""Sizes in bytes at which the network is measured."""
 _MORE, _QUICK_S = 16, 0.02
-"""Up to `_MORE` times the largest size is sent, too, where the largest took less than `_QUICK_S`."""
+"""Where the largest size took less than `_QUICK_S`, up to `_MORE` times that size is measured too."""
 _PACKINGS = 3
 _EXCHANGES = (6, 4, 2)
-"""How often each size is sent: packing loses something, so it must not be chosen because of one late packet."""
+"""Tries at each size: packing loses precision, so one late packet must not make workers choose it."""
 
 
 class Line(NamedTuple):
@@ -52,24 +52,24 @@ class Line(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """What a codec does to a bucket."""
+    """A codec's cost per byte of a bucket."""
 
     seconds: float
-    """To pack, remember what is left out, and unpack, for each byte of the bucket."""
+    """To pack, store the residual and unpack."""
     wire: float
-    """Bytes on the wire for each of the bucket's."""
+    """Bytes on the wire."""
 
 
 @dataclass
 class Choice:
-    """What was chosen for each bucket, and why."""
+    """The codec of each bucket, and why it was chosen."""
 
     packings: list[Packing]
     specs: list[str]
     dense: float
     """Predicted seconds of a step's exchanges without packing."""
     predicted: float
-    """The same as chosen."""
+    """The same with the chosen codecs."""
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -99,7 +99,7 @@ def choose(
 
 
 class Costs(NamedTuple):
-    """What exchanges take, with each codec: as measured, as slow as for the slowest worker."""
+    """Measured cost of exchanges with each codec, as seen by the slowest worker."""
 
     codecs: dict[str, Codec]
     rates: dict[str, Rate]
@@ -108,7 +108,7 @@ class Costs(NamedTuple):
     to_servers: bool
 
     def seconds(self, spec: str, nbytes: int) -> float:
-        """Of one exchange of a bucket of this size."""
+        """Predicted time of one exchange of a bucket of this size."""
         if spec == "dense":
             return self.line_sum.seconds(nbytes)
         codec, rate = self.codecs[spec], self.rates[spec]
@@ -117,18 +117,18 @@ class Costs(NamedTuple):
         return rate.seconds * nbytes + (sums - 1) * line.alpha + line.seconds(rate.wire * nbytes)
 
     def totals(self, sizes: Sequence[int]) -> dict[str, float]:
-        """Of buckets of these sizes together, without packing and with each codec."""
+        """Predicted time of all these buckets together, dense and with each codec."""
         return {spec: sum(self.seconds(spec, n) for n in sizes) for spec in ("dense", *self.codecs)}
 
     def best(self, sizes: Sequence[int], least_gain: float) -> str:
-        """The codec for buckets of these sizes together."""
+        """The codec for these buckets together, or `dense`."""
         cost = self.totals(sizes)
         found = min(self.codecs, key=lambda spec: cost[spec])
         return found if cost["dense"] >= least_gain * cost[found] else "dense"
 
 
 def _decide(costs: Costs, packings: dict[str, Packing], sizes: Sequence[int], least_gain: float) -> Choice:
-    # Servers cut the parameters in their own way, so that buckets do not matter there.
+    # Servers cut the parameters into ranges of their own, so buckets do not matter there.
     if costs.to_servers:
         specs = [costs.best(sizes, least_gain)] * len(sizes)
     else:
@@ -150,7 +150,7 @@ def _decide(costs: Costs, packings: dict[str, Packing], sizes: Sequence[int], le
 
 
 def _why(choice: Choice, totals: dict[str, float], least_gain: float) -> str:
-    """The decision in a sentence."""
+    """The decision as one sentence."""
     dense = totals["dense"]
     best = min((spec for spec in totals if spec != "dense"), key=lambda spec: totals[spec])
     gain = dense / max(totals[best], 1e-12)
@@ -167,14 +167,14 @@ def _why(choice: Choice, totals: dict[str, float], least_gain: float) -> str:
 
 
 class Check:
-    """Holds a prediction against what exchanges really took."""
+    """Compares a prediction with the measured time of exchanges."""
 
     def __init__(self, choice: Choice, after: int) -> None:
         self.choice, self._after = choice, after
         self._spent: list[int] = []
 
     def add(self, spent_ns: int, comm: Communicator) -> dict[str, Any] | None:
-        """One step's exchanges. Once enough are known, what came of it; collective at that moment, and never again."""
+        """Add the time of one step's exchanges. After `after` steps, once, it is collective and returns the result."""
         if len(self._spent) >= self._after or not self.choice.packs:
             return None
         self._spent.append(spent_ns)
@@ -184,7 +184,7 @@ class Check:
         measured = torch.tensor([float(usual)], dtype=torch.float64)
         everyone = torch.empty(comm.size, dtype=torch.float64)
         comm.wait(comm.all_gather(measured, everyone))
-        seconds = float(everyone.min()) / 1e9  # of the worker that came last, and so has waited for no other
+        seconds = float(everyone.min()) / 1e9  # of the worker that arrived last, and so waited for no other
         keeps = seconds <= self.choice.dense
         return {
             "measured_ms": seconds * 1e3,
@@ -197,7 +197,7 @@ class Check:
 def _measure(
     packings: dict[str, Packing], comm: Communicator, collective: Collective, trial: Span, like: Tensor
 ) -> Costs:
-    """Try the network, and each codec on a bucket like this one. Collective."""
+    """Measure the network, and each codec on a bucket like this one. Collective."""
     largest = trial.numel * like.element_size()
     if comm.servers:
         line_sum = line_gather = _line(comm, lambda n: _to_servers(comm, n), like.device, largest)
@@ -211,9 +211,9 @@ def _measure(
 
 
 def _line(comm: Communicator, issue: Callable[[int], tuple[Any, ...]], device: torch.device, largest: int) -> Line:
-    """What an exchange takes, as a line over its bytes: the best of a few tries at each size.
+    """Time of an exchange as a line over its bytes: the best of a few tries at each size.
 
-    A network on which half a megabyte is nothing is also tried with what really goes over it.
+    Where half a megabyte is too quick to measure the rate, the size of a real bucket is tried too.
     """
 
     def best(nbytes: int, tries: int) -> float:
@@ -228,7 +228,7 @@ def _line(comm: Communicator, issue: Callable[[int], tuple[Any, ...]], device: t
     sizes = list(SIZES)
     seconds = [best(nbytes, tries) for nbytes, tries in zip(SIZES, _EXCHANGES, strict=True)]
     more = min(largest, _MORE * SIZES[-1])
-    if more > SIZES[-1] and _of_slowest(comm, seconds[-1:])[0] < _QUICK_S:  # all or none of them
+    if more > SIZES[-1] and _of_slowest(comm, seconds[-1:])[0] < _QUICK_S:  # all workers or none
         sizes.append(more)
         seconds.append(best(more, _EXCHANGES[-1]))
     beta = max(0.0, (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]))
@@ -236,7 +236,7 @@ def _line(comm: Communicator, issue: Callable[[int], tuple[Any, ...]], device: t
 
 
 def _of_slowest(comm: Communicator, mine: Sequence[float]) -> list[float]:
-    """Each number as it is for the worker for whom it is largest."""
+    """The largest value of each number over all workers. Collective."""
     numbers = torch.tensor(mine, dtype=torch.float64)
     everyone = torch.empty(comm.size * len(mine), dtype=torch.float64)
     comm.wait(comm.all_gather(numbers, everyone))
@@ -251,7 +251,7 @@ def _gather(comm: Communicator, collective: Collective, nbytes: int, device: tor
 
 
 def _to_servers(comm: Communicator, nbytes: int) -> tuple[Any, ...]:
-    """The same bytes to all servers together, as a push would have them."""
+    """Send this many bytes to all servers together, divided as in a push."""
     part = torch.zeros(max(1, nbytes // len(comm.servers)), dtype=torch.uint8)
     return tuple(comm.call(server, "probe", {}, [part]) for server in comm.servers)
 
@@ -261,7 +261,7 @@ def _bytes(nbytes: int, device: torch.device) -> Tensor:
 
 
 def _rate(comm: Communicator, packing: Packing, span: Span, nbytes: int, like: Tensor) -> Rate:
-    """What packing a bucket of noise takes, all in all: the best of a few times after the first, which makes room."""
+    """Cost of packing and unpacking a bucket of noise: the best of a few tries after the first, which allocates."""
     codec, context = packing.codec, StepContext(workers=comm.size)
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(span.numel, generator=generator).to(like.device, like.dtype)
@@ -286,9 +286,9 @@ def _rate(comm: Communicator, packing: Packing, span: Span, nbytes: int, like: T
 def _slowest(
     comm: Communicator, line_sum: Line, line_gather: Line, rates: dict[str, Rate]
 ) -> tuple[Line, Line, dict[str, Rate]]:
-    """What all workers agree on: everything as slow as for the slowest."""
+    """The numbers that all workers use: each as on the slowest worker. Collective."""
     worst = _of_slowest(comm, [*line_sum, *line_gather, *(rate.seconds for rate in rates.values())])
-    # A message is a message: what a sum and a gather take for none at all differs by chance more than by nature.
+    # Both send messages, so the latencies of a sum and of a gather differ more by noise than in fact: one for both.
     worst[0] = worst[2] = min(worst[0], worst[2])
     slow = {spec: rate._replace(seconds=s) for (spec, rate), s in zip(rates.items(), worst[4:], strict=True)}
     return Line(worst[0], worst[1]), Line(worst[2], worst[3]), slow

@@ -1,7 +1,7 @@
-"""A codec, and whether what it leaves out is fed back: how a worker packs what it sends.
+"""How a worker packs tensors: a codec, and whether its residual is fed back.
 
-Error feedback: what a codec leaves out of this exchange is added to the next. The residual is the worker's state: it
-belongs to a step, is kept in checkpoints, and goes where the worker goes.
+Error feedback: what a codec leaves out of one exchange, the residual, is added to the next. The residual is the
+worker's state: a step changes it, and checkpoints save it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from podium.exchange.codecs.feedback import keep_residual, with_residual
 
 @dataclass(frozen=True)
 class Packing:
-    """A codec, and whether what it leaves out is fed back."""
+    """A codec, and whether its residual is fed back."""
 
     codec: Codec
     feedback: bool
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether the caller has to keep what was left out."""
+        """Whether the residual is stored here, and not by the codec itself."""
         return self.feedback and not self.codec.keeps_residual
 
     def pack(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
-        """This worker's wire; what it leaves out is remembered."""
+        """Encode this worker's tensor; the residual goes into `memory`."""
         if not self.keeps_residual:
             return self.codec.encode(tensor, span, context, memory)
         whole = with_residual(self.codec, tensor, span, memory)
@@ -40,7 +40,7 @@ class Packing:
 
 
 def make_packing(spec: str) -> Packing:
-    """From `name` or `name:key=value;key=value`; `feedback` is for the sender, all else is the codec's own."""
+    """From `name` or `name:key=value;key=value`; `feedback` is the packing's option, all others are the codec's."""
     name, options = parse_spec(spec, "codec")
     feedback = options.pop("feedback", None)
     codec = make_codec(name, options)

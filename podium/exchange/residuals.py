@@ -1,10 +1,10 @@
-"""What codecs leave out on a worker, when workers come and go, are saved, or change what they send.
+"""A worker's residuals when workers join, leave, are saved, or change what they send.
 
-Where strategies follow each other, what was left out under one goes out with what the next one sends, and must move the
-parameters as far as it was meant to. A gradient that was left out, once sent, would have moved them by -lr / (1 - m)
-times itself (SGD with momentum m); one that an asynchronous worker left out by `part` of that, since its updates have
-`part` of the rate. A drift moves them by itself. Under other optimizers nobody can say how far a gradient moves things,
-and what some strategies send is known to them alone: then it is dropped, and the record of the switch says so.
+When one strategy follows another, the first one's residual is sent with the next one's tensors, and must move the
+parameters as far as it would have before. A gradient in the residual would have moved them by -lr / (1 - m) times
+itself (SGD with momentum m); an asynchronous worker's gradient by `part` of that, since its updates have `part` of the
+rate. A drift moves them by itself. Under other optimizers the distance is unknown, and some strategies send tensors
+whose meaning only they know: then the residual is dropped, and the `switch` record says so.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 class Residuals:
-    """What this worker has not sent yet."""
+    """One worker's residuals: what it has not sent yet."""
 
     def __init__(self, comm: Communicator, flat: Flat, memory: Memory, codec: Codec) -> None:
         self._comm, self._flat, self._memory, self._codec = comm, flat, memory, codec
-        self._are_shared = False  # whether every worker has an equal part of what all have not sent
-        self._went_out = False  # unpacked, with the present step
+        self._are_shared = False  # whether every worker has an equal part of all residuals
+        self._went_out = False  # whether the present step sends the residual without packing
 
     # A step.
 
     def add_to(self, tensor: Tensor, span: Span, *, ends_with_step: bool = True) -> None:
-        """Where nothing is packed any more, what was left out before goes out with this tensor, once.
+        """Where packing has ended: add the residual to this tensor, once.
 
-        `ends_with_step`: once the step is done nothing is left, and the memory can be freed.
+        `ends_with_step`: no residual is left after this step, and its memory can be freed.
         """
         left = self._memory.get(RESIDUAL, span)
         if left is None:
@@ -49,26 +49,26 @@ class Residuals:
         self._went_out = self._went_out or ends_with_step
 
     def step_done(self, *, nothing_is_packed: bool) -> None:
-        """A step became true, and with it what it left out."""
+        """The step is done: its residual becomes valid."""
         self._memory.commit()
         if self._went_out and nothing_is_packed:
             self._memory.clear()
         self._went_out = False
 
     def settle(self, *, happened: bool) -> None:
-        """After a step in flight was lost here: whether it happened all the same, with what we had sent for it."""
+        """After this worker lost a step in flight; `happened`: the step was finished with this worker's part."""
         if happened:
             self._memory.commit()
         else:
             self._memory.forget()
         self._went_out = False
 
-    # Workers come, go or are saved.
+    # Workers join, leave or are saved.
 
     def share(self) -> None:
-        """Before a worker joins or leaves: every worker gets an equal part of what all have not sent. Collective.
+        """Before a worker joins or leaves: give every worker an equal part of all residuals. Collective.
 
-        All or nothing: a member may be lost over it. One that has sent nothing yet takes part all the same.
+        All or nothing, since a member may be lost meanwhile. A worker without residuals takes part too.
         """
         comm, of_span, names = self._comm, self._memory.of_span, [*self._codec.remembers]
         has = torch.tensor([float(name in of_span) for name in names])
@@ -85,28 +85,28 @@ class Residuals:
         self._are_shared = True
 
     def take_over(self, factor: float) -> None:
-        """Take over the parts of those who have left, where all had an equal part."""
+        """Scale the shared residuals by `factor`, to cover the parts of workers that have left."""
         shared, self._are_shared = self._are_shared, False
         for flats in self._memory.of_span.values() if shared else ():
             for flat in flats:
                 flat *= factor
 
     def state(self) -> dict[str, Any]:
-        """What the codec remembers, by name: a checkpoint keeps it as this worker's own."""
+        """The codec's state by name, which a checkpoint saves for this worker."""
         of_span = {name: self._flat.by_name(flats) for name, flats in self._memory.of_span.items()}
         return {"of_span": of_span, "named": {k: v.clone() for k, v in self._memory.named.items()}}
 
     def use(self, codec: Codec) -> None:
-        """Another codec packs from here on: what was left out so far goes out with what it packs next."""
+        """Pack by another codec from here on; the residual so far is sent with its next tensor."""
         kept, self._codec = self.state(), codec
         self._memory.clear()
         self.add(kept)
 
     def add(self, kept: Mapping[str, Any]) -> None:
-        """Take over what a worker, this one or one that is no more, had not sent.
+        """Add the saved state of this worker or of one that is gone.
 
-        What a codec that keeps its own residual had not sent is a residual to any other, and the other way round; the
-        momentum that such a codec kept ends with it.
+        A residual that a codec stored itself becomes a plain residual for any other codec, and the other way round;
+        that codec's momentum is dropped.
         """
         of_span, codec = self._memory.of_span, self._codec
         for was, parts in kept["of_span"].items():
@@ -126,22 +126,22 @@ class Residuals:
 
 
 class ResidualScale(NamedTuple):
-    """What is sent, and by what part of the optimizer's rate it moves the parameters."""
+    """What kind of tensor is sent, and by what part of the optimizer's rate it moves the parameters."""
 
     sends: str
     part: float = 1.0
-    of: str = ""  # whose own, where it is a strategy's own
+    of: str = ""  # the strategy, where only it knows what it sends
 
 
 def scale_of(strategy: Strategy[Any], worker: Worker) -> ResidualScale:
-    """The scale of what a strategy's workers send; where no codec packs that, gradients that wait stay as they are."""
+    """The scale of a strategy's payload; where no codec packs it, a residual keeps the scale of gradients."""
     payload = strategy.payload
     kind = "gradients" if payload.kind in ("parameters", "nothing") else payload.kind
     return ResidualScale(kind, payload.share(worker), type(strategy).__name__ if kind == "own" else "")
 
 
 def convert_residuals(worker: Worker, before: ResidualScale, after: ResidualScale) -> str:
-    """Bring what was left out to the scale of what is sent next; what became of it."""
+    """Convert the residuals to the scale of the next payload; returns what was done, for the `switch` record."""
     memory = worker.sender.memory
     if not memory.of_span:
         return "none"

@@ -1,8 +1,8 @@
 """The one object between a bucket and the network: it packs a bucket by a codec and sums it by a collective.
 
-A strategy issues buckets, or spans of any flat tensor, while backward still runs (`issue`, `sum_span`), and then has
-them summed (`complete`). Which collective carries them, how they are packed and what is fed back later is decided here,
-once, so that every codec works with every strategy and every collective.
+A strategy issues buckets, or spans of any flat tensor, while backward still runs (`issue`, `sum_span`), and then waits
+for the sums (`complete`). The collective, the codec and error feedback are chosen only here, so that every codec works
+with every strategy and every collective.
 
     issue(bucket)  ->  codec.encode  ->  collective.all_reduce  ->  the communicator: memory, backend or schedule
 """
@@ -31,22 +31,22 @@ from podium.records.recorder import Recorder
 
 
 class Sender:
-    """What one worker sends: by which collective, how it is packed, and what was left out of it."""
+    """One worker's outgoing tensors: their collective, their packing and their residuals."""
 
     def __init__(self, comm: Communicator, flat: Flat, packing: Packing, collective: Collective) -> None:
         self.comm, self.flat, self._asked = comm, flat, collective
         self.collective = collective
-        """What sums: as asked for, until `prepare` has seen the members."""
+        """The collective in use; `prepare` may replace the configured one."""
         self.memory = Memory(flat.grads, sum(p.stop - p.start for p in flat.pieces if not p.row))
-        """What the codec remembers from one step to the next."""
+        """The codec's state between steps."""
         self.residuals = Residuals(comm, flat, self.memory, packing.codec)
         self.spans = spans_of(flat)
-        """What each bucket is made of, for a codec."""
+        """Each bucket as a codec sees it."""
         self.news: list[dict[str, Any]] = []
-        """What was decided about packing since the last `record_news`."""
+        """Decisions about packing since the last `record_news`."""
         self._handles: list[Handle] = []
         self._packed: list[_Summed | _Gathered | _InRounds] = []
-        self._halfway = False  # in a codec with several sums, not all of which have come
+        self._halfway = False  # waiting for one of several sums of a codec
         self._spent_ns = 0  # since the last `complete`, on packing, waiting and unpacking
         self._set(packing)
 
@@ -55,30 +55,30 @@ class Sender:
         self.packings = [packing] * len(self.spans)
         """How each bucket is packed."""
         self.push: tuple[str | None, Packing] = (None, packing)
-        """How what goes to servers is packed; with its name, where it is not what the run began with."""
+        """How pushes to servers are packed; with the codec's name where it differs from the run's first codec."""
         self._check: Check | None = None
         self._prepared_for = -1
 
     def use(self, packing: Packing, name: str | None) -> None:
-        """Pack by another codec from here on; `name` tells servers of it."""
+        """Pack by another codec from here on; pushes carry `name`, so that servers unpack by it."""
         self.residuals.use(packing.codec)
         self._set(packing)
         self.push = (name, packing)
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is left out."""
+        """Whether packing loses nothing."""
         return all(packing.codec.exact for packing in self.packings)
 
     @property
     def _is_alone(self) -> bool:
-        """Whether there is nobody to pack anything for."""
+        """Whether this worker has no other rank to pack for."""
         return self.comm.size == 1 and not self.packing.codec.takes_momentum and not self.comm.servers
 
     # A step.
 
     def issue(self, bucket: int, context: StepContext) -> None:
-        """Begin to sum a bucket's gradients over the workers; never waits."""
+        """Start to sum a bucket's gradients over the workers; never waits."""
         packing, span = self.packings[bucket], self.spans[bucket]
         if packing.codec.exact or self._is_alone:
             self.residuals.add_to(span.of(self.flat.grads), span)
@@ -89,7 +89,7 @@ class Sender:
             self._handles.append(self.collective.all_reduce(self.comm, self.flat.tail))
 
     def sum_span(self, tensor: Tensor, packing: Packing, span: Span, context: StepContext) -> None:
-        """Begin to sum this span; never waits. The tensor is the exchange's until `complete`."""
+        """Start to sum this span; never waits. The caller must not touch the tensor until `complete`."""
         codec, comm, began = packing.codec, self.comm, self.comm.clock.now_ns()
         if codec.exact or (comm.size == 1 and not codec.takes_momentum):
             self.residuals.add_to(tensor, span, ends_with_step=False)
@@ -116,15 +116,15 @@ class Sender:
         return _Gathered(codec, span, tensor, wires, self.all_gather(wire, wires.view(-1)))
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """Sum a tensor as it is, whatever the codec."""
+        """Sum a tensor without packing."""
         return self.collective.all_reduce(self.comm, tensor)
 
     def all_gather(self, tensor: Tensor, into: Tensor) -> Handle:
-        """Every worker's flat tensor, one after the other."""
+        """Gather every worker's flat tensor into `into`, in rank order."""
         return self.collective.all_gather(self.comm, tensor, into)
 
     def complete(self, context: StepContext) -> None:
-        """Wait for all that was issued; every tensor then holds the sum over the workers."""
+        """Wait for everything that was issued; every tensor then holds the sum over the workers."""
         began = self.comm.clock.now_ns()
         (packed, self._packed), (handles, self._handles) = (self._packed, []), (self._handles, [])
         in_rounds = [one for one in packed if isinstance(one, _InRounds)]
@@ -140,13 +140,13 @@ class Sender:
             self._learn(found)
 
     def step_done(self) -> None:
-        """A step became true, and with it what it left out."""
+        """The step is done: its residual becomes valid."""
         self.residuals.step_done(nothing_is_packed=self._is_alone or self.is_exact)
 
     def drop(self) -> None:
-        """Forget what was issued: the exchange has failed."""
+        """Forget everything that was issued: the exchange has failed."""
         if self._halfway or any(isinstance(one, _InRounds) for one in self._packed):
-            self.memory.forget()  # of codecs with several sums, what is left out is known only after the last
+            self.memory.forget()  # a codec with several sums knows its residual only after the last one
         self._handles.clear()
         self._packed.clear()
         self._halfway = False
@@ -154,9 +154,9 @@ class Sender:
     # Choices.
 
     def prepare(self) -> None:
-        """Make the collective ready for the present members, and choose codecs where that is left to us.
+        """Prepare the collective for the present members, and choose codecs under `codec=auto`.
 
-        Collective, and does nothing a second time.
+        Collective; a second call in the same generation does nothing.
         """
         if self._prepared_for == self.comm.generation:
             return
@@ -170,29 +170,29 @@ class Sender:
             self._check = Check(choice, codec.check_after) if codec.check_after else None
 
     def record_news(self, recorder: Recorder, step: int) -> None:
-        """Put on record what was decided about packing."""
+        """Write the decisions about packing as records."""
         news, self.news = self.news, []
         for facts in news:
             kind = facts.pop("kind")
             recorder.write(kind, self.comm.clock.now_ns(), step=step, **facts)
 
     def _learn(self, found: dict[str, Any]) -> None:
-        """Packing is given up where it takes longer than going without was predicted to."""
+        """Stop packing where it takes longer than dense was predicted to take."""
         self.news.append({"kind": "codec_check", **found})
         if not found["keeps"]:
             self.packings = [Packing(Dense(), feedback=False)] * len(self.packings)
         self._check = None
 
 
-# A span under way, by how its codec combines what the workers send.
+# A span in flight, by how its codec combines the workers' wires.
 
 
 class _Summed(NamedTuple):
-    """Wires are added up on their way."""
+    """The collective sums the wires."""
 
     codec: Codec
     span: Span
-    tensor: Tensor  # where the sum is wanted
+    tensor: Tensor  # receives the sum
     wire: Tensor  # as it was sent; the sum once the handle is done
     handle: Handle
 
@@ -202,7 +202,7 @@ class _Summed(NamedTuple):
 
 
 class _Gathered(NamedTuple):
-    """Every worker gets every wire."""
+    """Every worker receives every wire."""
 
     codec: Codec
     span: Span
@@ -221,12 +221,12 @@ class _InRounds:
     span: Span
     tensor: Tensor
     rounds: Rounds
-    residual: tuple[Tensor, Memory] | None  # what goes through the rounds, and where what is left of it is kept
+    residual: tuple[Tensor, Memory] | None  # the tensor that the rounds sum, and where its residual is stored
     wire: Tensor
     handle: Handle
 
     def next_round(self, comm: Communicator, all_reduce: Callable[[Tensor], Handle]) -> bool:
-        """Wait for one sum and issue the next; whether there is one."""
+        """Wait for one sum and issue the next; returns whether there is one."""
         comm.wait(self.handle)
         wire = self.rounds.next(self.wire)
         if wire is None:

@@ -1,4 +1,4 @@
-"""What is packed together: the span of a bucket, or of a server's range, with the matrices that lie in it."""
+"""Spans for codecs: a bucket or a server's range, with the matrices in it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def spans_of(flat: Flat) -> list[Span]:
 
 
 def span_of(flat: Flat, part: Range) -> Span:
-    """The span that is a server's range."""
+    """The span of a server's range."""
     pieces = [(flat.pieces[p.piece], p.start, p.stop, p.offset) for p in part.parts]
     return Span(part.buffer, part.start, part.stop, matrices_of(pieces))
 
 
 def matrices_of(pieces: Sequence[tuple[Piece, int, int, int]]) -> tuple[Matrix, ...]:
-    """The matrices among parts of parameters, each (piece, start and stop in it, where it lies in the span)."""
+    """The matrices among parts of parameters, each given as (piece, start and stop in it, offset in the span)."""
     found = []
     for piece, start, stop, offset in pieces:
         rows = piece.shape[0] if len(piece.shape) >= 2 else 0
         cols = (piece.stop - piece.start) // rows if rows else 0
-        if cols < 2 or piece.stride[0] != cols:  # a vector, or its rows do not lie one after the other
+        if cols < 2 or piece.stride[0] != cols:  # a vector, or rows that are not contiguous
             continue
         first, last = -(-start // cols), stop // cols
         if last - first >= 2:

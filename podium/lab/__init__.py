@@ -1,1 +1,1 @@
-"""The laboratory: studies, their statistics and reports, and Podium beside its peers."""
+"""The laboratory: studies, their statistics and reports, and benchmarks of Podium against its peers."""

@@ -1,1 +1,1 @@
-"""Starting a run: launchers, the processes of a run, the coordinator, who takes part."""
+"""Starting a run: launchers, the processes of a run, the coordinator, the members."""

@@ -1,4 +1,4 @@
-"""What a launcher is: it starts the ranks of a job, and returns what they came to."""
+"""The interface of launchers: a launcher starts the ranks of a job, and returns their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from podium.strategies.base import Strategy
 
 
 class RunPlan(Protocol):
-    """What launchers of processes need to know of a run; a Job is one, and so is a script's Plan."""
+    """What launchers of processes need of a run; `Job` and `ScriptPlan` have it."""
 
     @property
     def config(self) -> RunConfig: ...
@@ -35,18 +35,18 @@ class ScriptPlan(NamedTuple):
 
 
 class LaunchResult(NamedTuple):
-    """What the ranks came to."""
+    """The ranks' results."""
 
     reports: list[Report]
     records: list[Record]  # only where they were not written to files
-    facts: dict[str, Any]  # for the manifest: what the launcher found or set up
+    facts: dict[str, Any]  # for the manifest: what the launcher measured or set up
 
 
 def hosts_of(strategy: Strategy[Any], workers: int) -> range:
-    """The workers that colocated servers live with: all, or those that only serve in some phase."""
+    """The workers whose processes hold colocated servers: all, or those that only serve in some phase."""
     only_serve = strategy.server_spec.only_serve
     return range(workers - only_serve, workers) if 0 < only_serve < workers else range(workers)
 
 
 Launcher = Callable[[Job, Callable[[Event], None] | None, threading.Event | None], LaunchResult]
-"""(job, on_event, stop) to what the ranks came to; raises a PodiumError when a rank failed."""
+"""(job, on_event, stop) to the ranks' results; raises a PodiumError when a rank failed."""

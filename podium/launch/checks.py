@@ -1,4 +1,4 @@
-"""Settings of a run that have no meaning together, refused before anything starts."""
+"""Refuses settings of a run that contradict each other, before anything starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from podium.strategies.phases import phases_of
 
 
 def check(config: RunConfig) -> Strategy[Any]:
-    """The strategy, if it can run with this many workers and their shares."""
+    """Make the strategy; raises where it cannot run with these settings."""
     strategy: Strategy[Any] = make_strategy(config.strategy, config.strategy_options, config.workers)
     check_packing(config, strategy)
     check_phases(config, strategy)
@@ -29,10 +29,10 @@ def check(config: RunConfig) -> Strategy[Any]:
 
 
 def check_balance(config: RunConfig, strategy: Strategy[Any]) -> None:
-    """Refuse a division of work that has no meaning here."""
+    """Refuse a division of work that has no effect under this strategy."""
     balancer, who = balancer_of(config), label_of(config.strategy, strategy)
     parts = [phase.strategy for phase in phases_of(strategy) if phase.strategy.cadence.feed == "step"]
-    leased = "its workers lease samples as they come for them, or have numbers of steps of their own"
+    leased = "its workers lease samples when they need them, or each has its own number of steps"
     if config.shares is not None and strategy.cadence.feed != "step":
         raise ConfigError(f"{who}: {leased}, so shares must not be set, got {config.shares}")
     if not parts and balancer.name != "equal" and config.shares is None:
@@ -50,13 +50,13 @@ def check_balance(config: RunConfig, strategy: Strategy[Any]) -> None:
 
 
 def check_phases(config: RunConfig, strategy: Strategy[Any]) -> None:
-    """Refuse what would only come to light when its phase begins."""
+    """Refuse now what would fail only when its phase begins."""
     for phase in phases_of(strategy):
         spec = phase.codec or config.codec
         if not phase.strategy.payload.can_be_packed and not make_packing(spec).codec.exact:
             raise ConfigError(f"{phase.text}: what it sends cannot be packed, got codec={spec}")
         if getattr(phase.until, "on", "") == "validation" and config.eval_every == 0:
-            raise ConfigError(f"{phase.text}: its rule looks at validations, and eval_every=0 makes none")
+            raise ConfigError(f"{phase.text}: its rule needs validations, and eval_every=0 makes none")
         if 0 < config.checkpoint_every < phase.strategy.cadence.outer_every:
             raise ConfigError(
                 f"{phase.text}: a checkpoint ends a round early, so checkpoint_every must be 0 or at least "
@@ -65,11 +65,11 @@ def check_phases(config: RunConfig, strategy: Strategy[Any]) -> None:
 
 
 def check_packing(config: RunConfig, strategy: Strategy[Any]) -> None:
-    """Refuse a codec that does not exist, or that servers could not be told of."""
+    """Refuse a codec that does not exist, or that workers could not name to servers."""
     codec = make_packing(config.codec).codec
     if not isinstance(codec, AutoCodec):
         return
     for spec in codec.candidates:
         make_packing(spec)
         if strategy.server_spec and parse_spec(spec)[0] not in CODECS:
-            raise ConfigError(f"codec auto: {spec} is not one of Podium's own, so workers could not tell servers of it")
+            raise ConfigError(f"codec auto: {spec} is not one of Podium's own, so workers cannot name it to servers")

@@ -1,9 +1,8 @@
-"""An orderly end when the launcher is told to terminate: work is saved, and processes, sockets and namespaces go first.
+"""An orderly end when the launcher gets a signal to terminate: save, then remove processes, sockets and namespaces.
 
-SIGTERM's default, and that of SIGHUP, ends Python on the spot, past every `finally`. Ranks die with their launcher
-whatever happens, but the steps since the last checkpoint would be lost, and a socket folder or a network namespace
-would stay. Against SIGKILL nothing helps: what it leaves, all named `podium-…`, the next launcher removes
-(`podium.launch.rendezvous`).
+By default SIGTERM and SIGHUP end Python at once, without running `finally`. Ranks die with their launcher in any case,
+but the steps since the last checkpoint would be lost, and a socket folder or a network namespace would stay. SIGKILL
+cannot be handled: the next launcher removes what it left, all named `podium-…` (`podium.launch.rendezvous`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from types import FrameType
 from podium.launch.signals import BURST_S, end_as_usual
 
 GRACE_S = 8.0
-"""How long a run may take to save when its program is terminated; Docker, for one, kills after ten seconds."""
+"""How long a run may take to save when its program is terminated; Docker, for example, kills after ten seconds."""
 
 
 class Stop(threading.Event):
@@ -35,9 +34,9 @@ class Stop(threading.Event):
 
 @contextmanager
 def termination_saves(stop: threading.Event | None) -> Iterator[threading.Event]:
-    """Inside, SIGTERM or SIGHUP sets the event; then, or when a run does not end for `GRACE_S`, SystemExit is raised.
+    """Inside, SIGTERM or SIGHUP sets the event; at the end of the block, or after `GRACE_S`, SystemExit is raised.
 
-    A second signal raises at once. Gives `stop` back where signals are taken already, or outside the main thread.
+    A second signal raises at once. Installs no handler where the signals have one, or outside the main thread.
     """
     numbers = _untaken()
     event = Stop(stop)
@@ -60,7 +59,7 @@ def termination_saves(stop: threading.Event | None) -> Iterator[threading.Event]
         if asked and not over.wait(GRACE_S):
             os.kill(owner, asked[0][0])
 
-    # Started here, since a handler may have interrupted anything and must not start a thread.
+    # Started here, since a signal handler, which may interrupt any code, must not start a thread.
     watch = threading.Thread(target=insist, name="termination", daemon=True)
     watch.start()
     for number in numbers:
@@ -81,7 +80,7 @@ def termination_saves(stop: threading.Event | None) -> Iterator[threading.Event]
 def termination_unwinds() -> Iterator[None]:
     """Inside, SIGTERM or SIGHUP raises SystemExit(128 + number).
 
-    Does nothing where the signals are taken, or outside the main thread.
+    Does nothing where the signals have a handler, or outside the main thread.
     """
     numbers = _untaken()
     for number in numbers:
@@ -94,13 +93,13 @@ def termination_unwinds() -> Iterator[None]:
 
 
 def _untaken() -> list[signal.Signals]:
-    """Those of the two signals that would end this program, and may be taken here. `nohup` has one ignored."""
+    """Those of the two signals that have the default handler and can be handled here. `nohup` ignores SIGHUP."""
     if threading.current_thread() is not threading.main_thread():
         return []
     return [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
-    for each in (signal.SIGTERM, signal.SIGHUP):  # a second one must not cut the cleaning up short
+    for each in (signal.SIGTERM, signal.SIGHUP):  # a second one must not interrupt the clean-up
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)

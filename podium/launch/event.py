@@ -1,8 +1,8 @@
-"""What a launcher tells while a run is under way."""
+"""Events that a launcher reports while a run is under way."""
 
 from __future__ import annotations
 
 from typing import Any
 
 Event = dict[str, Any]
-"""`event` says which kind."""
+"""The key `event` holds the kind."""

@@ -1,6 +1,6 @@
-"""The fork server, from which ranks and other processes are forked with torch loaded: how it lives and dies.
+"""The fork server, from which ranks and other processes are forked with torch loaded: its start and its end.
 
-The kernel kills it when the thread that started it ends, and every process that was forked from it after it, also those
+The kernel kills it when the thread that started it ends, and then every process that was forked from it, also those
 that are stopped; so it is started in a thread that never ends.
 """
 
@@ -28,31 +28,31 @@ from podium.launch.rendezvous import rendezvous_folder
 from podium.launch.signals import blocked
 
 UNKNOWN = 255
-"""The exit code that multiprocessing gives a process whose own it cannot know, since the fork server is gone."""
+"""The exit code that multiprocessing reports where it cannot know the real one, since the fork server is gone."""
 _NAMES = "podium-"
 _START_S = 60.0
 _FORK_SERVER_S = 1.0
 """How long the kernel may take to end the fork server once its processes are gone."""
 _LAST, _FIRST = -200, 100
-"""When things are done at exit: after multiprocessing has ended its processes, and before it waits for them."""
+"""Priorities at exit: `_LAST` after multiprocessing has ended its processes, `_FIRST` before it waits for them."""
 
 
 def keep_fork_server() -> None:
-    """See that the fork server is there; starts it where it is not."""
+    """Start the fork server where it is not running."""
     _keeper().ensure_running()
 
 
 def how_fork_server_ended() -> str | None:
-    """`killed by SIGKILL`, where it was there and has gone; None while it is there."""
-    server: Any = forkserver._forkserver  # nowhere else is it said
+    """For example `killed by SIGKILL`; None while it runs or before it was started."""
+    server: Any = forkserver._forkserver  # multiprocessing has no public way to read it
     pid = server._forkserver_pid
     if pid is None:
         return None
     try:
-        # Looked at and not waited for, which multiprocessing does itself.
+        # WNOWAIT: multiprocessing itself must be able to wait for it later.
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return "somebody else has waited for it"
+        return "cause unknown, since other code in this process has waited for it"
     if found is None:
         return None
     return how_it_ended(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
@@ -63,7 +63,7 @@ def check_fork_server() -> None:
     until = time.monotonic() + _FORK_SERVER_S
     while (cause := how_fork_server_ended()) is None:
         if time.monotonic() > until:
-            return  # the process's own exit code, then
+            return  # it runs: the process really ended with that exit code
         time.sleep(0.01)
     raise Lost(
         f"the fork server, from which all ranks were forked, was lost: {cause}; its ranks were killed with it. "
@@ -72,7 +72,7 @@ def check_fork_server() -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code as multiprocessing has it, in words."""
+    """An exit code of multiprocessing, as text."""
     if code >= 0:
         return f"it ended with exit code {code}"
     try:
@@ -82,28 +82,28 @@ def how_it_ended(code: int) -> str:
 
 
 def forked_here() -> list[int]:
-    """The processes that were forked for this one and may be there. Asks nobody: a signal handler may call it."""
+    """Pids of processes that were forked for this one and may still run. Safe to call in a signal handler."""
     module: Any = multiprocessing.process
     return [p.pid for p in list(module._children) if p.name.startswith(_NAMES) and p.pid is not None]
 
 
 def let_go_of_fork_server() -> None:
-    """Close the pipe by which the fork server knows that it is needed: were this process stopped, it would stay."""
-    server: Any = forkserver._forkserver  # what multiprocessing has opened in every process
+    """Close the pipe that keeps the fork server alive: if this process were stopped, the server would never end."""
+    server: Any = forkserver._forkserver  # multiprocessing opens the pipe in every process
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
 
 
 class _Keeper:
-    """A thread in which the fork server is started, and which ends with this process only."""
+    """A thread that starts the fork server, and that ends with this process only."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
         self._asked: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
         self._ends = contextlib.ExitStack()
         threading.Thread(target=self._serve, name="fork-server", daemon=True).start()
-        # Those that were forked do not answer the SIGTERM that multiprocessing would send, and wait for, at exit.
+        # Forked processes ignore SIGTERM, which multiprocessing would send at exit before it waits for them.
         Finalize(None, _kill_all, exitpriority=_FIRST)
         Finalize(None, self._ends.close, exitpriority=_LAST)
 
@@ -117,7 +117,7 @@ class _Keeper:
             answer = self._asked.get()
             try:
                 self._start()
-            except BaseException as error:  # carried over to the caller, whatever it is
+            except BaseException as error:  # raised in the caller
                 answer.set_exception(error)
             else:
                 answer.set_result(None)
@@ -127,11 +127,11 @@ class _Keeper:
         own: Any = multiprocessing.current_process()
         config = own._config
         if config.get("tempdir") is None:
-            # Where multiprocessing puts the server's socket. Its own folder would stay if this process were killed;
-            # this one is removed by the next launcher.
+            # Where multiprocessing puts the server's socket. If this process is killed, multiprocessing's own folder
+            # would stay; the next launcher removes this one.
             config["tempdir"] = str(self._ends.enter_context(rendezvous_folder()))
-        with blocked():  # the server must not die while it is importing; it unblocks them when it can answer
-            resource_tracker.ensure_running()  # here, since starting it unblocks some of them
+        with blocked():  # the server must not die while it imports; it unblocks signals when it can handle them
+            resource_tracker.ensure_running()  # in a separate block, since starting it unblocks some signals
         with blocked():
             forkserver.ensure_running()
 
@@ -163,7 +163,7 @@ def fork_server() -> Any:
 
 @contextmanager
 def nullified_main() -> Iterator[None]:
-    """Hide the caller's main module, which new processes would otherwise import again; they have no use for it."""
+    """Hide the caller's main module, which new processes would otherwise import again without need."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

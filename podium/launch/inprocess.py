@@ -33,7 +33,7 @@ from podium.servers.build import make_server
 
 @final
 class InProcessControl(Control):
-    """Stop by an event, progress by a function; events are rate-limited so that a fast run is not slowed by its bar."""
+    """Stop by an event, progress by a function; progress is rate-limited, so that it does not slow a fast run."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class InProcessControl(Control):
         is_first: bool = True,
         watch: tuple[Watch, int] | None = None,
     ) -> None:
-        """Of others than the first worker, warnings are passed on and no progress.
+        """Not `is_first`: warnings are passed on, but no progress.
 
-        `watch` is told when this rank, which is named with it, is busy.
+        `watch`: the watch to notify when a rank is busy, and the number of this rank.
         """
         self._on_event, self._stop, self._is_first, self._watch = on_event, stop, is_first, watch
         self._last = 0.0
@@ -101,7 +101,7 @@ def run_virtual(job: Job, on_event: Callable[[Event], None] | None, stop: thread
 
 
 def cluster_for(job: Job) -> Cluster:
-    """The cluster file's, or equal nodes: one per worker and per dedicated server."""
+    """The cluster of the file, or equal nodes: one per worker and per dedicated server."""
     if job.config.cluster is not None:
         return read_cluster(Path(job.config.cluster))
     servers = job.strategy.server_spec.processes
@@ -109,7 +109,7 @@ def cluster_for(job: Job) -> Cluster:
 
 
 def flops_per_sample(job: Job) -> float:
-    """Counted on a copy of the model, over a few samples, without touching anybody's random stream."""
+    """Counted on a copy of the model, over a few samples, without changing any random stream."""
     data = open_data(job.task, 1, job.batch_size)
     count = min(4, len(data.train))
     inputs, targets = read_pair(data.train, np.arange(count))
@@ -125,7 +125,7 @@ def _run(
     stop: threading.Event | None,
 ) -> LaunchResult:
     world.watch.start_deadline_s = job.config.start_deadline_s
-    data = job.task.data()  # once for all ranks: nobody writes to it
+    data = job.task.data()  # once for all ranks: none writes to it
     task = dataclasses.replace(job.task, data=lambda: data)
     job = dataclasses.replace(job, task=task, digests=digests_of(data))
     reports: list[Report] = []

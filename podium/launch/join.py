@@ -5,8 +5,8 @@
         loss = run.step(lambda: F.cross_entropy(model(x), y))
 
 Started as `python script.py` it is one worker; by `podium run script.py --workers 4 --strategy …` or
-`torchrun … -m podium.node --script script.py` it is one of many. A process that is to be a server serves inside `join`
-and ends there.
+`torchrun … -m podium.node --script script.py` it is one of many. A process that is a server serves inside `join` and
+ends there.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from podium.task import Task
 
 @dataclass
 class _Started:
-    """What `run_user_script` made of this process."""
+    """This process as a rank, made by `run_user_script`."""
 
     node: Node
     given: frozenset[str]
-    """Settings that were named, if only by their default."""
+    """Settings that the user set, even to their default."""
     numpy_key: bytes
     python_key: tuple[int, ...]
-    """The generators' state before the script began: whether it has seeded them."""
+    """The generators' states before the script began, to find out whether it has seeded them."""
     joined_at: str | None = None
     """Where the script called `join`."""
 
 
 _STARTED_AS: list[_Started] = []
-"""What this process was started as, for `join` to take up; empty when it was started by itself."""
+"""For `join`: this process's rank; empty when the script was started by itself."""
 
 
 def join(
@@ -77,12 +77,12 @@ def join(
     seed: int | None = None,
     weigh: Callable[[Any], float] | None = None,
 ) -> Run:
-    """Take part in a run with this model and optimizer; the other workers' parameters become the first one's.
+    """Take part in a run with this model and optimizer; all workers begin with the first worker's parameters.
 
-    Whoever started this process named the strategy; started by itself, it trains alone. `schedule` is stepped once per
+    `podium run` or torchrun sets the strategy; a script started by itself trains alone. `schedule` is stepped once per
     global step. `seed` fixes the order of samples, `clip_norm` is the largest norm of a gradient: where the script
-    leaves them open, they are what `podium run --set seed=… --set clip_norm=…` says. `weigh` as in `podium.Task`:
-    (targets) to how much a batch's mean loss counts, where that is not by its samples.
+    leaves them None, the values of `podium run --set seed=… --set clip_norm=…` hold. `weigh` as in `podium.Task`:
+    (targets) to the weight of a batch's mean loss, where that is not its number of samples.
 
     A process joins once.
     """
@@ -95,7 +95,7 @@ def join(
                 "use: torchrun … -m podium.node --script SCRIPT"
             )
         (comm,) = MemoryWorld(1).ranks
-        # Alone in this process: torch's generator is the user's, and stays.
+        # One rank in this process: torch's generator is the user's, and is not swapped.
         comm.shares_process = False
         options = Options(seed or 0, clip_norm)
         return make_run(parts, options, comm, make_strategy("solo"), RunConfig(), Recorder(0), _Alone())
@@ -103,7 +103,7 @@ def join(
     if started.joined_at is not None:
         raise ConfigError(
             f"podium.join: this process has joined the run already, at {started.joined_at}: under podium run and "
-            "torchrun one script trains one model, in one run; go on with the first join's result, put what is trained "
+            "torchrun one script trains one model, in one run; use the first join's result, put what is trained "
             "together into one nn.Module, or start a script for each model"
         )
     started.joined_at = _caller()
@@ -126,7 +126,7 @@ class Parts(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What the script or the run says."""
+    """Settings from the script or from the run."""
 
     seed: int = 0
     clip_norm: float | None = None
@@ -162,24 +162,24 @@ def make_run(
 
 
 def _one_of(name: str, in_script: Any, in_run: Any, *, given: bool) -> Any:
-    """A setting that the script may have, or the run: not both, where they differ."""
+    """A setting of the script or of the run; raises where both set it to different values."""
     if in_script is None:
         return in_run
     if given and in_script != in_run:
         raise ConfigError(
-            f"podium.join({name}={in_script!r}): the run was started with {name}={in_run!r}; say it in one place"
+            f"podium.join({name}={in_script!r}): the run was started with {name}={in_run!r}; set it in one place"
         )
     return in_script
 
 
 def _check_device(config: RunConfig, model: nn.Module) -> None:
-    """The script moves its model by itself; where the run was given a device, it must be of that kind."""
+    """The script moves its model by itself; where the run has a device setting, the model must be on that kind."""
     kinds = {name.partition(":")[0] for name in devices_in(config.device)}
     found = next((p.device.type for p in model.parameters()), "cpu")
     if config.device != RunConfig.device and "auto" not in kinds and found not in kinds:
         raise ConfigError(
-            f"podium.join: the run was started with device={config.device}, and the model lies on {found}: the script "
-            "moves it by itself, before podium.join"
+            f"podium.join: the run was started with device={config.device}, and the model is on {found}: the script "
+            "must move it, before podium.join"
         )
 
 
@@ -208,9 +208,9 @@ def _join_others(started: _Started, parts: Parts, options: Options) -> Run:
 
 
 def _seed_by_rank(started: _Started, rank: int, seed: int) -> None:
-    """A random stream of its own for each rank; rank 0 goes on with the script's, as plain PyTorch would.
+    """Give each rank its own random stream; rank 0 continues the script's, as plain PyTorch would.
 
-    A script that has not seeded numpy or Python's `random` gets rank 0's from the run's seed.
+    Where the script has not seeded numpy or Python's `random`, rank 0's are seeded with the run's seed.
     """
     if rank:
         own = derived_seed(torch.initial_seed() % 2**63, rank)
@@ -224,7 +224,7 @@ def _seed_by_rank(started: _Started, rank: int, seed: int) -> None:
 
 
 def _numpy_key() -> bytes:
-    """What seeding numpy changes, and a few draws do not."""
+    """The part of numpy's state that seeding changes, and a few draws do not."""
     return bytes(np.random.get_state()[1].tobytes())  # type: ignore[index]  # the legacy tuple
 
 
@@ -235,8 +235,8 @@ def _python_key() -> tuple[int, ...]:
 def _serve(
     node: Node, comm: Communicator, model: nn.Module, optimizer: Optimizer, strategy: Strategy[Any], alone: bool
 ) -> None:
-    """Serve in a thread beside the worker, or, in a process without one, here and to the end."""
-    own_model, own_optimizer = copy.deepcopy((model, optimizer))  # the worker's own stay untouched
+    """Serve in a thread beside the worker; `alone`, in a process without a worker: in this thread, to the end."""
+    own_model, own_optimizer = copy.deepcopy((model, optimizer))  # the worker uses the originals
     flat = Flat(own_model, own_optimizer, strategy.bucket_bytes)  # laid out as the workers' is
     packing = packing_for(node.config, strategy)
     recorder = node.recorder(comm.rank)
@@ -258,7 +258,7 @@ def run_user_script(
 ) -> None:
     """The body of a process that runs the user's script as one rank.
 
-    `given`: settings of the run that were named, if only by their default.
+    `given`: settings of the run that the user set, even to their default.
     """
     settle_in(spec)
     node = Node.from_spec(spec)
@@ -277,7 +277,7 @@ def run_user_script(
 
 
 class _Alone(Control):
-    """Nobody outside."""
+    """No launcher: never stops, reports nothing."""
 
     def stop_requested(self) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""What a strategy is called: by users in tables, and by other processes that have to find its class."""
+"""Names of strategies: for users in tables, and for other processes that must find the class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from podium.strategies.base import Strategy
 
 
 def label_of(name: str, strategy: Strategy[Any], config: RunConfig | None = None) -> str:
-    """The strategy's name and what differs from the default, as `parameter-server(mode=async)`."""
+    """The strategy's name and the options that differ from the default, as `parameter-server(mode=async)`."""
     options = []
     if config is not None and strategy.payload.is_sent:
         options = [f"{k}={getattr(config, k)}" for k in LIFTED if getattr(config, k) != getattr(RunConfig, k)]
@@ -26,7 +26,7 @@ def label_of(name: str, strategy: Strategy[Any], config: RunConfig | None = None
 
 
 def _filled_in(strategy: Strategy[Any], workers: int) -> dict[str, Any]:
-    """What a strategy's defaults become once the number of workers is known."""
+    """A strategy's defaults once the number of workers is known."""
     try:
         plain = type(strategy)()
     except TypeError:  # an option without a default: nothing else is filled in then
@@ -35,7 +35,7 @@ def _filled_in(strategy: Strategy[Any], workers: int) -> dict[str, Any]:
 
 
 def name_of(strategy: Strategy[Any]) -> str:
-    """How other processes can find this strategy's class."""
+    """The name by which other processes find this strategy's class."""
     cls = type(strategy)
     for name, place in STRATEGIES.items():
         if place == f"{cls.__module__}:{cls.__qualname__}":

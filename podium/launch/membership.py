@@ -1,6 +1,6 @@
-"""A rank's side of the coordinator: it joins, beats, reports, and hears when to stop or to come to a plan.
+"""A rank's connection to the coordinator: it joins, sends heartbeats, reports, and gets requests to stop or regroup.
 
-One thread beats and listens; when the coordinator is gone the launcher is, and the rank ends at once.
+One thread sends heartbeats and listens; when the coordinator is gone, so is the launcher, and the rank ends at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEET_S = 10.0
 
 
 class Peers(NamedTuple):
-    """Who is there and where, as the coordinator has it."""
+    """The ranks of the run and their addresses."""
 
     addresses: dict[int, Address]
     workers: tuple[int, ...]
@@ -38,7 +38,7 @@ class Peers(NamedTuple):
 
 @final
 class Membership(Control):
-    """One process's place in the run."""
+    """One process's membership in the run."""
 
     def __init__(
         self,
@@ -60,15 +60,15 @@ class Membership(Control):
         self._busy: str | None = None
         self._stop, self._closing = threading.Event(), threading.Event()
         self._wants_stop = False
-        # By number, since the next change may be announced while the plan of the one before is still on its way.
+        # Numbered, since the next change may be announced while the plan of the previous one is still under way.
         self._change_asked, self._change_done = 0, 0
         self._latest: Meta | None = None
         self._thread: threading.Thread | None = None
         self._rate: tuple[float, int] | None = None
 
     def join(self, endpoints: list[int], addresses: Mapping[int, Address], deadline_s: float) -> Peers:
-        """Say which endpoints live here; returns who and where the others are, once everybody has joined."""
-        # A cleaner may have removed the coordinator's socket: it is made anew within a second.
+        """Register this process's endpoints; returns all ranks and addresses, once every process has joined."""
+        # A cleaner may have removed the coordinator's socket: it is made again within a second.
         self._channel.connect_all({COORDINATOR: self._channel.address_book[COORDINATOR]}, min(_MEET_S, deadline_s))
         meta = {"endpoints": endpoints, "addresses": {str(k): v for k, v in addresses.items()}}
         answer = self._ask("join", meta, deadline_s)
@@ -80,9 +80,9 @@ class Membership(Control):
         return Peers(_by_rank(answer["addresses"]), tuple(answer["workers"]), tuple(answer["servers"]))
 
     def relocate(self, rank: int, old: Address) -> Address:
-        """Where a server is now that cannot be reached at `old`; blocks until it is elsewhere.
+        """The new address of a server that cannot be reached at `old`; blocks until it has one.
 
-        Raises Lost where it will not be, or where the run is ending.
+        Raises Lost where it is not replaced, or where the run is ending.
         """
         patience_s = self._start_deadline_s
         try:
@@ -90,7 +90,7 @@ class Membership(Control):
         except DeadlineExceeded:
             raise DeadlineExceeded(
                 f"rank {self._channel.rank}: server {rank} does not answer at {old}, and for {patience_s:g} s "
-                "(start_deadline_s) nobody took its place"
+                "(start_deadline_s) it was not replaced"
             ) from None
         if "lost" in answer:
             raise Lost(f"rank {self._channel.rank}: {answer['lost']}")
@@ -98,7 +98,7 @@ class Membership(Control):
 
     def ask_to_stop(self) -> None:
         """Ask that all workers finish the step, save and end. May be called from any thread."""
-        self._wants_stop = True  # every beat says so from now on; the first need not be waited for
+        self._wants_stop = True  # every beat carries it from now on; the next one is sent at once
         if self.joined:
             with contextlib.suppress(CommError):  # the coordinator is gone, and this rank ends anyway
                 self._channel.send(COORDINATOR, "beat", {"progress": None, "busy": self._busy, "stop": True})
@@ -118,7 +118,7 @@ class Membership(Control):
             self._channel.send(COORDINATOR, "event", facts)
 
     def regroup(self, generation: int, steps_done: int) -> Regroup:
-        # Longer than the coordinator's own patience: it sees to it that nobody hangs, and knows whom to name.
+        # Longer than the coordinator's own limits: it ends ranks that hang, and its error names them.
         patience_s = (BUSY_DEADLINES + 2) * self._deadline_s + (MOST_REPLACEMENTS + 1) * self._start_deadline_s
         answer = self._ask("regroup", {"generation": generation, "steps_done": steps_done}, patience_s)
         self._change_done = answer["change"]
@@ -131,21 +131,21 @@ class Membership(Control):
         self._busy = what  # the next beat carries it
 
     def awaits(self, facts: Meta) -> None:
-        """Say for which workers a server of this process waits, and for how long."""
+        """Report for which workers a server of this process waits, and for how long."""
         with contextlib.suppress(CommError):  # the launcher is gone, and so is this process in a moment
             self._channel.send(COORDINATOR, "awaits", facts)
 
     def begun(self) -> None:
-        """The user's model and data are there: from now on only other ranks are waited for."""
+        """The user's model and data are made: from now on this process waits only for other ranks."""
         self._channel.send(COORDINATOR, "begun", {})
 
     def done(self, report: Report | None) -> None:
-        self._closing.set()  # before the word is out: the launcher may be gone the moment it has heard it
-        self._channel.let_name_go()  # and has removed the folder
+        self._closing.set()  # before the message: the launcher may end as soon as it has received it
+        self._channel.let_name_go()  # and remove the folder
         self._ask("done", {"report": None if report is None else report._asdict()}, self._deadline_s)
 
     def failed(self, meta: Meta) -> None:
-        with contextlib.suppress(CommError):  # without a launcher there is nobody left to tell
+        with contextlib.suppress(CommError):  # the launcher is gone
             self._channel.send(COORDINATOR, "failed", meta)
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class Membership(Control):
     def _keep_in_touch(self) -> None:
         try:
             why = self._listen()
-        except BaseException as error:  # a thread has nobody above it, and a rank that cannot hear must not continue
+        except BaseException as error:  # a rank that cannot receive messages must not continue
             traceback.print_exception(error)
             why = f"{type(error).__name__}: {error}"
         if not self._closing.is_set():
@@ -171,7 +171,7 @@ class Membership(Control):
             os._exit(1)
 
     def _listen(self) -> str:
-        """Beat and listen until the run is over; says why it is."""
+        """Send heartbeats and listen until the run is over; returns why it is."""
         while not self._closing.is_set():
             try:
                 beat = {"progress": self._with_rate(), "busy": self._busy, "stop": self._wants_stop}
@@ -192,7 +192,7 @@ class Membership(Control):
         return "the launcher is gone"
 
     def _last_word(self) -> str:
-        """Why the run is over, if the coordinator said so: a beat may find it gone while its last word lies unread."""
+        """Why the run is over: a heartbeat may fail while the coordinator's last message is still unread."""
         with contextlib.suppress(CommError):
             while (message := self._channel.recv(0.0)).kind != DEPARTED:
                 if message.kind == "ended":
@@ -200,7 +200,7 @@ class Membership(Control):
         return "the launcher is gone"
 
     def _with_rate(self) -> Meta | None:
-        """The latest progress, with samples per second since the beat before."""
+        """The latest progress, with samples per second since the previous beat."""
         facts = self._latest
         if facts is None:
             return None
@@ -212,5 +212,5 @@ class Membership(Control):
 
 
 def _by_rank(addresses: Mapping[str, Address]) -> dict[int, Address]:
-    """JSON has no keys but text."""
+    """With int keys again: JSON keys are text."""
     return {int(rank): address for rank, address in addresses.items()}

@@ -1,7 +1,7 @@
-"""What is said before a run begins: rules that cannot fire in it, exchanges that come too late, no overlap.
+"""Notices before a run begins: rules that cannot fire in it, exchanges that come too late, no overlap.
 
-None of this is an error: the run does what it was asked to. But a reader of its result should know that the rule
-under study was not what ended a phase, or that all-reduce was measured without what makes it fast.
+None of this is an error: the run does what the user asked for. But a reader of its result should know that the rule
+under study did not end a phase, or that all-reduce was measured without overlap, which makes it fast.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from podium.strategies.triggers.rate import RateDecay
 from podium.task import Task
 
 MOST_STEPS = 200_000
-"""A schedule is gone through beforehand for as many steps at most: some seconds."""
+"""A schedule is computed beforehand for at most this many steps: some seconds."""
 WHOLE = 0.8
-"""Where one bucket holds this share of the gradients, next to nothing is left that could overlap."""
+"""Where one bucket holds this fraction of the gradients, almost nothing is left to overlap."""
 SMALL = 1 << 16
-"""Gradients of fewer bytes are not worth cutting: a message's latency is more than what it could hide."""
+"""Gradients of fewer bytes are not worth cutting: one message's latency is longer than the time saved."""
 BUCKETS = 8
-"""In how many buckets the remedy cuts them."""
+"""Number of buckets in the suggested remedy."""
 
 
 def notices(job: Job) -> list[str]:
-    """What the user should know before this run begins.
+    """Notices for the user before this run begins.
 
-    Opens the data where the run's length in steps is needed for it, and makes a model where its size is.
+    Opens the data where it needs the run's length in steps, and makes a model where it needs its size.
     """
     strategy, config = job.strategy, job.config
     said = []
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 def _tried(find: Callable[[], T]) -> T | None:
-    """What was found out; None where the user's own code raised, which the run then does too, and says where."""
+    """The result of `find`; None where the user's own code raised: the run will raise too, and report where."""
     try:
         return find()
     except Exception:  # a task's functions may raise anything
@@ -84,7 +84,7 @@ def rules_that_cannot_fire(
                 then = f"the phase lasts to the end of the run{follows}"
             name = format_trigger(rule.fitted(course))
             said.append(f"{_name(strategy)}: the rule {name} cannot fire in this run: {why}; {then}")
-        # A rule that may fire may do so at once.
+        # A rule that can fire may fire at once.
         course = course._replace(began=horizon if why or isinstance(rule, Fixed) else course.began)
     return said
 
@@ -106,7 +106,7 @@ def _rates(task: Task, steps: int) -> list[float] | None:
         schedule = None if task.schedule is None else task.schedule(optimizer, steps)
     rates = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch wants the optimizer to step first, which here it must not
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that the optimizer did not step first
         for _ in range(steps):
             if schedule is not None:
                 schedule.step()
@@ -122,14 +122,14 @@ def _meetings(strategy: Strategy[Any], steps: int) -> list[str]:
         period = part.cadence.outer_every or getattr(part, "period", 0)
         if part.cadence.by_rounds and isinstance(period, int) and period > steps:
             said.append(
-                f"{_name(part)}: workers exchange every {period} steps, and the run has {steps}: they meet at its end "
-                "only"
+                f"{_name(part)}: workers exchange every {period} steps, and the run has {steps}: they exchange only at "
+                "its end"
             )
     return said
 
 
 def _overlap(job: Job) -> list[str]:
-    """All-reduce over links that take time, of a model whose gradients leave in one piece."""
+    """A notice for all-reduce over modelled or shaped links where one bucket holds nearly all gradients."""
     config, first = job.config, phases_of(job.strategy)[0].strategy
     if config.workers < 2 or config.launcher not in ("virtual", "shaped") or not isinstance(first, AllReduce):
         return []

@@ -15,7 +15,7 @@ from podium.launch import signals
 
 torch.set_num_threads(1)  # no thread pool may exist when the server forks
 
-if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # and not for another importer
+if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # only in the fork server itself
     signals.die_with_parent()
     os.setsid()
     signals.leave_to_launcher()

@@ -1,4 +1,4 @@
-"""From a configuration to a job that launchers can start: resolved once, checked, with a folder of its own."""
+"""From a configuration to a job that launchers can start: resolved once, checked, with its own folder."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from podium.task import Task, load_task
 from podium.tasks import takes_data_dir
 
 _OPENED: set[tuple[str, str, str]] = set()
-"""The data that were opened by `check_data`: a comparison asks for the same many times."""
+"""Data that `check_data` has opened: a comparison would open the same many times."""
 
 
 def plan_script(config: RunConfig, *, chosen: Path | None = None) -> ScriptPlan:
     """Check a run of the user's own script, which `config.task` names, and choose its folder.
 
-    `chosen` is the folder where another rank of the same run has chosen it already.
+    `chosen`: the folder, if another rank of the run has chosen it.
     """
     if not Path(config.task).is_file():
         raise ConfigError(f"{config.task}: no such script")
     check_script(dataclasses.replace(config, task=RunConfig.task))
     strategy = check(config)
     if isinstance(balancer_of(config), Steal):
-        raise ConfigError("a loop of one's own takes its part of a step at once: balance=steal cannot go with it")
+        raise ConfigError("a script's own loop takes its part of a step at once, so it cannot use balance=steal")
     run_dir = chosen or choose_run_dir(config)
     return ScriptPlan(dataclasses.replace(config, run_dir=str(run_dir)), strategy, run_dir)
 
 
 def resolve_job(config: RunConfig, task: Task | None = None, *, open_data: bool = True) -> Job:
-    """The job of this configuration: task and strategy are made, once, and nothing is left open.
+    """The job of this configuration, with task and strategy made, once, and all settings filled in.
 
-    Checks all that can be checked before anything starts, so all that is wrong is wrong with the request. Writes
-    nothing, and opens the data of a built-in task unless `open_data` is false: another rank of the run has done it.
+    Checks all that can be checked before anything starts; every error here is an error of the request. Writes nothing,
+    and opens the data of a built-in task unless `open_data` is false, as where another rank of the run has done it.
     """
     with as_request():
         strategy = check(config)
@@ -59,21 +59,21 @@ def resolve_job(config: RunConfig, task: Task | None = None, *, open_data: bool 
             check_data(config, found)
         if found.weigh is not None and isinstance(balancer_of(config), Steal):
             raise ConfigError(
-                f"task {found.name}: what a step weighs is not known to workers that draw from it: "
-                "balance=steal cannot go with weigh; use equal-finish"
+                f"task {found.name}: workers that draw from a step do not know the weight of the whole step, so "
+                "balance=steal cannot be used with weigh; use equal-finish"
             )
         return Job(config, found, strategy, task_is_named=task is None)
 
 
 def place_job(job: Job, *, chosen: Path | None = None) -> Job:
-    """The job with a folder of its own, and with the checkpoint or the recorded run that it starts from.
+    """The job with its own folder, and with the checkpoint or the recorded run that it starts from. Writes nothing.
 
-    `chosen` is the folder where another rank of the same run has chosen it already. Writes nothing.
+    `chosen`: the folder, if another rank of the run has chosen it.
     """
     with as_request():
         run_dir = chosen or choose_run_dir(job.config)
         config, warnings, strategy = dataclasses.replace(job.config, run_dir=str(run_dir)), job.warnings, job.strategy
-        if config.resume is not None:  # all ranks load the same checkpoint, even if the folder gets a newer one
+        if config.resume is not None:  # fixed now: all ranks load the same one, even if the folder gets a newer one
             saved = find_checkpoint(Path(config.resume))
             config, warnings = dataclasses.replace(config, resume=str(saved.path)), saved.warnings
         if config.replay is not None:
@@ -88,9 +88,10 @@ def prepare(config: RunConfig, task: Task | None = None, *, chosen: Path | None 
 
 
 def check_data(config: RunConfig, task: Task) -> None:
-    """Open the data of a built-in task in `data_dir` once, which maps files and loads none: ranks would all fail alike.
+    """Open the data of a built-in task in `data_dir` once, so that a fault shows before ranks start.
 
-    A task of the user's own is opened by its ranks alone: what that does, and what it takes the folder for, is its own.
+    Opening maps files and loads none. The data of a user's own task are opened by its ranks only: the effects of
+    opening them, and the meaning of the folder, are not known here.
     """
     if config.data_dir is None or ":" in config.task or not takes_data_dir(config.task):
         return
@@ -105,7 +106,7 @@ def check_data(config: RunConfig, task: Task) -> None:
 
 
 def choose_run_dir(config: RunConfig) -> Path:
-    """The folder that was asked for, unless a run is in it already; a new one where none was."""
+    """The configured folder, which must have no run yet; a new one where none is set."""
     if not config.run_dir:
         task = Path(config.task.partition(":")[0]).stem
         return new_folder(config.out, f"{task}-{config.strategy.rpartition(':')[2]}")

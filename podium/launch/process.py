@@ -1,4 +1,4 @@
-"""One process of a run, beneath every real launcher: it joins the coordinator, then trains or serves.
+"""One process of a run, under every real launcher: it joins the coordinator, then trains or serves.
 
 Imports the standard library, numpy and torch only.
 """
@@ -53,16 +53,16 @@ _NOT_THE_USERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSpec:
-    """All that a process needs to know to take its place."""
+    """All that a process needs to take part in a run."""
 
     rank: int
     """The number of this process: that of its worker, or of its server where it has no worker."""
     endpoints: tuple[int, ...]
-    """The ranks that live here: one, or a worker and the servers beside it, or servers that lost their worker."""
+    """The ranks of this process: one, or a worker and the servers beside it, or servers that lost their worker."""
     role: Role
     """What `rank` is; the other endpoints are servers."""
     workers: int
-    """How many the run began with."""
+    """Number of workers at the beginning of the run."""
     servers: int
     config: dict[str, Any]
     coordinator: Address
@@ -73,9 +73,9 @@ class NodeSpec:
     rendezvous: str | None
     """A private folder for sockets; None where ranks share no file system."""
     store_part: str = ""
-    """The part of the store that is this run's, where the store is not."""
+    """The prefix of this run in a store that other runs share."""
     host: str = "127.0.0.1"
-    """This machine's address, as the others see it."""
+    """This machine's address for the other ranks."""
     same_host: bool = True
     """Whether Unix sockets reach all other ranks."""
     clock_ns: int | None = None
@@ -84,25 +84,25 @@ class NodeSpec:
     """Whether workers send each other messages, beside what their collective sends."""
     namespace: str | None = None
     ground: Ground | None = None
-    """The machines and links beneath the ranks, where the launcher has a description of them."""
+    """The machines and links, where the launcher has a description of them."""
     speed: float = 1.0
-    """Below 1, passes of its worker are drawn out, as a slower accelerator's would be."""
+    """Below 1, passes of its worker are slowed down by sleeping, as on a slower accelerator."""
     speed_changes: tuple[tuple[int, float], ...] = ()
-    """From when on, in nanoseconds since the run began, it has which speed instead; in order of time."""
+    """Pairs of a time, in nanoseconds since the run began, and the speed from then on; in order of time."""
     log: str | None = None
-    """Where this process's own output goes; None leaves it on the terminal."""
+    """File for this process's own output; None leaves it on the terminal."""
     late: bool = False
-    """Whether it comes as one more to a run that is under way."""
+    """Whether it joins a run that is under way."""
     replaces: bool = False
-    """Whether its servers were lost, and live on in it."""
+    """Whether its servers were lost, and are restored in it."""
     passes_signals_on: bool = False
-    """Whether a signal that asks this process to end asks the whole run to, since no launcher hears of it."""
+    """Whether a signal to end this process stops the whole run, since no launcher of Podium's gets the signal."""
     again: int = 0
-    """How often these endpoints were started before: the sockets of killed ones still have their names."""
+    """How often these endpoints were started before: the socket files of killed ones still exist."""
 
     @classmethod
     def of(cls, job: RunPlan, endpoints: tuple[int, ...], **others: Any) -> NodeSpec:
-        """All that the run itself says of the process with these endpoints; the launcher knows the others."""
+        """A spec with the fields that follow from the run; the launcher passes the others."""
         role = "worker" if endpoints[0] < job.config.workers else "server"
         return cls(
             **{
@@ -136,7 +136,7 @@ class Node:
         self.spec, self.config = spec, config
         self.secret = check_secret(bytes.fromhex(spec.secret), f"rank {spec.rank}")
         self.clock = _clock_of(spec)
-        if spec.rendezvous is not None:  # a cleaner may have been there before this process was started
+        if spec.rendezvous is not None:  # a cleaner may have removed it before this process was started
             remake_folder(Path(spec.rendezvous))
         self.membership = Membership(
             spec.rank,
@@ -149,7 +149,7 @@ class Node:
             tls=tls_of(config),
         )
         self.on_end: list[Callable[[], None]] = []
-        """What is to be done when the work is, in this order: workers leave before the servers beside them end."""
+        """Functions to call when the work is done, in this order: workers leave before the servers beside them end."""
         self._recorders: list[Recorder] = []
         self._arena = Arena()
 
@@ -170,7 +170,7 @@ class Node:
         except BaseException as error:
             self._report(error)
             self.membership.close()
-            os._exit(1)  # exchanges under way may hold threads for as long as their deadline
+            os._exit(1)  # exchanges under way may block threads for as long as their deadline
         finally:
             for recorder in self._recorders:
                 recorder.close()
@@ -201,7 +201,7 @@ class Node:
         return training.run()
 
     def connect(self) -> dict[int, RealCommunicator]:
-        """Join, learn where the others are, and make one communicator per endpoint of this process."""
+        """Join, get the other ranks' addresses, and make one communicator per endpoint of this process."""
         spec, config = self.spec, self.config
         channels: dict[int, Channel] = {}
         transport = collective_of(config).transport(spec.same_host)
@@ -220,7 +220,7 @@ class Node:
         joined = self.membership.join(
             list(spec.endpoints), {e: c.address for e, c in channels.items()}, config.start_deadline_s
         )
-        alone = spec.late and spec.role == "worker"  # until the plan that it waits for
+        alone = spec.late and spec.role == "worker"  # until it gets its first plan
         workers = (spec.rank,) if alone else joined.workers
         comms = {}
         for e in spec.endpoints:
@@ -238,7 +238,7 @@ class Node:
                 group=group,
                 channel=channels.get(e),
                 deadline_s=config.deadline_s,
-                # Workers alone look for a lost server elsewhere: two replacements that look for each other's copies
+                # Only workers wait for a lost server's new address: two replacements that need each other's copies
                 # would wait for each other, and a server that was replaced has no copy to give.
                 relocate=self.membership.relocate if group is not None else None,
                 arena=self._arena if spec.same_host and transport == "memory" else None,
@@ -255,15 +255,13 @@ class Node:
     def _serve(self, server: Server) -> None:
         try:
             run_server(server)
-        except (
-            BaseException
-        ) as error:  # a thread has nobody above it, and the run must not continue without this server
+        except BaseException as error:  # the run must not continue without this server
             self._report(error)
             self.membership.close()
             os._exit(1)
 
     def _report(self, error: BaseException) -> None:
-        with contextlib.suppress(OSError):  # the log may lie on a full disk; the launcher must hear of it all the same
+        with contextlib.suppress(OSError):  # the log may be on a full disk; the launcher must get the error anyway
             traceback.print_exception(error)
         self.membership.failed(_describe(error, self.spec))
 
@@ -284,7 +282,7 @@ def _clock_of(spec: NodeSpec) -> Clock:
 
 
 def settle_in(spec: NodeSpec) -> None:
-    """Die with the parent, leave signals to the launcher, enter the namespace, keep output apart."""
+    """Set this process up: die with the parent, leave signals to the launcher, enter the namespace, redirect output."""
     die_with_parent()
     if not spec.passes_signals_on:
         let_go_of_fork_server()
@@ -313,7 +311,7 @@ def _open_store(spec: NodeSpec) -> Any:
 
 
 def _describe(error: BaseException, spec: NodeSpec) -> dict[str, Any]:
-    """What the launcher prints of a failure: the error, and where in the user's code it came from."""
+    """What the launcher prints of a failure: the error, and the line of the user's code that raised it."""
     known = isinstance(error, PodiumError)
     message = str(error) if known else f"{type(error).__name__}: {error}"
     return {
@@ -327,12 +325,12 @@ def _describe(error: BaseException, spec: NodeSpec) -> dict[str, Any]:
 
 
 def _place(frames: traceback.StackSummary) -> str:
-    """The innermost line that is the user's own; where there is none, the innermost outside torch."""
+    """The innermost line of the user's code; where there is none, the innermost outside torch."""
     own = [f for f in frames if _is_users(f.filename)]
     chosen = own or [f for f in frames if "/torch/" not in f.filename] or list(frames)
     return f"{chosen[-1].filename}:{chosen[-1].lineno} in {chosen[-1].name}" if chosen else ""
 
 
 def _is_users(file: str) -> bool:
-    """Tasks and faults of `podium.testing` stand for the user's code."""
+    """Tasks and faults of `podium.testing` count as the user's code."""
     return file.startswith(_STANDS_FOR_USERS) or not file.startswith(("<", *_NOT_THE_USERS))

@@ -1,13 +1,13 @@
 """Where the processes of a run find each other's sockets: a private folder with a short name.
 
-Its owner holds a lock in it for as long as it lives. A folder without a holder was left by a launcher that was killed;
-the next launcher removes it, with the namespaces and control groups that are noted in it.
+Its owner holds a lock on a file in it for as long as it lives. A folder whose lock is free was left by a launcher that
+was killed; the next launcher removes it, with the namespaces and control groups that are listed in it.
 
-A run may last longer than temporary files do. systemd-tmpfiles leaves a folder alone that somebody holds a lock on, so
-one is held on the folder itself, too. What another cleaner removes is made again: each endpoint looks every second
-whether its socket still has its name (`podium/comm/real/channel.py`), and a generation begins with a store that
-exists (`podium/comm/real/process_group.py`). Sockets without a file would do as well, but those end at a network
-namespace, and any user of the machine could knock at them.
+A run may last longer than temporary files do. systemd-tmpfiles leaves a locked folder alone, so the folder itself is
+locked, too. What another cleaner removes is made again: each endpoint checks every second that its socket still has its
+name (`podium/comm/real/listener.py`), and each generation makes the store's file again where it is missing
+(`podium/comm/real/process_group.py`). Abstract sockets need no file, but do not cross network namespaces, and any user
+of the machine could connect to them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from podium.launch.clusters.commands import find_tool, run_command
 
 _PREFIX = "podium-"
 _NAME = re.compile(r"podium-[a-z0-9_]{8}")
-"""What folders are called, those of earlier versions too."""
+"""Names of folders, those of earlier versions too."""
 _MADE_BY = "podium-rendezvous-1"
 _LOCK = "lock"
 _NOTE = "made"
@@ -52,8 +52,8 @@ def rendezvous_folder() -> Iterator[Path]:
         hold = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(hold, fcntl.LOCK_SH)
         os.write(lock, json.dumps(_proof(hidden.stat())).encode())
-        # Seen by others only once it is held, and under a name that nobody could have taken by then: whoever watches
-        # the temporary folder has seen the hidden one.
+        # Renamed only once it is locked, to a new random name: a process that watches the temporary folder has seen
+        # the hidden name, and could have taken a name derived from it.
         folder = hidden.rename(home / f"{_PREFIX}{secrets.token_hex(4)}")
         try:
             yield folder
@@ -65,7 +65,7 @@ def rendezvous_folder() -> Iterator[Path]:
 
 
 def note_what_is_made(folder: Path, namespaces: Iterable[str] = (), groups: Iterable[Path] = ()) -> None:
-    """Write down, before it is made, what is to be removed, should this process be killed before it can do so."""
+    """List what is about to be made, so that the next launcher can remove it if this process is killed."""
     path = folder / _NOTE
     before = json.loads(path.read_text()) if path.is_file() else {"namespaces": [], "groups": []}
     noted = {
@@ -76,24 +76,24 @@ def note_what_is_made(folder: Path, namespaces: Iterable[str] = (), groups: Iter
 
 
 def is_private(found: os.stat_result, kind: int, mode: int) -> bool:
-    """Whether this is a folder or file (`kind` of `stat`) of this user's, with exactly these permissions."""
+    """Whether this is a folder or file (`kind` of `stat`) of this user, with exactly these permissions."""
     return stat.S_IFMT(found.st_mode) == kind and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == mode
 
 
 def _proof(folder: os.stat_result) -> dict[str, Any]:
-    """What the lock says of the folder that it lies in."""
+    """Content of the lock file: it identifies its folder."""
     return {"made_by": _MADE_BY, "device": folder.st_dev, "inode": folder.st_ino}
 
 
 def _remove_abandoned(home: Path) -> None:
     for folder in home.glob(f"{_PREFIX}*"):
         if _NAME.fullmatch(folder.name):
-            with contextlib.suppress(OSError, ValueError, ConfigError):  # held, or gone in this moment, or damaged
+            with contextlib.suppress(OSError, ValueError, ConfigError):  # locked, just removed, or damaged
                 _remove_if_abandoned(folder)
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    found = folder.lstat()  # others may put what they like into a shared folder; a link is not followed
+    found = folder.lstat()  # other users may put anything into a shared folder; a link is not followed
     if not is_private(found, stat.S_IFDIR, 0o700):
         return
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -111,9 +111,9 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def _remove_noted(note: dict[str, list[str]]) -> None:
-    """Remove namespaces and groups, as far as they have names that Podium gives."""
+    """Remove namespaces and groups whose names are Podium's."""
     for name in filter(_NAMESPACE.fullmatch, note["namespaces"]):
-        with contextlib.suppress(ConfigError):  # it had got as far as removing some
+        with contextlib.suppress(ConfigError):  # the killed launcher may have removed some
             run_command(find_tool("ip"), "netns", "delete", name)
     for group in map(Path, note["groups"]):
         if _GROUP.fullmatch(group.name) and (group / "cgroup.procs").is_file():

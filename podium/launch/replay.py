@@ -1,4 +1,4 @@
-"""A run that repeats the recorded order of arrivals of another: only the same run can."""
+"""Checks before a replay, which repeats a run's recorded order of arrivals: it must be the same run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from podium.strategies.phases import Phased
 
 
 def as_recorded(strategy: Strategy[Any], recorded_dir: Path) -> Strategy[Any]:
-    """The strategy with what the recorded run left to its world, such as the size of its messages."""
+    """The strategy with the settings that the recorded run's world chose, such as the size of its messages."""
     spec = strategy.server_spec
     if isinstance(strategy, Phased):
         raise ConfigError("replay: a run with phases cannot be replayed")
@@ -29,14 +29,14 @@ def as_recorded(strategy: Strategy[Any], recorded_dir: Path) -> Strategy[Any]:
         raise ConfigError(f"replay: {strategy.name} with {why} cannot be replayed")
     asked = read_manifest(recorded_dir)["strategy"]
     for candidate in (_in_memory(strategy, True), _in_memory(strategy, False)):
-        if repr(candidate) == asked:  # it was a replay itself, and says so
+        if repr(candidate) == asked:  # the recorded run was itself a replay, with the size filled in
             return candidate
     begins = (row for row in read_records(recorded_dir) if row["kind"] == "begin" and row["role"] == "worker")
     return _in_memory(strategy, next(begins, {}).get("shares_memory", False)) if repr(strategy) == asked else strategy
 
 
 def _in_memory(strategy: Strategy[Any], shared: bool) -> Strategy[Any]:
-    """The strategy with the message size that it takes in shared memory, or over a network, unless it names one."""
+    """The strategy with its message size for shared memory or for a network, unless the user set one."""
     if getattr(strategy, "unit_bytes", 0) is not None:
         return strategy
     size = SHARED_UNIT_BYTES if shared else UNIT_BYTES
@@ -44,9 +44,9 @@ def _in_memory(strategy: Strategy[Any], shared: bool) -> Strategy[Any]:
 
 
 def check_replay(config: RunConfig, asked: Strategy[Any], strategy: Strategy[Any], recorded_dir: Path) -> None:
-    """A recorded order can only be followed by the run that was recorded.
+    """Raise unless this run is the recorded one.
 
-    `asked` is the strategy as it was asked for, `strategy` the same with what the recorded run left to its world.
+    `asked` is the strategy that the user asked for, `strategy` the result of `as_recorded`.
     """
     manifest = read_manifest(recorded_dir)
     recorded, now = manifest["config"], json.loads(to_json(config.to_dict()))
@@ -56,7 +56,7 @@ def check_replay(config: RunConfig, asked: Strategy[Any], strategy: Strategy[Any
         raise ConfigError("replay: codec auto chose by what it measured; name the codec that it chose")
     decisive = ("task", "task_options", "strategy", "codec", "workers", "seed", "epochs", "steps")
     for name in (*decisive, "batch_size", "accumulate", "clip_norm", "autocast", "checkpoint_every", "resume"):
-        before = recorded.get(name, now[name])  # a setting may be younger than the record
+        before = recorded.get(name, now[name])  # the setting may be newer than the record
         if name == "resume" and before is not None and now[name] is not None:
             before = str(find_checkpoint(Path(before), verified=False).path)  # older records name the run's folder
         if before != now[name]:

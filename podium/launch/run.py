@@ -1,4 +1,4 @@
-"""Start a run: from a configuration to a result, through whichever launcher it names."""
+"""Start a run: from a configuration to a result, through the launcher it names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train(
     stop: threading.Event | None = None,
     **options: Any,
 ) -> RunResult:
-    """Train a task under a strategy and return what came of it.
+    """Train a task under a strategy and return the result.
 
     `task` is a built-in name, `file.py:function` or a Task; `strategy` a name (with `name:key=value`) or an instance.
     `options` are the other fields of `RunConfig`. A Task object that cannot be pickled runs in threads and in virtual
@@ -82,8 +82,8 @@ def launch(
 ) -> RunResult:
     """Run this configuration to its end; records and model stay in its folder.
 
-    Setting `stop` lets all workers finish the step, save and return. So does SIGTERM or SIGHUP, where the caller takes
-    neither; then SystemExit is raised, since the program was told to end.
+    Setting `stop` lets all workers finish the step, save and return. So does SIGTERM or SIGHUP, unless the caller
+    handles it; then SystemExit is raised, since the program was asked to end.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError("a rank came to podium.train while importing the script that started it: guard the call")
@@ -93,7 +93,7 @@ def launch(
 def launch_job(
     job: Job, *, on_event: Callable[[Event], None] | None = None, stop: threading.Event | None = None
 ) -> RunResult:
-    """`launch` for a configuration that was resolved before."""
+    """`launch` for a configuration that is already resolved."""
     job = place_job(job)
     assert job.run_dir is not None
     with claimed(job.run_dir):
@@ -103,7 +103,6 @@ def launch_job(
 def _launch_in(
     run_dir: Path, job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None
 ) -> RunResult:
-    """The run, in a folder that is its own."""
     config = job.config
     write_manifest(run_dir, config.to_dict(), strategy=repr(job.strategy))
     tell = on_event or _silent
@@ -117,7 +116,7 @@ def _launch_in(
             logging.getLogger("podium").warning(text)
 
     def hear(event: Event) -> None:
-        if event["event"] == "warning":  # a rank's, from its first step
+        if event["event"] == "warning":  # from a rank, in its first step
             said.append(event["text"])
             if on_event is None:
                 logging.getLogger("podium").warning(event["text"])
@@ -135,7 +134,7 @@ def _launch_in(
 
 
 def warn(texts: Sequence[str], on_event: Callable[[Event], None] | None) -> None:
-    """Tell the listener for events where there is one, else the caller."""
+    """Pass warnings to `on_event` where there is one, else to `warnings`."""
     for text in texts:
         if on_event is not None:
             on_event({"event": "warning", "text": text})
@@ -146,9 +145,9 @@ def warn(texts: Sequence[str], on_event: Callable[[Event], None] | None) -> None
 def conclude(
     job: RunPlan, reports: Sequence[Report], launcher: str | None = None, notices: Sequence[str] = ()
 ) -> RunResult:
-    """What the run came to, from its merged records; also written beside them as `result.json`.
+    """The run's result, from its merged records; also written beside them as `result.json`.
 
-    `launcher` names who started the ranks where it is not the configuration's; `notices` is what was said beforehand.
+    `launcher`: what started the ranks, where it is not the configuration's; `notices`: the notices before the run.
     """
     config, run_dir = job.config, job.run_dir
     assert run_dir is not None
@@ -156,11 +155,11 @@ def conclude(
     for row in read_records(run_dir):
         summary.add(row)
     silent = sorted({report.rank for report in reports} - summary.ended)
-    if silent and launcher is None:  # ranks that others start may be on hosts whose records stay there
+    if silent and launcher is None:  # under another launcher, ranks may be on hosts where their records stay
         listed = ", ".join(map(str, silent))
         raise RecordError(
-            f"{run_dir}: the records of rank {listed} do not tell of its end, though it has reported it: were files "
-            "removed while the run was under way?"
+            f"{run_dir}: the records of rank {listed} have no `end`, though it has reported one: were files removed "
+            "while the run was under way?"
         )
     result = RunResult(
         run_dir=str(run_dir),
@@ -188,8 +187,8 @@ def run_script(
 ) -> int:
     """Run the user's own script, which calls `podium.join`, on every rank; returns its exit code.
 
-    The first worker's output goes to the terminal, the others' to their logs. `given`: fields of `config` that were
-    named, if only by their default.
+    The first worker's output goes to the terminal, the other workers' to their logs. `given`: fields of `config` that
+    the user set, even to their default.
     """
     from podium.launch.join import run_user_script
     from podium.launch.local import Processes
@@ -211,7 +210,7 @@ def run_script(
 
 @contextmanager
 def merged_afterwards(run_dir: Path) -> Iterator[None]:
-    """Merge the ranks' records whatever happens; what went wrong before outranks what goes wrong here."""
+    """Merge the ranks' records in any case; an error inside takes precedence over one of the merge."""
     try:
         yield
     except BaseException:
@@ -228,7 +227,7 @@ def _merge(run_dir: Path) -> None:
 
 
 def _instead(value: object) -> str:
-    """What came in place of a Task or Strategy, and how to make one of it."""
+    """What the caller passed instead of a Task or Strategy, and how to fix it."""
     if isinstance(value, type):
         return "a class; make an instance"
     return "a function; call it" if callable(value) else repr(value)

@@ -1,6 +1,6 @@
-"""A run's folder belongs to one run: from before its manifest is written until its result is.
+"""A run's folder belongs to one run: the launcher holds its lock until the result is written.
 
-The launcher that has the folder's lock and finds no manifest is the first.
+A launcher may use the folder if it gets the lock and finds no manifest.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from podium.records.folder_lock import folder_lock
 
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Make the folder this run's own; raises ConfigError where another run is in it, or was."""
+    """Claim the folder for this run; raises ConfigError where another run uses it, or has used it."""
     with folder_lock(run_dir, "run"):
         refuse_taken(run_dir)
         yield
 
 
 def refuse_taken(run_dir: Path) -> None:
-    """Two runs' records in one folder would be summed up as one run."""
+    """Raise where the folder has a run: the records of two runs would be summed up as one."""
     if (run_dir / "manifest.json").exists():
         raise ConfigError(
             f"run_dir must be a folder without a run, got {run_dir}, which has a manifest.json: name a fresh one; "

@@ -1,7 +1,7 @@
 """Change the number of workers and servers of a run that is under way.
 
-Its launcher keeps `control.json` in the run's folder during the run: where the coordinator listens, and the run's
-secret, for nobody's eyes but the user's own.
+During the run, its launcher has `control.json` in the run's folder: the coordinator's address and the run's secret,
+readable by the user only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ANSWER_S = 60.0
 
 
 class ScaleAnswer(NamedTuple):
-    """What a request came to. New ranks take part once they are ready; those that retire finish the step first."""
+    """The result of a request. New ranks take part once they are ready; those that retire finish the step first."""
 
     workers: int
     servers: int
@@ -34,10 +34,10 @@ class ScaleAnswer(NamedTuple):
 
 
 def scale(run_dir: str | os.PathLike[str], *, workers: int | None = None, servers: int | None = None) -> ScaleAnswer:
-    """Ask a running job to continue with this many ranks; a number not given stays. Returns which start and retire.
+    """Ask a running job to continue with this many ranks; None leaves a number unchanged.
 
-    Raises ConfigError where the run cannot do so. The run pauses for a moment once all newcomers are ready, and not
-    before; one that cannot be started is left out, and the run says so.
+    Raises ConfigError where the run cannot be scaled. The run pauses briefly once all new ranks are ready, and not
+    before; one that cannot be started is left out, and the run reports it.
     """
     if workers is None and servers is None:
         raise ConfigError("scale: the number of workers, of servers or both must be given, got neither")
@@ -63,7 +63,7 @@ def _ask(run_dir: Path, asked: dict[str, int | None]) -> dict[str, Any]:
 
 @contextmanager
 def open_to_change(run_dir: Path, coordinator: Address, secret: bytes) -> Iterator[None]:
-    """Inside, the user who owns the run's folder can ask for a change."""
+    """Inside, the user who owns the run's folder can request a change."""
     path = run_dir / _CONTROL
     try:
         path.unlink(missing_ok=True)

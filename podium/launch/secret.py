@@ -1,11 +1,10 @@
 """The run's secret: made here, or given by the user, never empty.
 
-A launcher that starts its ranks itself makes 32 random bytes and hands them to its children. Under torchrun nobody can
-hand over anything before the ranks have met, and torch's store, over which they meet, is open to anybody who reaches
-its port. So:
+A launcher that starts its ranks itself makes 32 random bytes and passes them to its children. Under torchrun there is
+no such launcher, and torch's store, over which the ranks meet, is open to anyone who reaches its port. So:
 
 - All ranks on one host: rank 0 makes the secret and leaves it in a file that only this user can read, in a folder that
-  only this user can enter. The store tells the name of the folder, and nothing that a stranger could use or forge.
+  only this user can enter. The store holds the name of the folder, and nothing that a stranger could use or forge.
 - Ranks on several hosts: the user gives all of them the same secret, in PODIUM_SECRET or in a file.
 """
 
@@ -28,18 +27,18 @@ from podium.errors import ConfigError
 from podium.launch.rendezvous import is_private
 
 LEAST_BYTES = 16
-"""Of a secret. 16 random letters and digits have 95 bits, which nobody tries out; 8 have 47, which somebody may."""
+"""Shortest secret. 16 random letters and digits have 95 bits, too many to try; 8 have 47, which is feasible."""
 VARIABLE, FILE_VARIABLE = "PODIUM_SECRET", "PODIUM_SECRET_FILE"
 _FILE = "secret"
 _LONGEST_FILE = 4096
 _FOLDER = re.compile(r"podium-[a-z0-9_]{8}")
-# 16 MiB and about 60 ms for each guess, once per process: a phrase is no random number, however long it is.
+# 16 MiB and about 60 ms per guess, once per process: a phrase is easier to guess than random bytes of its length.
 _SCRYPT = {"n": 1 << 14, "r": 8, "p": 1, "maxmem": 64 << 20, "dklen": 32}
 _CLEAN_S = 5.0
 
 
 def check_secret(secret: bytes, where: str) -> bytes:
-    """The secret, if it is long enough."""
+    """The secret; raises where it is too short."""
     if len(secret) < LEAST_BYTES:
         raise ConfigError(
             f"{where}: a secret must have at least {LEAST_BYTES} bytes, since shorter ones can be guessed; "
@@ -49,7 +48,7 @@ def check_secret(secret: bytes, where: str) -> bytes:
 
 
 def given_secret() -> bytes | None:
-    """What the user gave in PODIUM_SECRET or in the file that PODIUM_SECRET_FILE names, stretched; None: nothing."""
+    """The user's secret in PODIUM_SECRET or in the file that PODIUM_SECRET_FILE names, stretched; None: not set."""
     text, path = os.environ.get(VARIABLE), os.environ.get(FILE_VARIABLE)
     if text is not None and path is not None:
         raise ConfigError(f"set {VARIABLE} or {FILE_VARIABLE}, not both")
@@ -61,12 +60,12 @@ def given_secret() -> bytes | None:
 
 
 def need_secret() -> bytes:
-    """The user's secret; says how to give one where there is none."""
+    """The user's secret; raises, with instructions, where there is none."""
     found = given_secret()
     if found is None:
         raise ConfigError(
             f"ranks on several hosts need a secret, and there is none: set {VARIABLE} to the same words on all hosts, "
-            f"or {FILE_VARIABLE} to a file of yours that holds them (mode 0600). Without one, anybody who reaches a "
+            f"or {FILE_VARIABLE} to a file of yours that holds them (mode 0600). Without one, anyone who reaches a "
             "rank's port could read and overwrite the model. To make one: "
             "python3 -c 'import secrets; print(secrets.token_hex(32))'"
         )
@@ -80,7 +79,7 @@ def _stretched(secret: bytes) -> bytes:
 
 
 def _read_file(path: Path) -> bytes:
-    """A secret in a file of the user's, which nobody else may read."""
+    """The secret in a file; raises where other users may read it."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -113,8 +112,8 @@ def leave_secret(folder: Path, run: str) -> bytes:
 def find_secret(name: str, run: str) -> tuple[Path, bytes]:
     """The other ranks: the private folder of this name, and the secret in it.
 
-    The name comes from a store that anybody may write to. So it is one name below this process's own temporary folder,
-    and what lies there must be this user's, closed to all others, and of this very run.
+    The name comes from a store that anyone may write to. So the folder must lie directly in this process's temporary
+    folder, belong to this user, be closed to all other users, and belong to this run.
     """
     if not _FOLDER.fullmatch(name):
         raise _tampered(f"the name of the run's folder must be podium-…, got {name[:40]!r}")
@@ -159,17 +158,17 @@ def _read_left(folder: Path, inside: int) -> dict[str, str | None]:
 def _tampered(what: str) -> ConfigError:
     return ConfigError(
         f"the run's private folder is not to be trusted: {what}. Its name came over torch's store (MASTER_ADDR and "
-        f"MASTER_PORT), which anybody who reaches that port may write to. If ranks are on several hosts, or each has a "
-        f"/tmp of its own, set {VARIABLE} and give them torchrun's LOCAL_WORLD_SIZE"
+        f"MASTER_PORT), which anyone who reaches that port may write to. If ranks are on several hosts, or each has "
+        f"its own /tmp, set {VARIABLE} and give them torchrun's LOCAL_WORLD_SIZE"
     )
 
 
 @contextmanager
 def removed_with_this_process(folder: Path) -> Iterator[None]:
-    """Have the folder removed also if this process is killed, which under torchrun is how ranks end.
+    """Have the folder removed even if this process is killed, which is how torchrun ends ranks.
 
-    A shell waits for the end of a pipe, which comes when this process is gone, whatever ended it. It then gives the
-    other ranks a moment to notice and end: as long as one lives, it makes its socket's folder again.
+    A shell waits for the end of a pipe, which comes when this process ends for any reason. It then waits a second, so
+    that the other ranks notice and end: a rank that is alive makes its socket's folder again.
     """
     words = ("/bin/sh", "-c", 'read -r _ || sleep 1; rm -rf -- "$0"', str(folder))
     quiet = subprocess.DEVNULL

@@ -1,8 +1,8 @@
-"""The shaped launcher: local processes, each in its node's network namespace, on links and CPUs as the file says.
+"""The shaped launcher: local processes, each in its node's network namespace, with links and CPUs of the cluster file.
 
-A node's `speed` below 1 draws out its workers' passes by sleeping (`podium.comm.clocks.SlowClock`): a slower
-accelerator. Changes of speed do so from their time on. Its servers and its network are as fast as anybody's, and others
-have the processor meanwhile. `cpus` holds all of the node's ranks to a quota, servers too.
+A node's `speed` below 1 slows its workers' passes down by sleeping (`podium.comm.clocks.SlowClock`), as a slower
+accelerator would. Changes of speed take effect from their time on. Its servers and its network are not slowed, and
+other ranks have the processor meanwhile. `cpus` limits all of the node's ranks together, servers too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from podium.launch.rendezvous import rendezvous_folder
 
 
 def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> LaunchResult:
-    """All ranks on this machine, with network and CPU held to the cluster file. Needs root.
+    """All ranks on this machine, with network and CPU limited as in the cluster file. Needs root.
 
     Heartbeats and the store go through files and Unix sockets, which namespaces share, so only training's own traffic
     uses the shaped links.
@@ -40,7 +40,7 @@ def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threadi
     )
 
     def node_of(rank: int, role: Role) -> int:
-        """Those that come later take turns, as the first did."""
+        """Ranks that join later are placed round-robin, as the first were."""
         if rank < len(placed):
             return placed[rank]
         turns = (cluster.workers if role == "worker" else cluster.servers) or range(len(cluster.nodes))
@@ -62,13 +62,13 @@ def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threadi
 
 
 def speeds_of(cluster: Cluster, node: int) -> dict[str, Any]:
-    """How fast a worker on this node computes, and from when on otherwise; never faster than this machine."""
+    """A worker's speed on this node, and its changes; never faster than this machine."""
     changes = tuple((round(x.at_s * 1e9), min(1.0, x.speed)) for x in cluster.changes_of(node))
     return {"speed": min(1.0, cluster.nodes[node].speed), "speed_changes": changes}
 
 
 def too_fast(cluster: Cluster) -> list[str]:
-    """A warning where the file asks for more speed than there is."""
+    """A warning where the file has a speed above 1, faster than this machine."""
     asked = [(node.name, node.speed) for node in cluster.nodes]
     asked += [(cluster.names[change.node], change.speed) for change in cluster.changes]
     nodes = ", ".join(f"{name} ({speed:g})" for name, speed in asked if speed > 1)

@@ -1,9 +1,9 @@
-"""Who answers a signal that asks a run to end: the launcher alone.
+"""Signals that ask a run to end: only the launcher handles them.
 
 `timeout`, a closing terminal and Ctrl-C signal a whole process group; systemd and batch systems signal every process
-of a job, one by one. The fork server and the ranks live in a session of their own, which no signal to the launcher's
-group reaches. They ignore one that comes all the same: the launcher tells them when to stop. They die with the
-launcher: the kernel kills them, also those that are stopped.
+of a job, one by one. The fork server and the ranks run in their own session, which no signal to the launcher's group
+reaches. They ignore a signal that still arrives: the launcher tells them when to stop. They die with the launcher: the
+kernel kills them, also those that are stopped.
 
 Under torchrun there is no launcher of Podium's. There every rank passes a signal on to the coordinator.
 
@@ -29,9 +29,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Be killed when the thread that started this process ends, however that comes about; also while stopped.
+    """Have the kernel kill this process when the thread that started it ends, for any reason; also while stopped.
 
-    The kernel says nothing of a parent that had ended before: where nothing else would tell, give its number.
+    The kernel does not act where the parent had ended before this call: pass `parent`, its pid, to check that too.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
@@ -40,7 +40,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Inside, requests to end wait. A program that is started in here inherits that, and has to unblock them itself."""
+    """Inside, `ASKING` signals wait. A program started in here inherits the mask, and must unblock them itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
     try:
         yield
@@ -49,15 +49,16 @@ def blocked() -> Iterator[None]:
 
 
 def leave_to_launcher() -> None:
-    """Continue when a signal asks this process to end: its launcher has got the same one. For the main thread.
+    """Continue when a signal asks this process to end: its launcher got the same signal. For the main thread.
 
-    Neither ignored nor blocked, which programs that the user's code starts would inherit; nobody could terminate those.
+    Signals are neither ignored nor blocked: programs that the user's code starts would inherit that, and could not be
+    terminated.
     """
     _take(lambda _number: None)
 
 
 def pass_on(tell: Callable[[], None]) -> None:
-    """The first request to end calls `tell`, in a thread of its own; a later one ends this process at once.
+    """The first request to end calls `tell`, in a separate thread; a later one ends this process at once.
 
     Works at any moment, also while the main thread waits in an exchange, where no Python handler could run.
     """
@@ -93,11 +94,11 @@ def _take(answer: Callable[[int], None]) -> None:
 
     for number in ASKING:
         signal.signal(number, on_signal)
-        signal.siginterrupt(number, False)  # libraries in C need not expect to be interrupted
+        signal.siginterrupt(number, False)  # libraries in C may not handle interrupted system calls
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
 
 
 def end_as_usual(number: int) -> None:
-    """In a process that the user's code forked off, which inherits handlers: what is meant for it ends it."""
+    """In a process that the user's code forked, which inherits the handlers: end it by the signal's default."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -1,1 +1,1 @@
-"""What a run writes down, and what is worked out from that: summary, audit, timeline, trace, energy."""
+"""What a run records, and what is computed from that: summary, audit, timeline, trace, energy."""

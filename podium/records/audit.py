@@ -1,20 +1,20 @@
-"""Was every sample used once? The records say, whichever worker trained on it and under whichever strategy.
+"""Was every sample used once? Computed from the records, for any number of workers and any strategy.
 
-A step record names where in the global order its samples begin, or the pieces in which they lie. What did not count is
-taken out: rounds that were undone, and pushes that a server dropped as too stale.
+A step record has the position in the global order at which its samples begin, or the pieces that they are in. Steps
+that did not count are left out: rounds that were undone, and pushes that a server dropped as too stale.
 
-Where a rank was lost, its own records do not suffice, and those of the others are asked:
+Where a rank was lost, its own records are not enough, and those of the other ranks are used:
 
-    a step of all workers   Whoever survives it has the sum of all, the lost worker's part included, whose line may be
-                            missing: what lies between the lost worker's last line and the end of the step that the
-                            survivors put on record next was used. If the survivors did a step again that the lost
-                            worker alone had on record, its line does not count.
-    a lease                 It may be lent again, so several workers may have trained on it. How often it was used is
-                            how often a server applied it. What a server had applied after the copy from which it was
-                            restored is void. A lease that a server applied for a lost worker was used, also where its
-                            line is missing.
+    a step of all workers   The survivors have the sum of all gradients, including the lost worker's part, whose record
+                            may be missing. So all samples between the lost worker's last record and the end of the
+                            survivors' next recorded step count as used. If the survivors repeated a step that only the
+                            lost worker had recorded, its record does not count.
+    a lease                 It may be lent again, so several workers may have trained on it. It was used as often as a
+                            server applied it. What a server had applied after the copy from which it was restored is
+                            void. A lease that a server applied for a lost worker was used, even if the worker's record
+                            is missing.
 
-A line that is missing from a worker that was not lost is an error, and so is a lease that a server applied twice.
+A missing record of a worker that was not lost is an error, and so is a lease that a server applied twice.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from podium.records.recorder import Record, require
 from podium.records.tables import Row, Table
 
 Span = tuple[int, int]
-"""From where to where."""
+"""Begin and end."""
 _UNTOLD = -1
 
 
 class Audit(NamedTuple):
-    """Samples of the order between where the run began and where it ended."""
+    """Counts of samples, over the part of the global order that the run trained on."""
 
     missing: int
     repeated: int
 
 
 def audit(rows: Iterable[Record]) -> Audit | None:
-    """How many samples no step used, and how many more than one did; None where the records do not say."""
+    """How many samples no step used, and how many several steps used; None where the records are too old to tell."""
     auditor = Auditor()
     for row in rows:
         auditor.add(row)
@@ -52,10 +52,10 @@ def audit(rows: Iterable[Record]) -> Audit | None:
 
 
 class _Fall(NamedTuple):
-    """Something that made void what came before: steps of an undone round, updates after a copy."""
+    """An event that made earlier records void: an undone round, or a server restored from a copy."""
 
-    place: int  # how many came before
-    who: int | Span  # a worker; or a server, and which of its ranges
+    place: int  # how many records came before
+    who: int | Span  # a worker; or a server and one of its ranges
     since: int  # the first position, or update, that is void
 
 
@@ -64,54 +64,54 @@ class _Part(NamedTuple):
 
     rank: int
     samples: int
-    end: int  # of the step that it is a part of; below 0 where the record does not say
+    end: int  # of the whole step; below 0 where the record does not have it
 
 
 class _Update(NamedTuple):
-    """A server moved one range by one lease."""
+    """A server applied one lease to one range."""
 
-    where: Span  # the server, and which of its ranges
-    samples: int  # 0: as many as its step has
+    where: Span  # the server and one of its ranges
+    samples: int  # 0: as many as the step has
     worker: int
 
 
 class _Place(NamedTuple):
-    """All that begins at one position of the order."""
+    """All records that begin at one position of the order."""
 
     first: int
     together: list[_Part]
     """Parts of steps that all workers make together."""
     leased: list[int]
-    """Samples of leases that begin here, each once, whichever worker trained on them."""
+    """Samples of leases that begin here, each once, even if several workers trained on it."""
     updates: list[_Update]
 
 
 class _OfLost(NamedTuple):
-    """What the survivors' records tell of lost workers."""
+    """What the survivors' records show about lost workers."""
 
     windows: list[Span]
-    """Steps in which a lost worker may have taken part without a line of its own."""
+    """Steps in which a lost worker may have taken part without a record."""
     last: dict[int, int]
-    """Where the last step ends that each has on record, …"""
+    """The end of the last step that each lost worker recorded, …"""
     redone: dict[int, list[Span]]
-    """… and what the survivors have done of that step."""
+    """… and the parts of that step that the survivors recorded."""
 
 
 class Auditor:
-    """Takes a run's records one after another, in order of time; keeps a few numbers of each step and update."""
+    """Takes a run's records one after another, in order of time; stores a few numbers of each step and update."""
 
     def __init__(self, scratch: Path | None = None) -> None:
-        """`scratch`: where a temporary file may be, should there be many steps."""
-        # Where its samples begin, when it came, whose it is, how many they are, where the whole step ends.
+        """`scratch`: a folder for a temporary file, for runs with many steps."""
+        # First position, arrival number, rank, samples, end of the whole step.
         self._steps = Table(5, scratch=scratch)
-        # Its lease, when it came, its server and range, samples, which update of that range it is, the worker.
+        # Lease, arrival number, server, range, samples, number of the update of that range, worker.
         self._updates = Table(7, scratch=scratch)
         self._begins: dict[int, int] = {}
         self._ends: list[int] = []
         self._lost: set[int] = set()
         self._undone: list[_Fall] = []
         self._restored: list[_Fall] = []
-        self._counts: dict[Span, tuple[int, int]] = {}  # by server and range: updates, and records to come of the last
+        self._counts: dict[Span, tuple[int, int]] = {}  # by server and range: updates, records missing of the last one
         self._dropped: Counter[tuple[int, int, int]] = Counter()  # by server, worker and lease
         self._longest = 0
         self._is_told = True
@@ -140,7 +140,7 @@ class Auditor:
             self._dropped[rank, row["worker"], row["lease"]] += 1
 
     def _add_step(self, row: Record) -> None:
-        if "first" not in row:  # written before steps said so
+        if "first" not in row:  # an older record
             self._is_told = False
             return
         require(row, "samples")
@@ -149,8 +149,8 @@ class Auditor:
             self._longest = max(self._longest, count)
 
     def _add_update(self, row: Record) -> None:
-        """Several pushes that make one update have a record each. A lease without samples has a name below 0."""
-        if "lease" not in row or "range" not in row:  # written before updates said so
+        """Several pushes that make one update have a record each. A lease without samples has a negative number."""
+        if "lease" not in row or "range" not in row:  # an older record
             return
         require(row, "worker")
         where = row["rank"], row["range"]
@@ -163,9 +163,9 @@ class Auditor:
             self._updates.append((row["lease"], place, *where, samples, number, row["worker"]))
 
     def _add_restored(self, row: Record) -> None:
-        """What came after the copy is gone with the server.
+        """Updates after the copy are lost with the server.
 
-        `updates` alone, as records had it before, also counts those of global steps, which have no records.
+        `updates` alone, as in older records, also counts updates of global steps, which have no records.
         """
         server = row["rank"]
         kept = {where: min(number, row["updates"]) for where, (number, _) in self._counts.items() if where[0] == server}
@@ -175,7 +175,7 @@ class Auditor:
             self._restored.append(_Fall(len(self._updates), where, updates + 1))
             self._counts[where] = updates, 0
 
-    # Adding up.
+    # The result.
 
     def result(self) -> Audit | None:
         if not self._begins or not self._ends or not self._is_told:
@@ -183,13 +183,13 @@ class Auditor:
         told = self._of_lost() if self._lost & self._begins.keys() else _OfLost([], {}, {})
         order = _Order(min(self._begins.values()), told.windows)
         applied: dict[Span, _Order] = defaultdict(lambda: _Order(0, []))
-        unwritten = 0  # samples of a lease that begins where the last place does, and that no record names
+        unwritten = 0  # samples of a lease at the last place that no worker's record has
         at = 0
         for first, together, leased, updates in self._places():
             if unwritten:
                 order.use(at, min(unwritten, first - at))
             parts = [part for part in together if not _is_redone(first, part, told)]
-            # A lost worker's lease is lent again unless it had said that it was through; servers apply it once.
+            # A lost worker's lease is lent again unless the worker had reported its end; servers apply it once.
             others = [part for part in parts if part.rank not in self._lost]
             used = sorted(leased + [part.samples for part in others or parts])
             for samples in used:
@@ -204,9 +204,9 @@ class Auditor:
         return Audit(order.missing, order.repeated + max((one.repeated for one in applied.values()), default=0))
 
     def _places(self) -> Iterator[_Place]:
-        """What begins where, in the order of samples; what did not count is left out."""
+        """Records by position, in the order of samples, without those that did not count."""
         dropped, is_undone, is_void = self._times_dropped(), self._undoing(), _falling(self._restored)
-        covered = 0  # how far leases reach that begin before
+        covered = 0  # the end of the leases that begin before
         rows = heapq.merge(self._steps.sorted(), self._updates.sorted(), key=lambda row: row[0])
         for first, here in itertools.groupby(rows, key=lambda row: row[0]):
             parts: list[_Part] = []
@@ -239,7 +239,7 @@ class Auditor:
             for part in place.together:
                 if part.rank in lost and part.end != _UNTOLD:
                     last[part.rank] = max(last[part.rank], part.end)
-        following: dict[int, tuple[int, set[int]]] = {}  # by lost worker: where the next step ends, who has it
+        following: dict[int, tuple[int, set[int]]] = {}  # by lost worker: the end of the next step, who recorded it
         redone: dict[int, list[Span]] = defaultdict(list)
         ends: dict[int, Span] = {}  # by survivor: of its first step, and of its last
         for place in self._places():
@@ -257,32 +257,32 @@ class Auditor:
         windows = []
         for rank, (step, who) in following.items():
             if all(other in who for other, (lowest, highest) in ends.items() if lowest < step < highest):
-                windows.append((last[rank], step))  # otherwise the line is of another worker
+                windows.append((last[rank], step))  # otherwise the missing record is another worker's
         return _OfLost(sorted(windows), last, redone)
 
     def _undoing(self) -> Callable[[int, int, int], bool]:
-        """Tells whether the round of a step was undone later on; a rank that is lost cannot say so itself."""
+        """A function: whether a step's round was undone later; for a lost rank, which cannot record it, by any rank."""
         of_all = _falling([undone._replace(who=0) for undone in self._undone])
         of_each = _falling(self._undone)
         return lambda first, place, rank: of_all(first, place, 0) if rank in self._lost else of_each(first, place, rank)
 
     def _times_dropped(self) -> dict[tuple[int, int], int]:
         times: dict[tuple[int, int], int] = {}
-        for (_, worker, lease), count in self._dropped.items():  # each server drops it for itself
+        for (_, worker, lease), count in self._dropped.items():  # each server records the drop
             times[worker, lease] = max(count, times.get((worker, lease), 0))
         return times
 
 
 class _Order:
-    """The global order, gone through from its beginning."""
+    """Goes through the global order from its beginning, and counts."""
 
     def __init__(self, begin: int, windows: Sequence[Span]) -> None:
-        """`windows`: where nothing is missing, whatever the records lack."""
+        """`windows`: where nothing counts as missing."""
         self.missing = self.repeated = 0
         self._at, self._windows = begin, windows
 
     def use(self, first: int, samples: int) -> None:
-        """These samples were used; those before them that no worker has used are missing."""
+        """Count these samples as used, and unused samples before them as missing."""
         if first > self._at:
             self.missing += first - self._at - _overlap((self._at, first), self._windows)
         self.repeated += max(0, min(self._at, first + samples) - first)
@@ -290,11 +290,11 @@ class _Order:
 
 
 def _falling(falls: Sequence[_Fall]) -> Callable[[int, int, int | Span], bool]:
-    """Whether a worker's step is void: whether the worker later went back to it, or to before it."""
+    """A function: whether a record is void, because a later fall went back to it or to before it."""
 
     @cache
     def of(who: int | Span) -> tuple[list[int], list[int]]:
-        """When they came, and the lowest number that this or a later one made void."""
+        """The places of the falls, and for each the lowest number that it or a later one made void."""
         mine = [fall for fall in falls if fall.who == who]
         lowest = list(itertools.accumulate((fall.since for fall in reversed(mine)), min))
         return [fall.place for fall in mine], lowest[::-1]
@@ -314,14 +314,14 @@ def _is_redone(first: int, part: _Part, told: _OfLost) -> bool:
 
 
 def _pieces(row: Record) -> list[tuple[int, int]]:
-    """A step's samples: in one piece, or in those that its worker has drawn."""
+    """A step's samples: one piece, or the pieces that its worker drew."""
     if "pieces" in row:
         return [(first, count) for first, count in row["pieces"]]
     return [(row["first"], row["samples"])] if row["samples"] else []
 
 
 def _overlap(span: Span, others: Sequence[Span]) -> int:
-    """How much of this lies in any of the others."""
+    """The length of the part of `span` that the others cover."""
     at, covered = span[0], 0
     for start, stop in sorted(others):
         low, high = max(at, start), min(span[1], stop)

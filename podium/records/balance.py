@@ -1,7 +1,7 @@
-"""What the records say of steps that workers share: who did how much, how fast, and who waited.
+"""From the records of steps that workers share: each worker's part, speed and waiting.
 
-Only steps that were divided count: all workers that took part have recorded one, and their samples make up the slice.
-Asynchronous training has none. Of rounds in which workers do unequal numbers of steps there is a division in steps.
+Only divided steps count: all workers that took part have recorded the step, and their samples make up the slice.
+Asynchronous training has none. Rounds in which workers do unequal numbers of steps have a division in steps.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from podium.records.recorder import Record, require
 from podium.records.tables import Table
 
 WARM_UP = 2
-"""Steps of each worker that do not count as times: it loads libraries, and connections are made."""
+"""Steps of each worker that are not timed: the worker loads libraries and makes connections."""
 
 MOST_POINTS = 200
-"""Of a longer run neighbouring steps are taken together: a course has about as many points as a figure shows."""
+"""Neighbouring steps of a longer run are averaged: a course has about as many points as a figure shows."""
 
 ALIKE = 0.1
 """Workers count as alike where the slowest takes less than this part more time for a sample than the fastest."""
@@ -33,19 +33,16 @@ class Whole(NamedTuple):
     """A global step that workers shared."""
 
     size: int
-    """Samples of all together."""
+    """Samples of all workers together."""
     rows: Mapping[int, Mapping[str, int]]
-    """Each worker's step, by rank: the fields of its record that are in `_FIELDS`."""
+    """Each worker's step, by rank: the `_FIELDS` of its record."""
 
 
 _FIELDS = ("position", "rank", "first", "samples", "step", "pass_ns", "wait_ns", "step_ns")
 
 
 def balance(rows: Iterable[Record], began: int) -> dict[str, Any]:
-    """How steps, or rounds, were divided among workers; empty where none were.
-
-    `RunResult.balance` says what is in it.
-    """
+    """How steps, or rounds, were divided among workers; empty where none were. `RunResult.balance` lists the keys."""
     found = Balance()
     for row in rows:
         found.add(row)
@@ -61,10 +58,10 @@ def whole_steps(rows: Iterable[Record]) -> list[Whole]:
 
 
 class Balance:
-    """Takes a run's records one after another, and says how its work was divided; keeps eight numbers of each step."""
+    """Takes a run's records one after another; stores eight numbers of each step."""
 
     def __init__(self, scratch: Path | None = None) -> None:
-        """`scratch`: where a temporary file may be, should there be many steps."""
+        """`scratch`: a folder for a temporary file, for runs with many steps."""
         self._steps = Table(len(_FIELDS), scratch=scratch)
         self._changes: list[Record] = []
         self._named: list[str] = []
@@ -126,30 +123,30 @@ class Balance:
                 {row["rank"]: row for row in told},
                 before,
                 end,
-            )  # one that came again counts as it came last
+            )  # of a repeated step the last record counts
             count = sum(row["samples"] for row in some.values())
             begin = min((row["first"] for row in some.values() if row["samples"]), default=end)
-            # In a round of unequal numbers of steps, too, the last ones may lie side by side; but not all that is new.
+            # In rounds of unequal numbers of steps the last steps may also be adjacent, but do not begin at `last`.
             if len(some) > 1 and 0 < count == end - begin and last in (None, begin):
                 yield Whole(count, some)
 
 
 def _is_timed(row: Record) -> bool:
-    """Whether it is a step that says when it computed what; older records do not."""
+    """Whether it is a step with its times and position; older records have neither."""
     return row["kind"] == "step" and "pass_ns" in row and "first" in row
 
 
 class _Steps(NamedTuple):
-    """What is to be said of all shared steps together."""
+    """Facts about all shared steps."""
 
     most: int
-    """Samples of a full step: an epoch's last one is shorter and says less."""
+    """Samples of a full step; an epoch's last step is shorter."""
     full: int
-    """How many steps had as many."""
+    """How many full steps there were."""
     division: dict[str, int]
     """Samples by rank of the last full step."""
     exchange_s: float
-    """How long the last worker of a step waited, on average: it waited for no worker, only for the exchange."""
+    """Mean wait of the last worker of a step: it waited for no other worker, only for the exchange."""
 
     @classmethod
     def of(cls, steps: Iterable[Whole]) -> _Steps | None:
@@ -208,20 +205,20 @@ class _Sums:
             self.per_sample += row["pass_ns"] / row["samples"]
 
     def add_square(self, row: Mapping[str, int]) -> None:
-        """In a second pass over the same steps, when the mean is known."""
+        """Called in a second pass over the same steps, when the mean is known."""
         if row["samples"]:
             self.squares += (row["pass_ns"] / row["samples"] - self.per_sample / self.passes) ** 2
 
     @property
     def error(self) -> float:
-        """Relative standard error of the mean; 1 where one value cannot say."""
+        """Relative standard error of the mean; 1 with fewer than two values."""
         if self.passes < 2 or not self.per_sample:
             return 1.0
         return math.sqrt(self.squares / (self.passes - 1) / self.passes) / (self.per_sample / self.passes)
 
 
 def _workers(timed: Callable[[], Iterable[Mapping[str, int]]]) -> list[dict[str, Any]]:
-    """One row per worker, by rank. Times are per sample, so that a worker with a larger part is not called slower."""
+    """One row per worker, by rank. Times are per sample, so that a worker with a larger part does not look slower."""
     cold: dict[int, _Sums] = {}
     warm: dict[int, _Sums] = {}
     for row in timed():
@@ -248,7 +245,7 @@ def _worker(rank: int, cold: _Sums, warm: _Sums) -> dict[str, Any]:
 
 
 def _are_uneven(workers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether some take longer for a sample than others, by more than chance."""
+    """Whether some workers take longer per sample than others, by more than chance."""
     known = [worker for worker in workers if worker["per_sample_s"]]
     if len(known) < 2:
         return False
@@ -259,7 +256,7 @@ def _are_uneven(workers: Sequence[Mapping[str, Any]]) -> bool:
 
 
 class _Mean:
-    """To five digits: a figure shows no more."""
+    """A mean to five digits: a figure shows no more."""
 
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
@@ -273,10 +270,10 @@ class _Mean:
 
 
 def _course(steps: Iterable[Whole], count: int) -> dict[str, Any]:
-    """Shares and times over the steps, by worker; neighbouring steps are taken together where there are many.
+    """Shares and times over the steps, by worker; neighbouring steps are averaged where there are many.
 
-    Only full steps, of which there are `count`: an epoch's last one is shorter and would look like a change. None where
-    a worker took no part, or was warming up.
+    Only full steps, of which there are `count`: an epoch's last step is shorter and would look like a change. A value
+    is None where a worker took no part, or was warming up.
     """
     every = -(-count // MOST_POINTS)
     first_of: list[int] = []

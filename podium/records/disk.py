@@ -1,4 +1,4 @@
-"""Files that survive a kill: written whole or not at all, and journals whose torn last line is removed.
+"""Files that survive a kill: written completely or not at all, and journals whose torn last line is removed.
 
 A file is written beside its target and renamed over it, so a reader sees the old file or the new one, never a part.
 `durable` also survives a power failure: file and folder are flushed to disk before the call returns.
@@ -22,14 +22,14 @@ _BLOCK_BYTES = 1 << 20
 def write_atomically(
     path: Path, data: bytes | str, *, durable: bool = False, error: type[PodiumError] = RecordError
 ) -> None:
-    """Write a file with its folders; raises `error` where the disk refuses."""
+    """Write a file, making its folders; raises `error` where the disk cannot be written."""
     with replacing(path, durable=durable, error=error) as partial:
         partial.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False, error: type[PodiumError] = RecordError) -> Iterator[Path]:
-    """The path of a file to write inside the block; at its end the file takes the place of `path`."""
+    """The path of a file to write inside the block; at the end of the block it replaces `path`."""
     partial = path.with_name(path.name + ".partial")
     try:
         make_folder(path.parent) if durable else path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def replacing(path: Path, *, durable: bool = False, error: type[PodiumError] = R
             if durable:
                 sync_folder(path.parent)
         except BaseException:
-            with contextlib.suppress(OSError):  # a full disk has no room for half a file
+            with contextlib.suppress(OSError):  # do not leave half a file on a full disk
                 partial.unlink(missing_ok=True)
             raise
     except OSError as cause:
@@ -49,7 +49,7 @@ def replacing(path: Path, *, durable: bool = False, error: type[PodiumError] = R
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, each on disk before this returns. An existing folder is left alone."""
+    """Make a folder and its parents, each flushed to disk before this returns. An existing folder is left alone."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -58,7 +58,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries: without it, a file that was renamed into it may be gone after a power failure."""
+    """Flush a folder's entries: otherwise a file that was renamed into it may be gone after a power failure."""
     try:
         _sync(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -75,7 +75,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def mend_last_line(path: Path) -> None:
-    """Cut off a torn last line; add the newline to a whole one that lacks only that."""
+    """Cut off a torn last line; add the newline to a complete one that lacks only that."""
     if not path.is_file():
         return
     with path.open("r+b") as file:
@@ -90,7 +90,7 @@ def mend_last_line(path: Path) -> None:
 
 
 def _after_last_newline(file: BinaryIO) -> tuple[int, bytes]:
-    """Where the last line begins, and what there is of it; reads from the end, since a journal may be large."""
+    """The offset and text of an unterminated last line; reads from the end, since a journal may be large."""
     start, tail = file.seek(0, os.SEEK_END), b""
     while start and b"\n" not in tail:
         size = min(start, _BLOCK_BYTES if tail else 1)  # nearly always the last byte is a newline

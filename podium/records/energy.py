@@ -1,4 +1,4 @@
-"""Energy of a piece of work by whatever counter the machine has: the GPU board's, or the processor's (RAPL).
+"""Energy of a piece of work by the machine's counter: the GPU board's (NVML), or the processor's (RAPL).
 
 A counter covers the whole board or package and all its users. Where there is none, nothing is estimated.
 """
@@ -15,13 +15,13 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class Meter(Protocol):
-    """Something that counts joules."""
+    """Counts joules."""
 
     what: str
-    """What is counted, as a report names it."""
+    """The counter's name in reports."""
 
     def joules(self) -> float | None:
-        """Since some time before it was opened; only differences mean anything. None where it cannot be read."""
+        """From an arbitrary start; only differences mean anything. None where it cannot be read."""
 
     def close(self) -> None:
         """Release the counter."""
@@ -54,7 +54,7 @@ class GpuMeter:
 
 @final
 class PackageMeter:
-    """All processor packages, by the kernel's RAPL counters, which begin again from 0 when they are full."""
+    """All processor packages, by the kernel's RAPL counters, which wrap around to 0."""
 
     what = "processor packages, by RAPL"
 
@@ -91,7 +91,7 @@ class PackageMeter:
 
 
 def _open_gpu(index: int) -> GpuMeter | None:
-    from podium.records.nvml import open_gpu  # here: only runs on a GPU ask
+    from podium.records.nvml import open_gpu  # here: only runs on a GPU need it
 
     gpu = open_gpu(index)
     return None if gpu is None else GpuMeter(gpu)

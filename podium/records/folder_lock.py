@@ -1,8 +1,8 @@
 """One run, sweep or study at a time in a folder.
 
 A POSIX lock on the folder's `.lock`: the kernel releases it however the process ends, and processes that a task forks
-do not inherit it. Such a lock keeps out other processes only, so a list keeps out the threads of this one. The file is
-removed at the end; one that a killed process left means nothing.
+do not inherit it. Such a lock excludes other processes only, so a set excludes other threads of this process. The file
+is removed at the end; one that a killed process left is not a lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOCKED_HERE: set[Path] = set()
 def folder_lock(folder: Path, what: str) -> Iterator[None]:
     """Keep other processes and threads out of a folder, which is made if it is missing.
 
-    Raises ConfigError where another one is at work; `what` says of what kind it is ("run", "sweep", "study").
+    Raises ConfigError where the folder is locked; `what` is "run", "sweep" or "study", for the message.
     """
     with _listed(folder, what):
         with as_request():
@@ -60,11 +60,11 @@ def _lock(folder: Path, what: str) -> int:
     path = folder / _LOCK
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        # A link in a folder that another user made may lead to a file of the user's, which would be emptied here.
+        # No symbolic links: in another user's folder one may lead to a file of this user, which would be emptied here.
         lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             _acquire(lock, folder, what)
-            if _is_at(lock, path):  # otherwise its holder has just ended and removed it
+            if _is_at(lock, path):  # otherwise its holder has just ended and removed the file
                 return lock
         except BaseException:
             os.close(lock)
@@ -81,7 +81,7 @@ def _acquire(lock: int, folder: Path, what: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
-        return  # a file system without locks: nothing can be known of others
+        return  # a file system without locks: other processes cannot be detected
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 

@@ -1,4 +1,4 @@
-"""Names for folders that nobody named: of runs, comparisons and sweeps."""
+"""Default names for folders of runs, comparisons and sweeps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ _LONGEST = 120
 
 
 def new_folder(within: str | Path, what: str) -> Path:
-    """A path that tells what the folder holds and when it began; three random bytes keep it apart. Makes no folder."""
+    """A path from `what`, the time and three random bytes, which make it unique. Does not make the folder."""
     stem = re.sub(r"[^\w.]+", "-", what).strip("-")[:_LONGEST]
     return Path(within) / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"

@@ -11,12 +11,12 @@ from typing import Any
 from podium.errors import MissingExtra
 
 ROUNDING = 1e-12
-"""Values that differ by less, in parts of them, are the same."""
+"""Values with a smaller relative difference are equal."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over seeds and its 95 % t-interval; with one value there is none."""
+    """A mean over seeds and its 95 % t-interval, which is None for one value."""
 
     n: int
     mean: float
@@ -25,7 +25,7 @@ class Mean:
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Mean | None:
-    """The mean and its t-interval; None of no values."""
+    """The mean and its t-interval; None if there are no values."""
     if not values:
         return None
     n, mean = len(values), math.fsum(values) / len(values)
@@ -39,10 +39,10 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Mean | N
 
 
 def paired_p(gaps: Sequence[float], overlap: float = 0.0) -> float:
-    """Two-sided p of a t-test that the mean of paired differences is 0. They must vary.
+    """Two-sided p of a t-test that the mean of paired differences is 0. The differences must vary.
 
-    `overlap` is validation by training samples where pairs are folds, which share training data: a plain test takes
-    them for independent and finds differences that are not there (Nadeau and Bengio, 2003).
+    `overlap` is validation / training samples where pairs are folds, which share training data: a plain test treats
+    them as independent and finds differences that are not there (Nadeau and Bengio, 2003).
     """
     n, mean = len(gaps), math.fsum(gaps) / len(gaps)
     error = deviation(gaps, mean) * math.sqrt(1 / n + overlap)
@@ -55,7 +55,7 @@ def deviation(values: Sequence[float], mean: float) -> float:
 
 
 def varies(values: Sequence[float], mean: float) -> bool:
-    """Whether values differ by more than rounding; the same number in all seeds has no t-distribution."""
+    """Whether values differ by more than rounding; if not, t is undefined."""
     return max(abs(value - mean) for value in values) > ROUNDING * max(abs(value) for value in values)
 
 

@@ -1,7 +1,7 @@
 """A journal: a file of JSON lines that are only ever appended.
 
-A writer may be killed in the middle of a line. Readers leave such a torn line out (`read_records`), and the next
-writer removes it first, so that no line is appended to half a line.
+A writer may be killed in the middle of a line. Readers ignore such a torn line (`read_records`), and the next writer
+removes it first, so that no line is appended to half a line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from podium.records.recorder import read_records, to_json
 
 
 class Journal:
-    """Appends rows to a file; each is with the kernel when `write` returns, and on disk if the journal is `durable`."""
+    """Appends rows to a file. After `write`, a row survives a crash of the process; if `durable`, of the machine."""
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
         self.path, self._durable = path, durable
@@ -45,11 +45,11 @@ class Journal:
             raise RecordError(f"{self.path} cannot be written: {error}") from error
 
     def close(self) -> None:
-        # `write` has flushed every line or has raised; a disk that was full then still is.
+        # `write` has flushed every line or has raised, so an error here is not news.
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """All whole rows, in the order they were written; none where there is no file."""
+    """All complete rows, in the order they were written; empty where there is no file."""
     return list(read_records(path)) if path.is_file() else []

@@ -1,4 +1,4 @@
-"""The manifest: what was run, on what, from which commit."""
+"""The manifest: configuration, versions, hardware and commit of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 
 def write_manifest(run_dir: Path, config: dict[str, Any], **facts: Any) -> None:
-    """Write `manifest.json` before the first step, so that even a run that fails at once can be understood."""
+    """Write `manifest.json`, before the first step, so that even a run that fails at once can be understood."""
     content = {
         "podium": __version__,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -60,7 +60,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine that this runs on; `gpus` only where there are any. Does not start CUDA."""
+    """This machine; `gpus` only where there are any. Does not start CUDA."""
     gpus = _gpus()
     return {
         "machine": platform.machine(),
@@ -73,7 +73,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """The names of the GPUs that torch would see; without nvidia-ml-py, of all that the driver shows."""
+    """The names of the GPUs that torch would see; without nvidia-ml-py, of all GPUs that the driver lists."""
     if can_ask():
         return [gpu.name or "a GPU" for gpu in itertools.islice(open_gpus(), _MOST_GPUS)]
     return [_model_in(path) for path in sorted(_DRIVER.glob("gpus/*/information"))]
@@ -85,7 +85,7 @@ def _model_in(path: Path) -> str:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit of the code, with `+` behind it when files were changed; None outside a repository."""
+    """The commit of the code, followed by `+` when files were changed; None outside a repository."""
     try:
         run = subprocess.run(
             ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12"],

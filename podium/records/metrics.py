@@ -14,7 +14,7 @@ LOWER_IS_BETTER = frozenset(
 
 
 def lower_is_better(metric: str, maximize: bool | None = None) -> bool:
-    """As the user's `maximize` says, or by the metric's name where the user says nothing."""
+    """By the user's `maximize`, or by the metric's name where that is None."""
     if maximize is not None:
         return not maximize
     words = re.split(r"[^a-z0-9]+", metric.lower())

@@ -18,14 +18,14 @@ class NoiseMeter:
         self._own = self._signal = self._scatter = 0.0
         self._count = 0
         self.scale: float | None = None
-        """The noise scale as of the last step; None where it is not known."""
+        """The noise scale as of the last step; None where it is unknown."""
 
     def add_own(self, squared_norm: float) -> None:
-        """Of a part of this worker's own gradient, as it is weighted, before it is summed over the workers."""
+        """Add the squared norm of a part of this worker's weighted gradient, before the sum over the workers."""
         self._own += squared_norm
 
     def forget(self) -> None:
-        """The step under way did not happen."""
+        """Discard the current step, which is undone."""
         self._own = 0.0
 
     def step_done(self, whole: float, weight: float, own_samples: int) -> float | None:

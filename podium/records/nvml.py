@@ -1,12 +1,12 @@
-"""What NVML says of one NVIDIA GPU: energy, power, memory, how busy it is.
+"""NVML's figures for one NVIDIA GPU: energy, power, memory, utilisation.
 
-`open_gpu` gives a `Gpu`, or None where nvidia-ml-py, the driver or the GPU is missing; `why_absent` then says which. A
-figure that NVML does not give is None, and `Gpu.absent` says why; nothing is estimated.
+`open_gpu` returns a `Gpu`, or None where nvidia-ml-py, the driver or the GPU is missing; `why_absent` then says which.
+A figure that NVML does not give is None, and `Gpu.absent` has the reason; nothing is estimated.
 
-What NVML does not know: what a single process or trial used (all figures are of the whole board), and what happened
-between two updates of the energy counter, which moves every 100 ms on an H200. Power is an average over the last
+NVML does not know the usage of a single process or trial (all figures are of the whole board), nor what happened
+between two updates of the energy counter, which changes every 100 ms on an H200. Power is an average over the last
 second on Hopper and on most of Ampere. Utilisation is the part of the time in which *any* kernel ran: one tiny kernel
-after another reads 100 %. How much of the chip was busy is what `Gpm` says.
+after another reads 100 %. `Gpm` measures how much of the chip was busy.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ except ImportError:  # only the extra `sweep` brings it
 _MISSING: Final = "nvidia-ml-py is not installed: pip install 'podium[sweep]'"
 
 GPM_METRICS: Final[Mapping[str, int]] = {"sm_util": 2, "sm_occupancy": 3, "any_tensor_util": 5, "dram_bw_util": 10}
-"""What `Gpm` asks for, by NVML's number; each in per cent of what the chip could do at most."""
+"""The metrics of `Gpm` and their NVML numbers; each in per cent of the chip's maximum."""
 
 GPM_WINDOW_S: Final = 0.15
 """The shortest window whose `Gpm` figures mean anything."""
 
 
 class _Refused(Exception):
-    """NVML, or what leads to it, said no; the message is the reason."""
+    """NVML is missing or returned an error; the message is the reason."""
 
 
 class Clocks(NamedTuple):
-    """What the GPU's clocks run at now."""
+    """The GPU's current clock rates."""
 
     sm_mhz: float
     memory_mhz: float
@@ -57,9 +57,9 @@ class Gpu:
     def __init__(self, handle: Any, index: int) -> None:
         self._handle, self._closed = handle, False
         self.index = index
-        """The device's index as torch counts, behind CUDA_VISIBLE_DEVICES."""
+        """The device's index in torch, after CUDA_VISIBLE_DEVICES."""
         self.absent: dict[str, str] = {}
-        """Why a figure was None when it was last asked for, by the name of its method."""
+        """Why a figure was None at its last reading, by the name of its method."""
         self.name: str | None = self._ask("name", "nvmlDeviceGetName")
         self.uuid: str | None = self._ask("uuid", "nvmlDeviceGetUUID")
         self.driver: str | None = self._ask("driver", "nvmlSystemGetDriverVersion", of_device=False)
@@ -70,11 +70,11 @@ class Gpu:
         return self._ask("energy_mj", "nvmlDeviceGetTotalEnergyConsumption")  # type: ignore[no-any-return]  # an int
 
     def power_w(self) -> float | None:
-        """What the GPU draws, averaged by the board over the last second or less."""
+        """The GPU's power, averaged by the board over the last second or less."""
         return _thousandth(self._ask("power_w", "nvmlDeviceGetPowerUsage"))
 
     def memory_used_bytes(self) -> int | None:
-        """Device memory in use by everybody, contexts and the driver's own included."""
+        """Device memory in use by all processes, including contexts and the driver's own."""
         memory = self._ask("memory_used_bytes", "nvmlDeviceGetMemoryInfo")
         return None if memory is None else int(memory.used)
 
@@ -123,9 +123,9 @@ class Gpu:
 class Gpm:
     """How busy the chip was between `begin` and `end`, by its own counters: the keys of `GPM_METRICS`, in per cent.
 
-    Needs a Hopper GPU or newer. The counters are brought up to date every 50 to 100 ms, so the edges
-    are that blurred, and what is shorter than `GPM_WINDOW_S` is absent. `absent` says why a figure is None. One
-    profiler at a time: beside ncu or DCGM the counters may refuse or be wrong.
+    Needs a Hopper GPU or newer. The counters are updated every 50 to 100 ms, so the edges are that imprecise, and
+    windows shorter than `GPM_WINDOW_S` have no figures. `absent` has the reason why a figure is None. One profiler at
+    a time: beside ncu or DCGM the counters may fail or be wrong.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -146,7 +146,7 @@ class Gpm:
             self._miss(str(refusal))
 
     def end(self) -> dict[str, float | None]:
-        """Take the second sample; what was between the two."""
+        """Take the second sample and return the metrics between the two."""
         found: dict[str, float | None] = dict.fromkeys(GPM_METRICS)
         if self._first is None:
             if not self.absent:
@@ -169,7 +169,7 @@ class Gpm:
     def _between(self) -> dict[str, float | str]:
         self._check_open()
         lasted_s = time.perf_counter() - self._began_s
-        if lasted_s < GPM_WINDOW_S:  # both samples may be the same: zeros, not measurements
+        if lasted_s < GPM_WINDOW_S:  # both samples may be equal: zeros, not measurements
             raise _Refused(f"GPM needs {GPM_WINDOW_S} s between its two samples, there were {lasted_s:.3f}")
         second = _sample(self._gpu)
         try:
@@ -197,7 +197,7 @@ def can_ask() -> bool:
 
 
 def open_gpu(index: int = 0) -> Gpu | None:
-    """The GPU that torch calls `cuda:<index>`, or None where it cannot be asked: see `why_absent`. Starts no CUDA."""
+    """The GPU that torch calls `cuda:<index>`, or None where it is not available: see `why_absent`. Starts no CUDA."""
     try:
         return _open(index)
     except _Refused:
@@ -205,7 +205,7 @@ def open_gpu(index: int = 0) -> Gpu | None:
 
 
 def open_gpus() -> Iterator[Gpu]:
-    """The GPUs that torch would see, each open while it is looked at."""
+    """The GPUs that torch would see, each closed when the next is taken."""
     index = 0
     while (gpu := open_gpu(index)) is not None:
         with gpu:
@@ -214,7 +214,7 @@ def open_gpus() -> Iterator[Gpu]:
 
 
 def why_absent(index: int = 0) -> str:
-    """Why `open_gpu` gives None here; empty where it gives a GPU."""
+    """Why `open_gpu` returns None here; empty where it returns a GPU."""
     try:
         _open(index).close()
     except _Refused as refusal:
@@ -223,9 +223,9 @@ def why_absent(index: int = 0) -> str:
 
 
 def visible_device(index: int, visible: str | None) -> int | str:
-    """What CUDA's device `index` is to the machine: a number or a UUID (perhaps only its beginning).
+    """The physical device behind CUDA's device `index`: a number, or a UUID or its prefix.
 
-    `visible` is the value of CUDA_VISIBLE_DEVICES. As in CUDA, the list ends before its first entry that names nothing.
+    `visible` is the value of CUDA_VISIBLE_DEVICES. As in CUDA, the list ends before its first invalid entry.
     Raises LookupError where there is no such device.
     """
     if visible is None:
@@ -274,8 +274,8 @@ def _find(index: int) -> Any:
         return _find_uuid(handles, wanted)
     if wanted >= len(handles):
         raise _Refused(f"NVML knows {len(handles)} GPUs, device {wanted} is none of them")
-    # NVML counts by bus address, CUDA by speed unless CUDA_DEVICE_ORDER says otherwise: with unlike GPUs one number
-    # may name two of them.
+    # NVML counts by bus address, CUDA by speed unless CUDA_DEVICE_ORDER is set: with different GPUs one number may mean
+    # two of them.
     by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if not by_bus and len({_call("nvmlDeviceGetName", handle) for handle in handles}) > 1:
         raise _Refused(
@@ -310,7 +310,7 @@ def _sample(gpu: Gpu) -> Any:
 
 
 def _metrics(first: Any, second: Any) -> dict[str, float | str]:
-    """The value of each of `GPM_METRICS`, or why it has none."""
+    """The value of each of `GPM_METRICS`, or the reason why it has none."""
     asked = pynvml.c_nvmlGpmMetricsGet_t()
     asked.version, asked.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, len(GPM_METRICS)
     asked.sample1, asked.sample2 = first, second

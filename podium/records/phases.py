@@ -1,6 +1,6 @@
-"""What the records say of a run's phases: when each ended and why, what that cost, and what other rules had to say.
+"""A run's phases from its records: when each ended and why, its cost, and when other rules would have fired.
 
-Seconds are those of training, as in a run's history: validations that all waited for are left out.
+Seconds are those of training, as in a run's history: validations that all workers waited for are left out.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from typing import Any
 from podium.records.recorder import Record
 
 COST = ("drain", "home", "hand_over", "begin")
-"""The parts of a switch's cost, in order: waiting for steps under way, bringing the state home, changing over, setting
-out with the next strategy."""
+"""The parts of a switch's cost, in order: waiting for steps in flight, bringing the state back to the workers, changing
+over, starting the next strategy."""
 
 FIXED = ("step", "epoch", "share")
-"""Rules whose place is known beforehand: no worker evaluates them, so only the switch tells that they fired."""
+"""Rules whose position is known beforehand: no worker evaluates them, so only the `switch` record shows that they
+fired."""
 
 MOST_READINGS = 400
-"""Of a rule that was evaluated more often, not all values are kept: as many as a figure can show."""
+"""How many values of a rule are kept: as many as a figure can show."""
 
 
 class PhaseRows:
-    """Takes a run's records one after another and keeps of them what `switches` and `other_rules` need.
+    """Takes a run's records one after another and keeps those that `switches` and `other_rules` need.
 
-    A rule in force may be evaluated after every step. Of its readings those that fired are kept, those before a firing
-    or a switch, and of the others at even intervals, so that there are never more than a few times `MOST_READINGS`.
+    A rule in force may be evaluated after every step. Readings that fired are kept, readings just before a firing or a
+    switch, and others at even intervals, so that there are never more than a few times `MOST_READINGS`.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class PhaseRows:
 
     @property
     def rows(self) -> list[Record]:
-        """In the order in which they came."""
+        """In the order of the records."""
         kept = [*self._others, *(item for thinned in self._readings.values() for item in thinned.items())]
         return [row for _, row in sorted(kept, key=lambda item: item[0])]
 
@@ -84,13 +85,13 @@ class _Thinned:
 
 
 def switches(rows: Sequence[Record], began: int) -> list[dict[str, Any]]:
-    """One row per change of phase, costs in milliseconds: each part of the worker that it cost most.
+    """One row per change of phase, costs in milliseconds: each part is the largest of all workers'.
 
-    `total` is that of the worker that it cost most altogether, so the parts may add up to more.
+    `total` is the largest of the workers' totals, so the parts may add up to more.
     """
     by_place: dict[tuple[int, str, str], list[Record]] = {}
     for row in rows:
-        if row["kind"] == "switch":  # told by each worker; twice, where a loss in its midst made them try again
+        if row["kind"] == "switch":  # recorded by each worker; twice, where workers retried after a loss
             by_place.setdefault((row["position"], row["before"], row["after"]), []).append(row)
     clock = _clock(rows, began)
     told = sorted(by_place.values(), key=lambda some: some[0]["t_ns"])
@@ -98,7 +99,7 @@ def switches(rows: Sequence[Record], began: int) -> list[dict[str, Any]]:
 
 
 def _switch(told: Sequence[Record], unheard: Record | None, clock: Callable[[int], float]) -> dict[str, Any]:
-    first = min(told, key=lambda row: (row["value"] is None, row["rank"]))  # who judged knows the value
+    first = min(told, key=lambda row: (row["value"] is None, row["rank"]))  # the worker that evaluated has the value
     cost = {part: max(row[f"{part}_ns"] for row in told) / 1e6 for part in COST}
     whole = max(sum(row[f"{part}_ns"] for part in COST) for row in told) / 1e6
     facts = {name: first[name] for name in ("before", "after", "rule", "why", "value", "step", "epoch", "position")}
@@ -108,7 +109,7 @@ def _switch(told: Sequence[Record], unheard: Record | None, clock: Callable[[int
 
 
 def _unheard(rows: Sequence[Record], told: Sequence[Record]) -> Record | None:
-    """The reading that ended the phase, where the worker that judged was lost before it could tell of the switch."""
+    """The reading that ended the phase, if the worker that evaluated it was lost before it recorded the switch."""
     rule, at = told[0]["rule"], min(row["t_ns"] for row in told)
     readings = [row for row in rows if _in_force(row) and row["rule"] == rule and row["t_ns"] <= at]
     if not readings or not readings[-1]["fires"] or readings[-1]["position"] > told[0]["position"]:
@@ -125,7 +126,7 @@ def _in_force(row: Record) -> bool:
 def other_rules(rows: Sequence[Record], began: int) -> list[dict[str, Any]]:
     """When each rule fired or would have fired: those in force first, then the others in order of firing.
 
-    A rule that would have fired after the run had switched already saw another run than its own: `after_switch`.
+    `after_switch`: the rule would have fired after the run had already switched, so it saw a different run.
     Rules in force have their `readings`: the value at every evaluation. A rule without a reading has no row.
     """
     told: dict[tuple[str, bool], list[Record]] = {}
@@ -161,7 +162,7 @@ def _fired(rule: str, in_force: bool, told: Sequence[Record], clock: Callable[[i
 
 
 def _firing(in_force: bool, firings: Sequence[Record]) -> Mapping[str, Any]:
-    """The first firing. Of several in one phase, only the last was heard: who judged before was lost over it."""
+    """The first firing. Of several in one phase only the last counts: the workers that fired before were lost."""
     if not firings:
         return {}
     phase = firings[0]["phase"]
@@ -174,7 +175,7 @@ def _known(switch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _readings(told: Sequence[Record]) -> list[dict[str, Any]]:
-    """In order of position; of two at the same place, the later: the first worker was lost, and the next one judged."""
+    """In order of position; of two at one position the later: the first worker was lost, and the next one evaluated."""
     by_position = {row["position"]: row for row in told}
     rows = [by_position[position] for position in sorted(by_position)]
     every = -(-len(rows) // MOST_READINGS)
@@ -184,7 +185,7 @@ def _readings(told: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _clock(rows: Sequence[Record], began: int) -> Callable[[int], float]:
-    """Seconds of training at a time of the records."""
+    """A function from a record's time to seconds of training."""
     waited = [(row["t_ns"], row["eval_ns"]) for row in rows if row["kind"] == "eval" and row.get("waited", True)]
 
     def seconds(t_ns: int) -> float:

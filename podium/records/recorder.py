@@ -2,13 +2,13 @@
 
 A run's folder:
 
-    manifest.json            what was run: resolved configuration, seed, versions, hardware, commit
-    records/rank-3.jsonl     what rank 3 saw, one JSON object per line, flushed line by line
-    records/launcher.jsonl   what the launcher saw of the ranks (its records have rank -1)
+    manifest.json            resolved configuration, seed, versions, hardware, commit
+    records/rank-3.jsonl     records of rank 3, one JSON object per line, flushed line by line
+    records/launcher.jsonl   the launcher's records of the ranks (with rank -1)
     records.jsonl            all of them in order of time, written when the run ends
 
 Every record has `kind`, `rank`, `t_ns` (nanoseconds since the run began, on the world's own clock) and its own fields.
-A file cut short by a kill is readable up to its last whole line.
+A file cut short by a kill is readable up to its last complete line.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ KINDS: dict[str, str] = {
     "begin": "a rank is ready: role, parameters, buckets, device, balance, watched (rules, besides the one in force)",
     "step": "one step of one worker: step, position, first, samples, loss, step_ns, pass_ns (computing), wait_ns, "
     "sent, received (bytes)",
-    "eval": "validation: step, epoch, position, loss, metrics, eval_ns, waited (whether the others waited for it)",
-    "arrival": "a server took up a message: source, what, lease, range; with updates, their order is the run's order",
+    "eval": "validation: step, epoch, position, loss, metrics, eval_ns, waited (whether other workers waited)",
+    "arrival": "a server processed a message: source, what, lease, range; with updates, their order is the run's order",
     "update": "a server applied gradients: version, worker, range, staleness, lease, first (of segment), pushes, lead",
     "dropped": "a server dropped a push that was too stale: worker, lease, staleness",
-    "worker_lost": "a server heard that a worker is gone: worker, leases (that go back)",
+    "worker_lost": "a server learned that a worker is lost: worker, leases (that are lent again)",
     "restored": "a server took the place of a lost one: source (of its state), updates, recorded ([range, updates with "
     "a record] that its copy has)",
-    "lost_updates": "a restored server heard how much of its work is gone: range, updates",
+    "lost_updates": "a restored server learned how many updates are lost: range, updates",
     "replaced": "a lost server was replaced: server, took_ns",
     "codec": "codecs were chosen: why, chosen, by_bucket, predicted_ms (of a step, by codec), link, rates",
-    "codec_check": "a choice was held against its step times: measured_ms, predicted_ms, dense_ms, keeps",
-    "balance": "who gets how much was changed: why (gain, memory, look), ranks, before, after (each's), unit (samples "
+    "codec_check": "a choice was compared with measured exchanges: measured_ms, predicted_ms, dense_ms, keeps",
+    "balance": "a division was changed: why (gain, memory, look), ranks, before, after (by rank), unit (samples "
     "of a step where it is absent, or steps of a round), predicted_s (of a step, before and after), least (gain asked "
     "for), members (fixed_s, per_sample_s, noise, error, passes, samples, most, exchange_s)",
     "trigger": "a rule was evaluated: rule, in_force, phase, value, threshold, fires, why, step, epoch, position",
@@ -60,18 +60,18 @@ KINDS: dict[str, str] = {
     "failed": "a rank raised: error, message, place, step",
     "end": "a rank has finished: step, position, param_hash, metrics, sent, received",
 }
-"""What each kind of record holds."""
+"""Each kind of record with its fields."""
 
 
 _LOOK_EVERY_S = 1.0
-"""How often a recorder looks whether its file still has its name; and whenever it writes what does not come often."""
+"""How often a recorder checks that its file still exists; also at each record of a kind that is not `_OFTEN`."""
 _OFTEN = frozenset({"step", "arrival", "update", "trigger"})
 
 
 class Recorder:
-    """Appends one rank's records to its file; with no path, keeps them in memory.
+    """Appends one rank's records to its file; without a path, keeps them in memory.
 
-    A deleted file still takes lines, which no reader can find: a recorder checks that its file is there, and raises.
+    A deleted file still takes lines, which no reader can find: a recorder checks that its file exists, and raises.
     """
 
     def __init__(self, rank: int, path: Path | None = None) -> None:
@@ -122,17 +122,17 @@ class Recorder:
 
 
 def to_json(value: Any) -> str:
-    """One line of strict JSON; a number that is not finite becomes a string, since JSON has none."""
+    """One line of strict JSON; inf and nan become strings, since JSON has neither."""
     try:
         return _JSON.encode(value)
-    except ValueError:  # most records are finite, and looking at every number first costs more than writing them
+    except ValueError:  # rare: checking every number first costs more than writing the record
         return _JSON.encode(_finite(value))
 
 
 def read_records(path: Path) -> Iterator[Record]:
     """The records of a file, or of a run's folder in order of time; a torn last line is left out.
 
-    Reads as it is asked, so a large file needs no memory to speak of.
+    Reads lazily, so a large file needs little memory.
     """
     if path.is_dir():
         merged = path / "records.jsonl"
@@ -152,7 +152,7 @@ def merged_records(paths: Iterable[Path]) -> Iterator[Record]:
 
 
 def merge_records(run_dir: Path) -> Path:
-    """Write `records.jsonl` from the ranks' files, whole or not at all."""
+    """Write `records.jsonl` from the ranks' files, completely or not at all."""
     target = run_dir / "records.jsonl"
     with replacing(target) as partial, partial.open("w", encoding="utf-8") as file:
         for row in merged_records((run_dir / "records").glob("*.jsonl")):
@@ -161,7 +161,7 @@ def merge_records(run_dir: Path) -> Path:
 
 
 class _Place(NamedTuple):
-    """Where a line stands in its file."""
+    """Where a line is in its file."""
 
     line: int
     offset: int
@@ -169,7 +169,7 @@ class _Place(NamedTuple):
 
 
 def _lines(path: Path, offset: int = 0) -> Iterator[tuple[_Place, bytes, bool]]:
-    """The lines of a file that are not empty, and whether each has its end.
+    """The non-empty lines of a file, and whether each has its newline.
 
     The file is open only while a block is read: a run may have more ranks than a process may have files.
     """
@@ -198,20 +198,20 @@ def _rows(path: Path) -> Iterator[tuple[_Place, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            if not is_whole:  # the writer was killed in mid-line
+            if not is_whole:  # the writer was killed in the middle of the line
                 return
             raise RecordError(f"{path}:{place.line}: not a record: {error}") from error
         yield place, row
 
 
 def _in_order(path: Path) -> Iterator[tuple[tuple[int, int], Record]]:
-    """One rank's records with what they are sorted by. Nearly always they are in order as they were written."""
+    """One rank's records with their sort keys. Nearly always they were written in order."""
     if _is_sorted(path):
         for place, row in _rows(path):
             checked = _checked(row, path, place)
             yield (checked["t_ns"], checked["rank"]), checked
         return
-    from podium.records.tables import Table  # here: it imports numpy, and `podium --help` writes JSON without
+    from podium.records.tables import Table  # here: it imports numpy, which `podium --help` must not
 
     table = Table(5, keys=2, scratch=path.parent)
     for place, row in _rows(path):
@@ -223,7 +223,7 @@ def _in_order(path: Path) -> Iterator[tuple[tuple[int, int], Record]]:
 
 
 def _is_sorted(path: Path) -> bool:
-    """By a glance at each line, which is much cheaper than reading it; what looks odd counts as not sorted."""
+    """By a regular expression, much cheaper than parsing; a line that does not match counts as not sorted."""
     last = (-(1 << 63), 0)
     for _, line, is_whole in _lines(path):
         found = _WRITTEN.match(line)
@@ -241,11 +241,11 @@ _BLOCK_BYTES = 1 << 16
 
 
 def _checked(row: Any, path: Path, place: _Place) -> Record:
-    """A run's record: an object that says what it is, whose and when; what else it has is of the right type."""
+    """The row, if it is an object with `kind`, `rank` and `t_ns`, and known fields have the right type; else raises."""
     trouble = _trouble(row)
     if trouble:
         raise RecordError(f"{path}:{place.line}: a damaged record: {trouble}")
-    return row  # type: ignore[no-any-return]  # an object, as was just seen
+    return row  # type: ignore[no-any-return]  # an object, as just checked
 
 
 def _trouble(row: Any) -> str:
@@ -262,7 +262,7 @@ def _trouble(row: Any) -> str:
 
 
 def require(row: Record, *names: str) -> None:
-    """Raise where a record lacks what its kind must have."""
+    """Raise where a record lacks one of these fields."""
     for name in names:
         if name not in row:
             raise RecordError(
@@ -271,7 +271,7 @@ def require(row: Record, *names: str) -> None:
 
 
 def check_fields(row: Record, needed: Fields) -> None:
-    """Raise where a record lacks what a reader needs of its kind, or has it of another type."""
+    """Raise where a record lacks a field that its reader needs, or has it with another type."""
     for name, types in needed.get(row["kind"], {}).items():
         if name.endswith("?"):
             name = name[:-1]
@@ -286,7 +286,7 @@ def check_fields(row: Record, needed: Fields) -> None:
 
 
 def number(value: Any) -> float:
-    """A number of a record: what is not finite is written as text."""
+    """A number of a record, where inf and nan are text."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -306,7 +306,7 @@ TRUTH: tuple[type, ...] = (bool,)
 LIST: tuple[type, ...] = (list,)
 OBJECT: tuple[type, ...] = (dict,)
 Fields = Mapping[str, Mapping[str, tuple[type, ...]]]
-"""By kind of record: the fields that a reader needs and what they hold; with a question mark, where they are there."""
+"""By kind of record: the fields that a reader needs and their types; a question mark marks optional ones."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "kind": TEXT,
@@ -319,7 +319,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("members", "pieces", "ranks"), LIST),
     **dict.fromkeys(("role", "path", "rule", "param_hash", "cause", "reason"), TEXT),
 }
-"""What fields hold, where all kinds of record agree on it."""
+"""Types of the fields that have the same type in all kinds of record."""
 
 
 def _finite(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""How stale updates were, by worker and by range, and what befell the servers meanwhile: records in, tables out.
+"""Tables from records: staleness of updates by worker and by range, dropped pushes, restored servers.
 
-A worker's first push of a segment is left out everywhere: all workers begin a segment alike. Each range counts its own
-versions, so one push has a staleness in every range it reaches; an update that several pushes made has a record for
-each of them. Records from before ranges were written down are all of range 0.
+A worker's first push of a segment is left out everywhere: all workers begin a segment with fresh parameters. Each range
+counts its own versions, so one push has a staleness in every range it reaches; an update that several pushes made has a
+record for each of them. Older records without a range are all of range 0.
 
 Percentiles are by nearest rank, so each is a value that occurred, unless it lies in a bin of several values.
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from podium.records.recorder import Record, require
 
 SINGLE = 64
-"""Up to here every value has a bin of its own; beyond, bins end at powers of two: 65 to 128, 129 to 256 …"""
+"""Up to here every value has its own bin; beyond, bins end at powers of two: 65 to 128, 129 to 256 …"""
 
 
 class Bin(NamedTuple):
@@ -30,7 +30,7 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class Spread:
-    """How staleness is distributed over some updates, of which there is at least one."""
+    """The distribution of staleness over at least one update."""
 
     count: int
     mean: float
@@ -38,7 +38,7 @@ class Spread:
     p90: int
     max: int
     histogram: tuple[Bin, ...]
-    """Bins that hold anything, in order."""
+    """Non-empty bins, in order."""
 
     def to_dict(self) -> dict[str, Any]:
         facts = {"count": self.count, "mean": self.mean, "p50": self.p50, "p90": self.p90, "max": self.max}
@@ -46,14 +46,14 @@ class Spread:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Spread:
-        """What `to_dict` wrote; other fields beside it are left alone."""
+        """From the result of `to_dict`; other fields are ignored."""
         facts = {name: fields[name] for name in ("count", "mean", "p50", "p90", "max")}
         return cls(**facts, histogram=tuple(Bin(*bin) for bin in fields["histogram"]))
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """The tables of one run; all empty where nothing is fed by leases."""
+    """The tables of one run; all empty where workers do not train on leases."""
 
     overall: Spread | None = None
     workers: Mapping[int, Spread] = field(default_factory=dict)
@@ -62,12 +62,12 @@ class Staleness:
     dropped: Mapping[int, int] = field(default_factory=dict)
     """Pushes that were too stale, by worker."""
     lead: int | None = None
-    """The furthest that a worker was ahead of the slowest, in steps; None where that is not bounded."""
+    """The most steps that a worker was ahead of the slowest; None where that is not bounded."""
     bound: int | None = None
-    """How far it was allowed to be. Records do not say, so the caller must."""
+    """The largest lead allowed. Records do not have it, so the caller must give it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: tables are lists of lines."""
+        """For JSON: tables are lists of lines."""
         return {
             "overall": None if self.overall is None else self.overall.to_dict(),
             "workers": [{"worker": worker, **spread.to_dict()} for worker, spread in self.workers.items()],
@@ -79,7 +79,6 @@ class Staleness:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Staleness:
-        """What `to_dict` wrote."""
         return cls(
             overall=None if fields["overall"] is None else Spread.from_dict(fields["overall"]),
             workers={line["worker"]: Spread.from_dict(line) for line in fields["workers"]},
@@ -116,19 +115,19 @@ def tables(records: Iterable[Record], bound: int | None = None) -> Staleness:
 
 
 def later(updates: Iterable[Record]) -> list[Record]:
-    """Those that count: all but each worker's first push of a segment."""
+    """All updates but each worker's first push of a segment."""
     return [row for row in updates if not row["first"]]
 
 
 def spread(values: Sequence[int]) -> Spread | None:
-    """The distribution of some values; None of no values."""
+    """The distribution of some values; None if there are none."""
     return _spread(values) if values else None
 
 
 def pooled(spreads: Iterable[Spread]) -> Spread | None:
     """Several distributions as one; a percentile that falls into a bin of several values is the bin's upper end."""
     some = list(spreads)
-    if len(some) < 2:  # one alone keeps its exact percentiles
+    if len(some) < 2:  # a single one keeps its exact percentiles
         return some[0] if some else None
     counts: Counter[tuple[int, int]] = Counter()
     for one in some:
@@ -141,12 +140,12 @@ def pooled(spreads: Iterable[Spread]) -> Spread | None:
 
 
 def histogram(values: Iterable[int]) -> tuple[Bin, ...]:
-    """Values counted in bins; those of no value are left out."""
+    """Values counted in bins, without empty bins."""
     return binned(Counter(values))
 
 
 def binned(counts: Mapping[int, int]) -> tuple[Bin, ...]:
-    """The same of values that were counted one by one."""
+    """`histogram` of values that are already counted."""
     bins: Counter[tuple[int, int]] = Counter()
     for value, updates in counts.items():
         bins[bin_of(value)] += updates
@@ -154,7 +153,7 @@ def binned(counts: Mapping[int, int]) -> tuple[Bin, ...]:
 
 
 def bin_of(value: int) -> tuple[int, int]:
-    """From where to where the bin of a value reaches."""
+    """The ends of a value's bin, both included."""
     if value <= SINGLE:
         return value, value
     high = 1 << (value - 1).bit_length()
@@ -172,8 +171,8 @@ def dropped(records: Iterable[Record]) -> dict[int, int]:
 class Dropped:
     """Counts pushes that were too stale.
 
-    Every server writes each of them down, and one that was replaced may have missed some; a slice that is lent again
-    may be dropped again.
+    Every server records each dropped push, and a replaced server may have missed some; a slice that is lent again may
+    be dropped again.
     """
 
     def __init__(self) -> None:
@@ -195,10 +194,10 @@ class Dropped:
 
 
 def restored(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Servers that took the place of lost ones, in order of time.
+    """Servers that replaced lost ones, in order of time.
 
-    Each has `server`, `source` (of its state), `took_s` (since the loss; None where no launcher saw it) and
-    `lost_updates`: how far the lost server was ahead of its copy, in the range where that was most.
+    Each has `server`, `source` (of its state), `took_s` (since the loss; None where no launcher recorded it) and
+    `lost_updates`: how many updates the lost server was ahead of its copy, as the maximum over its ranges.
     """
     found: list[dict[str, Any]] = []
     last: dict[int, dict[str, Any]] = {}
@@ -207,7 +206,7 @@ def restored(records: Iterable[Record]) -> list[dict[str, Any]]:
             last[row["rank"]] = {"server": row["rank"], "source": row["source"], "took_s": None, "lost_updates": 0}
             found.append(last[row["rank"]])
         elif row["kind"] == "lost_updates" and row["rank"] in last:
-            # Workers come one after another, each with the version it knows: the furthest is what was lost.
+            # Workers report one after another, each with the version it knows: the largest is what was lost.
             mine = last[row["rank"]]
             mine["lost_updates"] = max(mine["lost_updates"], row["updates"])
         elif row["kind"] == "replaced" and row["server"] in last:
@@ -216,7 +215,7 @@ def restored(records: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def lost_updates(records: Iterable[Record]) -> dict[int, int]:
-    """Updates that were lost with a server, by server, all its losses together."""
+    """Updates lost with each server, summed over its losses."""
     found: Counter[int] = Counter()
     for one in restored(records):
         found[one["server"]] += one["lost_updates"]
@@ -228,7 +227,7 @@ def _spread(values: Sequence[int]) -> Spread:
 
 
 def _counted(counts: Mapping[int, int]) -> Spread:
-    """The distribution of values that were counted."""
+    """The distribution of counted values."""
     single = [Bin(value, value, updates) for value, updates in sorted(counts.items())]
     total = sum(counts.values())
     mean = sum(value * updates for value, updates in counts.items()) / total
@@ -237,7 +236,7 @@ def _counted(counts: Mapping[int, int]) -> Spread:
 
 
 def _percentile(bins: Sequence[Bin], percent: int) -> int:
-    """The upper end of the bin in which the value of this rank lies."""
+    """The upper end of the bin with the value of this rank."""
     wanted = -(-sum(bin.updates for bin in bins) * percent // 100)
     for bin in bins:
         wanted -= bin.updates

@@ -1,4 +1,4 @@
-"""What one step cost: time, waiting and bytes, on the world's own clock."""
+"""The cost of one step: time, waiting and bytes, on the world's own clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepMeter:
         self._began = self._read()
 
     def record(self, recorder: Recorder, batch: Batch, loss: float) -> int:
-        """Write the `step` record; how long it took, in nanoseconds."""
+        """Write the `step` record; returns the step's nanoseconds."""
         now, waited, sent, received = self._read()
         recorder.write(
             "step",
@@ -44,7 +44,7 @@ class StepMeter:
 
 
 def progress_of(worker: Worker, loss: float, **more: Any) -> dict[str, Any]:
-    """What a running worker tells the outside after a step."""
+    """The `progress` event of a worker after a step."""
     return {
         "event": "progress",
         "step": worker.steps_done,

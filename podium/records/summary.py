@@ -1,4 +1,4 @@
-"""What a run came to, worked out from its records alone."""
+"""The result of a run, computed from its records alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from podium.records.tables import Column
 
 
 def summarise(records: Iterable[Record], scratch: Path | None = None) -> dict[str, Any]:
-    """The measured fields of a RunResult. `scratch`: a folder for temporary files, should there be many records."""
+    """The measured fields of a RunResult. `scratch`: a folder for temporary files, for runs with many records."""
     summary = Summary(scratch)
     for row in records:
         summary.add(row)
@@ -75,13 +75,13 @@ _SUMMED: Fields = {
 
 
 class Summary:
-    """Takes a run's records one after another, in order of time, and says what the run came to.
+    """Takes a run's records one after another, in order of time, and computes the run's result.
 
     Its memory does not grow with steps and updates; it does with validations, switches, losses and dropped pushes.
     """
 
     def __init__(self, scratch: Path | None = None) -> None:
-        """`scratch`: a folder for temporary files, should there be many records; the system's own when not given."""
+        """`scratch`: a folder for temporary files, for runs with many records; the system's own when not given."""
         self._rare: dict[str, list[Record]] = {kind: [] for kind in _RARE}
         self._restored: list[Record] = []
         self._step_ns = Column(scratch)
@@ -117,7 +117,7 @@ class Summary:
 
     @property
     def ended(self) -> set[int]:
-        """The ranks that came to their end and said so."""
+        """The ranks with an `end` record."""
         return {row["rank"] for row in self._rare["end"]}
 
     def result(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Summary:
             "metrics": {name: number(value) for name, value in last.get("metrics", {}).items()},
             "loss": number(last.get("loss", "nan")),
             "param_hash": {str(row["rank"]): row["param_hash"] for row in ends},
-            "steps": last.get("step", 0),  # a run ends with a validation, so this is where it stands
+            "steps": last.get("step", 0),  # a run ends with a validation
             "updates": self._updates.made,
             "samples": samples,
             "epochs": last.get("epoch", 0.0),
@@ -160,15 +160,15 @@ class Summary:
         }
 
     def _sent_bytes(self) -> int:
-        """By all ranks together: what each said at its end, or in its steps where it was lost before."""
+        """By all ranks together: from each rank's `end` record, or from its steps if it was lost before."""
         sent: dict[int, int] = {row["rank"]: row["sent"] for row in self._rare["end"]}
         return sum(sent.values()) + sum(count for rank, count in self._sent_in_steps.items() if rank not in sent)
 
     def _seconds(self, evals: Sequence[Record], began: int, is_async: bool) -> float:
         """From the first worker's start to the last step.
 
-        Validation is left out where all wait for it. In asynchronous training the other workers continue meanwhile, so
-        its time counts.
+        Validation is left out where all workers wait for it. In asynchronous training the other workers continue
+        meanwhile, so its time counts.
         """
         if not self._step_ns:
             return 0.0
@@ -178,12 +178,12 @@ class Summary:
 
 
 class _Updates:
-    """What servers applied, push by push."""
+    """Counts of the servers' updates."""
 
     def __init__(self) -> None:
         self.seen = False
         self.counts: Counter[int] = Counter()
-        """How often each staleness occurred; a worker's first push of a segment is left out: all began it alike."""
+        """How often each staleness occurred, without each worker's first push of a segment, which is always fresh."""
         self._server = 0
         self._made = 0.0
 
@@ -211,7 +211,7 @@ class _Updates:
 
 
 def _codec_choice(choices: Sequence[Record], checks: Sequence[Record]) -> dict[str, Any]:
-    """What the workers last decided about packing, and what they later made of it; all decide alike."""
+    """The workers' last choice of codecs, and its later check; all workers choose alike."""
     if not choices:
         return {}
     last = max(choices, key=lambda row: row["t_ns"])
@@ -223,7 +223,7 @@ def _codec_choice(choices: Sequence[Record], checks: Sequence[Record]) -> dict[s
 
 
 def staleness(updates: Iterable[Record]) -> dict[str, float]:
-    """Mean, largest and number over updates; a worker's first push of a segment is left out: all began it alike."""
+    """Mean, largest and number over updates, without each worker's first push of a segment."""
     found = _Updates()
     for row in updates:
         found.add(row)
@@ -231,7 +231,7 @@ def staleness(updates: Iterable[Record]) -> dict[str, float]:
 
 
 def _history(evals: Sequence[Record], began: int, is_async: bool) -> list[Mapping[str, Any]]:
-    """One row per position: a validation is done again where the worker that did it was lost over it."""
+    """One row per position: a validation is repeated where the worker that did it was lost."""
     history: dict[int, Mapping[str, Any]] = {}
     validating = 0
     for row in evals:

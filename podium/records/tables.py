@@ -1,7 +1,7 @@
-"""Columns of whole numbers that need not fit into memory: appended to, then sorted or asked for percentiles.
+"""Columns of integers that need not fit into memory: append, then sort or compute percentiles.
 
-A day of four workers leaves tens of millions of records. What is worked out from all of them goes through these: a few
-numbers per record, in a temporary file once there are many, so that the launcher's memory does not grow with the run.
+A day of four workers leaves tens of millions of records. These tables store a few numbers per record, in a temporary
+file once there are many, so that the launcher's memory does not grow with the run.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy as np
 from podium.errors import RecordError
 
 CHUNK_ROWS = 1 << 15
-"""Rows that are kept in memory before they go to the file; also what is sorted at once."""
+"""Rows that are kept in memory before they are sorted and written to the file."""
 _BLOCK_ROWS = 1 << 10
 _FEW = 1 << 20
-"""So many numbers are sorted in memory."""
+"""Up to this many numbers are sorted in memory."""
 
 Row = tuple[int, ...]
 
 
 class Table:
-    """Rows of `width` whole numbers, to be gone through in order of their first `keys` columns, as often as needed."""
+    """Rows of `width` integers, which can be read repeatedly in order of their first `keys` columns."""
 
     def __init__(self, width: int, *, keys: int = 1, scratch: Path | None = None) -> None:
-        """`scratch`: the folder for the temporary file, which has no name there; the system's own when not given."""
+        """`scratch`: the folder for the unnamed temporary file; the system's own when not given."""
         self.width, self._keys, self._scratch = width, keys, scratch
         self._buffer = array("q")
         self._file: _Scratch | None = None
@@ -49,7 +49,7 @@ class Table:
             self._flush()
 
     def sorted(self) -> Iterator[Row]:
-        """Rows by their keys; of equal ones, in the order in which they were appended."""
+        """Rows by their keys; rows with equal keys in the order in which they were appended."""
         if self._file is None:
             yield from map(tuple, self._sorted_buffer().tolist())
             return
@@ -95,7 +95,7 @@ class Table:
 
 
 class _Scratch:
-    """A temporary file without a name; it goes with this object."""
+    """An unnamed temporary file, deleted with this object."""
 
     def __init__(self, folder: Path | None) -> None:
         try:
@@ -120,7 +120,7 @@ class _Scratch:
 
 
 class _Run(NamedTuple):
-    """Rows of a table's file that are in order."""
+    """A sorted run of rows in a table's file."""
 
     number: int
     offset: int
@@ -129,7 +129,7 @@ class _Run(NamedTuple):
 
 
 class Column:
-    """Whole numbers of which percentiles are wanted, exactly as numpy gives them."""
+    """Integers with percentiles exactly as numpy computes them."""
 
     def __init__(self, scratch: Path | None = None) -> None:
         self._scratch = scratch
@@ -152,7 +152,7 @@ class Column:
             del self._buffer[:]
 
     def median(self) -> float:
-        """0 of no numbers, as `quantile`."""
+        """0 if there are no numbers, as `quantile`."""
         if not self._count:
             return 0.0
         return float(np.median(self._ranked((self._count - 1) // 2, self._count // 2)))
@@ -166,14 +166,14 @@ class Column:
         return float(np.quantile(self._ranked(below, min(below + 1, self._count - 1)), place - below))
 
     def _ranked(self, *ranks: int) -> list[int]:
-        """The numbers that would stand at these places, were all of them sorted."""
+        """The numbers at these places of the sorted column."""
         return [self._at(rank) for rank in ranks]
 
     def _at(self, rank: int) -> int:
         if self._count <= _FEW:
             return int(np.partition(np.concatenate(list(self._parts())), rank)[rank])
         low, high = self._ends()
-        while low < high:  # count how many lie where, and look closer where the one that is wanted lies
+        while low < high:  # histogram the range, then narrow it to the bin with the wanted rank
             width = max(1, -(-(high - low + 1) // _BLOCK_ROWS))
             counts = np.zeros(_BLOCK_ROWS, dtype=np.int64)
             below = 0

@@ -1,9 +1,9 @@
-"""What ranks did when, from their records: spans of time that one rank spent on one thing, and marks.
+"""A timeline of the ranks from their records: spans of time that one rank spent on one activity, and marks.
 
-A step's record says how long the step took, how much of it was computing and how much waiting for others, but not where
-in the step the waiting lay. So the parts stand one after another: computing, the rest (applying, packing, loading), and
-last what went by in exchanging and waiting. Servers record what came when, but not how long it kept them: they have no
-spans. Records of a user's own script say nothing of computing; all time that was not waiting then counts as computing.
+A step's record has the step's length, computing time and waiting time, but not where in the step the waiting was. So
+the parts are drawn one after another: computing, the rest (applying, packing, loading), and last exchanging and
+waiting. Servers record when messages arrive, but not how long they take: they have no spans. Records of a user's own
+script have no computing time; then all time that was not waiting counts as computing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STEPS = 12
 MOST_RANKS = 16
 """Workers that a timeline shows; of more, the fastest, those in the middle and the slowest."""
 MOST_MARKS = 60
-"""Marks that a timeline keeps."""
+"""Marks that a timeline shows."""
 
 KINDS = {
     "compute": "computing",
@@ -30,7 +30,7 @@ KINDS = {
     "checkpoint": "writing a checkpoint",
     "regroup": "agreeing anew after a loss, a join or a leave",
 }
-"""What a rank can be doing, in the words of a legend."""
+"""Activities of a rank, as a legend names them."""
 
 _LENGTHS: dict[str, tuple[str, ...]] = {
     "eval": ("eval_ns",),
@@ -42,7 +42,7 @@ _NAMES = {"eval": "validate"}
 
 
 class Span(NamedTuple):
-    """What one rank did for a while."""
+    """A time span of one activity of one rank."""
 
     rank: int
     kind: str
@@ -50,11 +50,11 @@ class Span(NamedTuple):
     begin_ns: int
     end_ns: int
     record: Mapping[str, Any]
-    """What it was read from."""
+    """The record that it comes from."""
 
 
 class Mark(NamedTuple):
-    """What happened at a moment, for all or for one rank."""
+    """An event at one time, of one rank or of all."""
 
     rank: int
     kind: str
@@ -65,8 +65,7 @@ class Mark(NamedTuple):
 def spans(records: Iterable[Record]) -> list[Span]:
     """All spans in order of time; those of one rank never overlap, and empty ones are left out.
 
-    Where a record's time reaches back into the one before it (a rank tried again after a loss), it begins where that
-    ended.
+    Where a record's time overlaps the one before it (a rank retried after a loss), it begins where that one ended.
     """
     found: list[Span] = []
     until: dict[int, int] = {}
@@ -96,13 +95,13 @@ def _parts(step: Record, length: int) -> list[tuple[str, int]]:
 
 
 def marks(records: Iterable[Record]) -> list[Mark]:
-    """Switches, losses, changes of the division and what else befell a run, each once, in order of time."""
+    """Switches, losses, changes of the division and other events of a run, each once, in order of time."""
     found: dict[tuple[Any, ...], Mark] = {}
     for record in sorted(records, key=lambda record: (int(record["t_ns"]), int(record["rank"]))):
         told = _TOLD.get(record["kind"])
         if told is not None and (record["kind"] != "balance" or {"before", "after"} <= record.keys()):
             text = told(record)
-            # All workers tell of a switch and of a regroup; the first to tell will do.
+            # All workers record a switch and a regroup; the first record is used.
             about = (record["kind"], record.get("step"), record.get("generation"), text)
             found.setdefault(about, Mark(record["rank"], record["kind"], int(record["t_ns"]), text))
     return list(found.values())
@@ -112,7 +111,7 @@ _TOLD: dict[str, Any] = {
     "switch": lambda r: f"{_brief(r['before'])} → {_brief(r['after'])}: {r['why']}",
     "balance": lambda r: f"{r.get('unit', 'samples')} by worker {_listed(r['before'])} → {_listed(r['after'])}",
     "lost": lambda r: f"rank {r['lost']} lost: {r['cause']}",
-    "regroup": lambda r: f"{len(r['members'])} workers go on",
+    "regroup": lambda r: f"{len(r['members'])} workers continue",
     "replaced": lambda r: f"server {r['server']} replaced",
     "scaled": lambda r: f"asked for {r['workers']} workers, {r['servers']} servers",
     "stop": lambda r: f"asked to stop: {r['reason']}",
@@ -130,13 +129,13 @@ def _listed(parts: Sequence[int]) -> str:
 
 
 def timeline(records: Iterable[Record], steps: int = STEPS) -> dict[str, Any]:
-    """A small picture of one run: what each worker did in some steps of its middle, and what befell the whole run.
+    """A window of one run: the spans of each worker in some steps in the middle, and the marks of the whole run.
 
-    Empty where no worker took a step. `window` is where the picture lies in the run (`begin_s`, `end_s` since the first
+    Empty where no worker took a step. `window` is the window's place in the run (`begin_s`, `end_s` since the first
     worker began, `steps`: the first and the last, of worker `of`); `length_s` the whole run up to its last step or
     validation; `ranks`, for each worker shown, `spans` ([kind, begin, end] in ms since the window began) and `totals`
-    (seconds of the whole run by kind). `workers` counts all; `shown` says which of them are here. `marks` has `kind`,
-    `seconds`, `rank` and `text`; `marks_left_out` how many are not here, of which all but the first ones are.
+    (seconds of the whole run by kind). `workers` counts all workers; `shown` says which are shown. `marks`, the first
+    `MOST_MARKS`, have `kind`, `seconds`, `rank` and `text`; `marks_left_out` counts the others.
     """
     rows = list(records)
     by_rank: dict[int, list[Record]] = {}
@@ -179,7 +178,7 @@ def _is_start(row: Record) -> bool:
 
 
 def _choose(by_rank: Mapping[int, Sequence[Record]]) -> tuple[list[int], str]:
-    """Which workers to show: all, or the fastest, the middle and the slowest, by what a step's computing takes."""
+    """The workers to show: all, or the fastest, the middle and the slowest, by the computing time of a step."""
     if len(by_rank) <= MOST_RANKS:
         return list(by_rank), "all workers"
     lengths = {

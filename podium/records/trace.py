@@ -1,9 +1,9 @@
 """A run as a trace that chrome://tracing and Perfetto (ui.perfetto.dev) read: the Trace Event Format, as JSON.
 
-Each rank is a process with one thread, its worker or server; the launcher is process 0. `X` events are what workers
-did (`measure.timeline` says how a step is divided), `C` events are the loss of each worker and the staleness of each
+Each rank is a process with one thread, its worker or server; the launcher is process 0. `X` events are the workers'
+spans (see `timeline.py` for the parts of a step), `C` events are the loss of each worker and the staleness of each
 worker's updates, `i` events are switches, losses, checkpoints, validations and changes of the division. Times are
-microseconds since the run began, on the run's own clock; `otherData.clock` says which: `wall` or `virtual`.
+microseconds since the run began, on the run's own clock; `otherData.clock` is `wall` or `virtual`.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -34,15 +34,15 @@ from podium.records.recorder import (
 from podium.records.timeline import KINDS, Span, marks, spans
 
 MOST_EVENTS = 250_000
-"""A trace ends after the last whole step that keeps it below this, unless its steps were chosen: some 40 MB."""
+"""A trace ends after the last complete step below this, unless its steps were chosen: some 40 MB."""
 PER_STEP = 5
-"""Events of one worker's step at most, with one server; for the size to be expected."""
+"""Events of one worker's step at most, with one server; to estimate the size."""
 
 Event = dict[str, Any]
 
 
 class Steps(NamedTuple):
-    """Which steps a trace holds, by each worker's own count: from `first` up to, and without, `end`."""
+    """The steps in a trace, by each worker's own count: from `first` up to, and without, `end`."""
 
     first: int = 1
     end: int | None = None
@@ -61,7 +61,7 @@ def parse_steps(text: str) -> Steps:
 
 
 def write_trace(run_dir: str | Path, out: str | Path | None = None, steps: Steps | None = None) -> Path:
-    """Write a run's trace, whole or not at all, as `trace.json` in its folder unless `out` says where."""
+    """Write a run's trace, completely or not at all, to `out`, by default `trace.json` in the run's folder."""
     run_dir = Path(run_dir)
     target = Path(out) if out is not None else run_dir / "trace.json"
     trace = make_trace(RunRecords(run_dir), read_manifest(run_dir), steps)
@@ -72,14 +72,13 @@ def write_trace(run_dir: str | Path, out: str | Path | None = None, steps: Steps
 
 
 def read_trace(path: str | Path) -> dict[str, Any]:
-    """A trace that `write_trace` wrote."""
     return json.loads(Path(path).read_text(encoding="utf-8"))  # type: ignore[no-any-return]  # as written
 
 
 def make_trace(records: Iterable[Record], manifest: Mapping[str, Any], steps: Steps | None = None) -> dict[str, Any]:
-    """The trace as one JSON object: `traceEvents`, and in `otherData` what the run was and which steps are here.
+    """The trace as one JSON object: `traceEvents`, and in `otherData` facts about the run and the steps shown.
 
-    `records` are gone through several times; only what the trace shows is kept in memory.
+    `records` is iterated several times; only the records that the trace shows are kept in memory.
     """
     seen = _Overview.of(records)
     kept = _within(records, steps or seen.bounded(), seen)
@@ -113,11 +112,11 @@ _DRAWN: Fields = {
     "stop": {"reason": TEXT},
     "failed": {"error": TEXT},
 }
-"""What a trace cannot be drawn without."""
+"""The fields that a trace needs."""
 
 
 class RunRecords:
-    """A run's records, read from disk again by every iteration."""
+    """A run's records, read from disk again at every iteration."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -127,7 +126,7 @@ class RunRecords:
 
 
 class _Overview(NamedTuple):
-    """What has to be known of all records before some of them are chosen."""
+    """Facts about all records, needed before some of them are chosen."""
 
     by_step: Counter[int]
     """How many workers recorded each step."""
@@ -150,7 +149,7 @@ class _Overview(NamedTuple):
         return cls(by_step, updates, dict(sorted(roles.items())))
 
     def bounded(self) -> Steps:
-        """As many steps from the first on as make a file of a bearable size."""
+        """The first steps, as many as stay below `MOST_EVENTS`."""
         each = PER_STEP + self.updates / max(1, self.by_step.total())
         events = 0.0
         for step in sorted(self.by_step):
@@ -161,7 +160,7 @@ class _Overview(NamedTuple):
 
 
 def _within(records: Iterable[Record], steps: Steps, seen: _Overview) -> list[Record]:
-    """Steps by their number; what is no step by the time that these took."""
+    """These steps, and all other records during them."""
     if steps == Steps():
         return list(records)
     chosen = [row for row in records if row["kind"] == "step" and _is_in(row["step"], steps)]
@@ -184,7 +183,7 @@ def _process(rank: int) -> dict[str, int]:
 
 
 def _us(ns: int) -> float:
-    """Microseconds to the nanosecond."""
+    """Microseconds with nanosecond resolution."""
     return round(ns / 1000, 3)
 
 
@@ -198,7 +197,7 @@ def _named(roles: Mapping[int, str]) -> Iterator[Event]:
 
 
 _TOLD = ("step", "position", "samples", "loss", "sent", "received", "path", "rule", "why", "generation")
-"""What a span says when it is clicked, where its record has it."""
+"""Fields of a record that a span shows when it is clicked."""
 
 
 def _done(found: Sequence[Span]) -> Iterator[Event]:

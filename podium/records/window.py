@@ -1,17 +1,17 @@
-"""One piece of work on a device, measured: seconds, joules, memory, how busy the chip and the host were.
+"""Measures one piece of work on a device: seconds, joules, memory, utilisation of the GPU and the host.
 
-The figures of a `Reading` are measured or absent, never guessed; `Reading.absent` says why. Energy follows the rules of
-MLPerf's power measurement as far as they can be followed without a meter at the wall:
+The figures of a `Reading` are measured or absent, never guessed; `Reading.absent` has the reason. Energy follows the
+rules of MLPerf's power measurement as far as possible without a meter at the wall:
 
 - Energy and performance come from the same run: one window gives both, so no report can take the best of each.
-- A window lasts `ENERGY_WINDOW_S` at least. Where the work is shorter, the loop is extended by the same code; a shorter
-  window's energy is given and flagged (`energy_is_short`). The counter moves in steps and the board's sensor looks only
-  part of the time (Yang, Adamek, Armour, Part-time Power Measurements, 2023, https://arxiv.org/abs/2312.02741).
-- Nobody changes clocks or power limits between the arms of a comparison, and the limit, the clocks, the driver and the
-  temperature are written down beside the result (`Board`). Arms are interleaved: hotter silicon draws more.
+- A window lasts `ENERGY_WINDOW_S` at least. Where the work is shorter, the same code repeats the loop; a shorter
+  window's energy is given and flagged (`energy_is_short`). The counter moves in steps and the board's sensor measures
+  only part of the time (Yang, Adamek, Armour, Part-time Power Measurements, 2023, https://arxiv.org/abs/2312.02741).
+- Clocks and power limits must not change between the arms of a comparison, and the limit, the clocks, the driver and
+  the temperature are recorded beside the result. Arms are interleaved: hotter silicon draws more.
 - Total and idle-subtracted energy are both reported. There is no energy of one process or one trial: joules per trial
   are the total divided by the trials.
-- Results are called by `LABEL`: GPU board energy alone, without the host, and never "MLPerf results".
+- Results are named by `LABEL`: GPU board energy alone, without the host, and never "MLPerf results".
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ ENERGY_WINDOW_S: Final = 60.0
 """The shortest window whose energy is worth reporting."""
 
 SAMPLE_EVERY_S: Final = 0.1
-"""How often an open window looks at memory and utilisation."""
+"""How often an open window samples memory and utilisation."""
 
-_FAMILY_EVERY_S: Final = 1.0  # looking for new processes costs more than reading the known ones
-_FAMILY_PART: Final = 0.02  # and where there are thousands, it takes at most this part of a core
+_FAMILY_EVERY_S: Final = 1.0  # finding new processes costs more than reading the known ones
+_FAMILY_PART: Final = 0.02  # where there are thousands, it takes at most this part of a core
 _JOIN_S: Final = 5.0
 _PROC: Final = Path("/proc")
 _IDLE_SAMPLE_S: Final = 0.05
 
 
 class Idle(NamedTuple):
-    """What a GPU draws and holds while nothing runs on it; None where NVML does not say."""
+    """Power and memory of a GPU while nothing runs on it; None where NVML does not give them."""
 
     power_w: float | None
     memory_bytes: int | None
@@ -57,46 +57,46 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What one window measured. None is absent, and `absent` says why, by field."""
+    """The measurements of one window. None is absent, and `absent` has the reason, by field."""
 
     seconds: float
     """Wall-clock time between the edges of the window."""
     energy_j: float | None
-    """What the whole board used, by its counter."""
+    """Energy of the whole board, by its counter."""
     energy_over_idle_j: float | None
-    """The same without what it would have used idle."""
+    """The same minus the energy of an idle board."""
     power_w: float | None
-    """Mean power: energy by seconds."""
+    """Mean power: energy / seconds."""
     power_over_idle_w: float | None
     energy_is_short: bool
     """The window was shorter than `ENERGY_WINDOW_S`: an energy in it is a hint, not a result."""
     memory_bytes: float | None
-    """Device memory of everybody at its peak (every 100 ms), over the idle baseline."""
+    """Peak device memory of all processes (sampled every 100 ms), over the idle baseline."""
     utilisation: float | None
     """Mean per cent of the time in which any kernel ran, however small."""
     sm_util: float | None
     """Per cent of the multiprocessors that were busy, over the window, as the three below."""
     sm_occupancy: float | None
-    """Warps, in per cent of as many as fit."""
+    """Active warps, in per cent of the maximum."""
     any_tensor_util: float | None
     """Per cent of the time that tensor cores worked."""
     dram_bw_util: float | None
-    """Bytes moved, in per cent of what device memory could."""
+    """Bytes moved, in per cent of the memory bandwidth."""
     temperature_before_c: float | None
     temperature_after_c: float | None
     host_memory_bytes: float | None
-    """Resident memory of this process and all below it, at its peak. Pages they share count once for each."""
+    """Peak resident memory of this process and its descendants. Shared pages count once for each process."""
     cpu_s: float | None
-    """Processor time of this process and all below it. It may lack the end of a process that was not waited for."""
+    """CPU time of this process and its descendants. It may lack the end of a process that was not waited for."""
     absent: Mapping[str, str]
     """Why a field is None, by its name."""
 
 
 def measure_idle(gpu: Gpu, seconds: float = 5.0) -> Idle:
-    """Watch a GPU on which nothing should run. Blocks for `seconds`; a second or more is worth it.
+    """Measure a GPU on which nothing should run. Blocks for `seconds`, which should be a second or more.
 
-    The same board draws more while a process holds a CUDA context: measure idle in the state that the work is compared
-    with, and say which it was.
+    The same board draws more while a process has a CUDA context: measure idle in the state that the work is compared
+    with, and report which it was.
     """
     if not seconds > 0:
         raise ConfigError(f"measure_idle: seconds must be above 0, got {seconds}")
@@ -118,14 +118,14 @@ def measure_idle(gpu: Gpu, seconds: float = 5.0) -> Idle:
 
 @final
 class Window:
-    """Measures what happens between `begin` and `end`, or inside its `with`; then `reading` holds the figures.
+    """Measures between `begin` and `end`, or inside its `with`; then `reading` has the figures.
 
-    Both edges wait for the kernels that this process has launched on the board (other processes must be done by
-    themselves). A thread reads memory and utilisation every 100 ms; it ends with the window. `gpu` is None where
-    there is none: seconds and the host's figures are measured all the same. With `idle`, energy and power are also
-    given without their idle part, and memory is counted from the idle baseline; else memory is counted from what was in
-    use at the beginning. `gpm=False` leaves the chip's own counters alone, for runs beside a profiler. A window may be
-    used again, after its end.
+    Both edges wait for the kernels that this process has launched on the board (other processes must synchronise
+    themselves). A thread samples memory and utilisation every 100 ms; it ends with the window. Without a `gpu`, only
+    seconds and the host's figures are measured. With `idle`, energy and power are also given without their idle part,
+    and memory is counted from the idle baseline; else memory is counted from the memory in use at the beginning.
+    `gpm=False` does not use the chip's own counters, for runs beside a profiler. A window may be used again, after its
+    end.
     """
 
     def __init__(self, gpu: Gpu | None, *, idle: Idle | None = None, gpm: bool = True) -> None:
@@ -139,7 +139,7 @@ class Window:
     def reading(self) -> Reading:
         """The figures, once the window has ended."""
         if self._reading is None:
-            raise ConfigError("Window: reading is there once the window has ended, and it has not")
+            raise ConfigError("Window: reading is available once the window has ended, and it has not")
         return self._reading
 
     def begin(self) -> None:
@@ -148,7 +148,7 @@ class Window:
         _synchronise(self._gpu)
         self._reading = None
         self._sampler = _Sampler(self._gpu)
-        weakref.finalize(self, self._sampler.stop)  # a window that is dropped without an end leaves no thread
+        weakref.finalize(self, self._sampler.stop)  # no thread stays if a window is dropped without `end`
         self._sampler.start()
         if self._gpm is not None:
             self._gpm.begin()
@@ -176,7 +176,7 @@ class Window:
         if error is None:
             self.end()
         else:
-            with contextlib.suppress(RuntimeError):  # a device that failed cannot be waited for: the error says more
+            with contextlib.suppress(RuntimeError):  # a failed device cannot be waited for: raise the first error
                 self.end()
 
     def _read(self, ended: _Moment, after: _Around, gpm: Mapping[str, float | None], sampler: _Sampler) -> Reading:
@@ -211,7 +211,7 @@ class Window:
 
 
 class _Sheet:
-    """Figures as they come in, and why some do not."""
+    """Collects figures, and the reasons for missing ones."""
 
     def __init__(self) -> None:
         self.figures: dict[str, float | None] = {}
@@ -225,14 +225,14 @@ class _Sheet:
 
 
 class _Moment(NamedTuple):
-    """Time and energy, read next to each other: one by the other is power."""
+    """Time and energy, read right after each other, since power is their ratio."""
 
     at_s: float
     energy_j: float | None
 
 
 class _Around(NamedTuple):
-    """What else is read at an edge of a window: slower, so outside of it."""
+    """Other figures at an edge of a window; slower to read, so read outside of it."""
 
     memory_bytes: float | None
     temperature_c: float | None
@@ -251,14 +251,14 @@ def _around(gpu: Gpu | None) -> _Around:
 
 
 def _synchronise(gpu: Gpu | None) -> None:
-    """Wait for the kernels that this process has launched; CUDA is not started for it."""
+    """Wait for the kernels that this process has launched; does not start CUDA."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize(None if gpu is None else gpu.index)
 
 
 @final
 class _Sampler:
-    """Reads what only samples can show: peak memory, utilisation. Keeps sums and peaks only."""
+    """A thread that samples peak memory and utilisation. Stores sums and peaks only."""
 
     def __init__(self, gpu: Gpu | None) -> None:
         self._gpu = gpu
@@ -266,7 +266,7 @@ class _Sampler:
         self._thread = threading.Thread(target=self._run, name="podium-window", daemon=True)
         self._family: list[int] = []
         self._look_again_s = 0.0
-        self._used: list[float] = [0.0, 0.0]  # the sum of what was read, and how often
+        self._used: list[float] = [0.0, 0.0]  # the sum of utilisation samples, and their number
         self.memory_bytes: float | None = None
         self.host_bytes: float | None = None
         self.trouble = ""
@@ -284,7 +284,7 @@ class _Sampler:
         self._stopped.set()
 
     def finish(self) -> None:
-        """End the thread, and look once more. Where it does not end (the driver hangs), `trouble` says so."""
+        """End the thread, and sample once more. If it does not end (the driver hangs), sets `trouble`."""
         self.stop()
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
@@ -321,7 +321,7 @@ def _less(value: float | None, part: float | None) -> float | None:
 
 
 def _rise(before: float | None, after: float | None) -> float | None:
-    """How far a counter went; None where it was set back."""
+    """The increase of a counter; None where it was reset."""
     rise = _less(after, before)
     return rise if rise is not None and rise >= 0 else None
 
@@ -329,13 +329,13 @@ def _rise(before: float | None, after: float | None) -> float | None:
 def _resident_bytes(pids: Iterable[int]) -> float | None:
     pages = 0
     for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             pages += int((_PROC / str(pid) / "statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") if pages else None
 
 
 def _cpu_of_family() -> float | None:
-    """Processor seconds of this process and all below it so far, those that have ended and were waited for included."""
+    """CPU seconds of this process and its descendants so far, including ended ones that were waited for."""
     family = _family()
     if not family:
         return None
@@ -345,7 +345,7 @@ def _cpu_of_family() -> float | None:
 
 
 def _family() -> dict[int, int]:
-    """This process and all below it, with the clock ticks each has used, those of its reaped children included."""
+    """This process and its descendants, with the clock ticks each has used, including its reaped children's."""
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     with contextlib.suppress(OSError):

@@ -1,13 +1,13 @@
 """Which samples have moved a unit: intervals of the global order, in bounded memory.
 
 Leases are lent in order and applied nearly in order. All samples below the low-water mark are applied; above it, only
-what came out of order is kept, as intervals. There are at most as many intervals as open leases, however many pushes
-there were: one number per push took 85 bytes each, and 3.4 s of every snapshot after 500,000 pushes.
+intervals that were applied out of order are stored. There are at most as many intervals as open leases, however many
+pushes there were: one number per push took 85 bytes each, and 3.4 s of every snapshot after 500,000 pushes.
 
 Intervals and not lease numbers, because a lease may be cut differently when it is lent again: after a restart of the
-first server with `steps=speed`, the same samples come in leases of another length.
+first server with `steps=speed`, the same samples are in leases of another length.
 
-A lease without samples has no interval; its number says where it lies (`lease.py`). Below the mark it counts as
+A lease without samples has no interval; its number encodes its position (`lease.py`). Below the mark it counts as
 applied: it moves nothing.
 """
 
@@ -24,17 +24,17 @@ Span = tuple[int, int]
 
 
 def span_of_lease(number: int, size: int) -> Span:
-    """The samples of a lease, as a push names it."""
+    """The samples of a lease that a push names."""
     return (number, number + max(1, size)) if number >= 0 else (number, number)
 
 
 class Applied:
-    """What has moved one unit since its segment began."""
+    """The samples that have moved one unit since its segment began."""
 
     def __init__(self, start: int = 0) -> None:
-        """`start`: where the segment begins in the order."""
+        """`start`: the position at which the segment begins."""
         self.mark = start
-        """Everything from the start up to here is applied."""
+        """All samples from the start up to here are applied."""
         self._starts: list[int] = []
         self._stops: list[int] = []
         self._empty: set[int] = set()
@@ -45,11 +45,11 @@ class Applied:
     __hash__ = None  # type: ignore[assignment]  # it changes
 
     def __len__(self) -> int:
-        """How much is remembered: intervals and numbers, not samples."""
+        """Number of stored intervals and numbers, not of samples."""
         return 1 + len(self._starts) + len(self._empty)
 
     def has(self, span: Span) -> bool:
-        """Whether these samples are applied; raises where only some of them are: such a push cannot be applied."""
+        """Whether these samples are applied; raises where only some are: such a push cannot be applied."""
         start, stop = span
         if start < 0:
             return start in self._empty or position_of(start) < self.mark
@@ -67,7 +67,7 @@ class Applied:
         return False
 
     def add(self, span: Span) -> None:
-        """These samples are applied now."""
+        """Mark these samples as applied."""
         start, stop = span
         if start < 0:
             if position_of(start) >= self.mark:
@@ -84,7 +84,7 @@ class Applied:
 
     def _insert(self, start: int, stop: int) -> None:
         at = bisect_right(self._starts, start)
-        if at and self._stops[at - 1] >= start:  # it begins where the one before ends
+        if at and self._stops[at - 1] >= start:  # it begins where the previous interval ends
             at -= 1
             start, stop = self._starts[at], max(stop, self._stops[at])
         end = at
@@ -94,7 +94,7 @@ class Applied:
         self._starts[at:end], self._stops[at:end] = [start], [stop]
 
     def edges(self) -> list[int]:
-        """Where applied samples and others meet."""
+        """Positions where applied and missing samples meet."""
         return [self.mark, *self._starts, *self._stops]
 
     # As plain values, for copies.

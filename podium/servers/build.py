@@ -1,4 +1,4 @@
-"""A server of a job, with its ranges, codec and copies."""
+"""Makes a server of a job, with its ranges, codec and copies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from podium.servers.replay import AsRecorded, AsTheyCome
 from podium.servers.server import CopyOptions, Server, ServerOptions
 
 _MOST_APPLY_THREADS = 4
-"""Threads that move a server's parameters: memory gives no more to more of them."""
+"""Threads that move a server's parameters: with more, memory bandwidth is the limit."""
 
 
 def make_server(
@@ -27,9 +27,9 @@ def make_server(
     replaces: bool = False,
     tell_awaits: Callable[[Meta], None] | None = None,
 ) -> Server:
-    """A server with its ranges, before it has met a worker; or one that takes the place of a lost one.
+    """A server with its ranges; `replaces`: restored in the place of a lost one.
 
-    `tell_awaits`: as `ServerOptions` has it.
+    `tell_awaits`: see `ServerOptions`.
     """
     with comm.computing(), undrawn():
         seed_generators(job.config.seed)
@@ -54,7 +54,7 @@ def make_server(
 
 
 def _copies(job: Job, comm: Communicator) -> CopyOptions:
-    """Where ranks are processes, servers are copied; where they share one, they are lost together."""
+    """Snapshots only where ranks are separate processes: ranks that share one are lost together."""
     spec = job.strategy.server_spec
     if job.run_dir is None or comm.shares_process:
         return CopyOptions(replicas=spec.replicas)

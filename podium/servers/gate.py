@@ -13,10 +13,10 @@ stale is dropped, and its slice lent again.
     GBA        no bound    a global batch of samples; too stale  Su et al., NeurIPS 2022, arXiv 2205.11048
                            ones drop
 
-With a bound of 0 nobody can read between two pushes of one clock, so they are gathered into one update: SSP(0) is BSP,
-momentum and all. SSP without a bound is ASP.
+With a bound of 0 no worker can read between two pushes of one clock, so they are gathered into one update: SSP(0) is
+BSP, momentum included. SSP without a bound is ASP.
 
-With a persistent speed gap every finite bound ends at the slowest worker's pace: slack absorbs only what varies.
+With a persistent speed gap every finite bound ends at the slowest worker's pace: slack absorbs only variation.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from podium.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """A consistency model, as it travels to the servers."""
+    """A consistency model, sent to the servers."""
 
     bound: float | None = None
     """How far a worker may be ahead of the slowest; None: without limit."""
     bound_high: float | None = None
     """DSSP: the bound may rise to this, where that shortens the wait."""
     pushes: int = 1
-    """How many pushes make an update, …"""
+    """An update is made of this many pushes, …"""
     all_workers: bool = False
     """… or one of every worker that still has work, …"""
     samples: int | None = None
@@ -45,11 +45,11 @@ class Rules:
     wait: bool = False
     """Whether a worker waits for the update that its push becomes part of."""
     freshest: int | None = None
-    """A push that is staler than this is dropped; None: none is."""
+    """Pushes that are staler than this are dropped; None: none is."""
 
     @property
     def immediate(self) -> bool:
-        """Whether every push is applied as it comes, unit by unit, without a decision."""
+        """Whether every push is applied on arrival, unit by unit, without a decision."""
         return self.pushes == 1 and not self.all_workers and self.samples is None and self.freshest is None
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Rules:
 
 
 class Push(NamedTuple):
-    """One worker's gradient over one slice, as the gate sees it."""
+    """What the gate knows of one worker's gradient over one slice."""
 
     source: int
     lease: int
@@ -80,9 +80,9 @@ class Clocks:
     workers: set[int]
     pushes: dict[int, int] = field(default_factory=dict)
     resting: set[int] = field(default_factory=set)
-    """Workers for whom there is nothing left to do: nobody waits for them."""
+    """Workers that have no work left: no worker waits for them."""
     allowed: dict[int, float] = field(default_factory=dict)
-    """DSSP: how far ahead each worker may be for now."""
+    """DSSP: how far ahead each worker may be at present."""
     _at: dict[int, tuple[int, int]] = field(default_factory=dict)  # when a worker pushed last, and the interval before
 
     def tick(self, worker: int, now_ns: int) -> None:
@@ -95,19 +95,18 @@ class Clocks:
             self.allowed.pop(worker, None)
 
     def rest(self, workers: Iterable[int]) -> None:
-        """There is nothing left to do for these workers: nobody waits for them."""
+        """These workers have no work left: no worker waits for them."""
         self.resting.update(workers)
 
     def wake(self, worker: int) -> None:
-        """A worker that rested has something to do after all."""
+        """A worker that rested has work again."""
         self.resting.discard(worker)
 
     def lose(self, worker: int) -> None:
-        """A worker is gone."""
         self.workers.discard(worker)
 
     def lead(self, worker: int) -> int:
-        """How far a worker is ahead of the slowest that still has work."""
+        """How many pushes a worker is ahead of the slowest that still has work."""
         others = [self.pushes.get(w, 0) for w in self.workers - self.resting]
         return self.pushes.get(worker, 0) - min(others, default=self.pushes.get(worker, 0))
 
@@ -145,7 +144,7 @@ class Clocks:
             return low
         lead = self.lead(worker)
         best, shortest = high, float("inf")
-        for extra in range(high - lead + 2):  # more clocks, the last of them begun with the highest lead
+        for extra in range(high - lead + 2):  # further clocks, the last of them begun with the highest lead
             here = now + extra * mine
             catches_up = max(1, -(-(here - then) // theirs))
             wait = then + catches_up * theirs - here
@@ -155,7 +154,7 @@ class Clocks:
 
 
 class Gathering:
-    """Pushes on their way to becoming an update."""
+    """Pushes that wait to become an update."""
 
     def __init__(self, rules: Rules, workers: Collection[int]) -> None:
         self.rules, self.workers = rules, set(workers)
@@ -163,33 +162,33 @@ class Gathering:
         self.waiting: list[Push] = []
 
     def add(self, push: Push) -> bool:
-        """Whether this push is fresh enough to count; it then waits for the others."""
+        """Whether this push is fresh enough to count; it then waits for further pushes."""
         if self.rules.freshest is not None and push.staleness > self.rules.freshest:
             return False
         self.waiting.append(push)
         return True
 
     def rest(self, workers: Iterable[int]) -> None:
-        """There is nothing left to do for these workers: nobody waits for them."""
+        """These workers have no work left: no worker waits for them."""
         self.resting.update(workers)
 
     def wake(self, worker: int) -> None:
-        """A worker that rested has something to do after all."""
+        """A worker that rested has work again."""
         self.resting.discard(worker)
 
     def clear(self) -> None:
-        """All pushes that wait will come again."""
+        """Drop all pushes that wait: workers will send them again."""
         self.waiting.clear()
 
     def forget(self, source: int) -> None:
-        """A worker is gone: nobody waits for it. What it has pushed stays."""
+        """A worker is gone: no worker waits for it. Its pushes stay."""
         self.workers.discard(source)
         self.resting.discard(source)
 
     def take(self, last: bool = False) -> list[Push]:
         """The pushes that make the next update, in the order of their slices; none while there are not enough.
 
-        `last`: nothing more will come, so all pushes that wait make an update.
+        `last`: no more pushes will come, so all that wait make an update.
         """
         if not self.waiting or not (last or self._is_enough()):
             return []
@@ -197,7 +196,7 @@ class Gathering:
         return taken
 
     def missing(self) -> set[int]:
-        """Workers that those which have pushed wait for."""
+        """Workers that workers with a waiting push wait for."""
         if not self.waiting or not self.rules.wait:
             return set()
         return self.workers - self.resting - {push.source for push in self.waiting}
@@ -208,6 +207,6 @@ class Gathering:
             return working <= {push.source for push in self.waiting}
         if rules.samples is not None:
             return sum(push.samples for push in self.waiting) >= rules.samples
-        if rules.wait:  # no more can come than from those with work left and those that have pushed
+        if rules.wait:  # at most one push each of the workers with work left and of those that have pushed
             return len(self.waiting) >= min(rules.pushes, len(working | {push.source for push in self.waiting}))
         return len(self.waiting) >= rules.pushes

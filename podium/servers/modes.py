@@ -1,8 +1,8 @@
 """Consistency modes of a parameter server: what makes an update, and how far workers may drift apart.
 
 One class per mode and one line in `MODES`. `podium/servers/gate.py` has the table of modes with their papers. A mode is
-what workers know: how a global step is cut into slices, how much of an update each push is, how large the update is.
-Servers get `Rules`, which a mode makes for them, and know no modes.
+used by workers: how a global step is cut into slices, what fraction of an update each push is, how large the update
+is. Servers know no modes: they get `Rules`, which a mode makes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mode(ABC):
-    """The fields of a mode are the options of the strategy that it heeds."""
+    """The fields of a mode are the options of the strategy that it uses."""
 
     by_leases: ClassVar[bool] = True
     """Whether workers lease samples, each at its own speed, rather than share every global step."""
     can_drop: ClassVar[bool] = False
     """Whether pushes that are too stale may be dropped (`drop_beyond`)."""
     can_mitigate: ClassVar[bool] = True
-    """Whether gradients may be stale, so that servers can do something about it."""
+    """Whether gradients may be stale, so that `mitigation` has an effect."""
     not_replayed: ClassVar[str] = ""
     """Why a recorded run cannot be replayed."""
 
@@ -51,26 +51,26 @@ class Mode(ABC):
 
     @abstractmethod
     def rules(self, sizes: Sizes) -> Rules:
-        """What servers go by."""
+        """The rules for servers."""
 
     def slices(self, workers: int) -> int:
-        """Into how many slices a global step is cut, unless a lease's size is given."""
+        """Slices per global step, unless the strategy sets a lease's size."""
         return workers
 
     def pushes(self, workers: int) -> int:
-        """How many pushes make an update."""
+        """Pushes per update."""
         return 1
 
     def updates(self, workers: int) -> int:
-        """How many updates there are in the time in which every worker pushes once."""
+        """Updates in the time in which every worker pushes once."""
         return workers if self.streams else 1
 
     def share(self, sizes: Sizes) -> float:
-        """An update's samples over those of a global step."""
+        """An update's samples divided by those of a global step."""
         return min(1.0, self.pushes(sizes.workers) / sizes.slices)
 
     def weight(self, part: float, sizes: Sizes) -> float:
-        """How much of an update a push is that has this part of a global step's samples."""
+        """The weight in an update of a push that has this part of a global step's samples."""
         return 1.0
 
 
@@ -95,7 +95,7 @@ class Sync(Mode):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Async(Mode):
-    """Every push is an update; nobody waits."""
+    """Every push is an update; no worker waits."""
 
     can_drop: ClassVar[bool] = True
 
@@ -111,7 +111,7 @@ class Async(Mode):
 
 @dataclass(frozen=True, kw_only=True)
 class SSP(Mode):
-    """Every push is an update; a worker waits where it is too far ahead. With a bound of 0 all make every update."""
+    """Every push is an update; a worker that is too far ahead waits. With bound 0, all workers make every update."""
 
     staleness: int
 
@@ -194,7 +194,7 @@ class Backup(Mode):
         return self.pushes(workers)
 
     def pushes(self, workers: int) -> int:
-        return workers - min(self.backups, workers - 1)  # after losses there may be too few left to wait for
+        return workers - min(self.backups, workers - 1)  # at least one, also after losses
 
     def rules(self, sizes: Sizes) -> Rules:
         return Rules(pushes=self.pushes(sizes.workers), wait=True, freshest=0)
@@ -234,6 +234,6 @@ MODES: dict[ModeName, type[Mode]] = {
 
 
 def make_mode(name: ModeName, options: Any) -> Mode:
-    """The mode of that name, with the options of this strategy that it heeds."""
+    """The mode of that name, with this strategy's options."""
     cls = MODES[name]
     return cls(**{field.name: getattr(options, field.name) for field in dataclasses.fields(cls)})

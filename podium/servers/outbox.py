@@ -1,4 +1,4 @@
-"""What one server sends: answers to workers, and words to other servers."""
+"""What one server sends: answers to workers, and messages to other servers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Outbox:
-    """Sends for one server, and knows which servers there are in the present segment."""
+    """Sends for one server; knows the servers of the present segment."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.rank = comm, comm.rank
         self.servers: tuple[int, ...] = comm.servers
         self.segment: list[int] | None = None
-        """The present segment's name; segments come in the order of their names. None where the seed has no name."""
+        """The present segment's name; later segments have larger names. None where the seed has no name."""
 
     def begin(self, seed: Seed) -> None:
         """A segment begins."""
@@ -32,7 +32,7 @@ class Outbox:
 
     @property
     def is_first(self) -> bool:
-        """Whether this server holds the cursor and decides for all."""
+        """Whether this server holds the cursor and decides for all servers."""
         return self.rank == self.servers[0]
 
     @property
@@ -40,17 +40,17 @@ class Outbox:
         return [server for server in self.servers if server != self.rank]
 
     def answer(self, message: Message, facts: Any, body: Sequence[Tensor] = (), more: bool = False) -> None:
-        """Reply to a worker or a server, which may be gone by now."""
+        """Reply to a worker or a server; does nothing where it is gone."""
         with contextlib.suppress(Lost):
             self.comm.reply(message, encode(facts), body, more)
 
     def tell(self, server: int, word: Any) -> None:
-        """Send one way; a server that is being replaced does not hear it, and says hello when it is back."""
+        """Send one way; a server that is being replaced misses it, and sends `Hello` when it is restored."""
         with contextlib.suppress(Lost):
             self.send(server, word)
 
     def send(self, server: int, word: Any, body: Sequence[Tensor] = ()) -> None:
-        """Send one way, in the name of the present segment; raises `Lost` where the server is being replaced."""
+        """Send one way, marked with the present segment; raises `Lost` where the server is being replaced."""
         meta = encode(word._replace(segment=self.segment))
         if isinstance(word, Mirror):
             meta, body = fold(meta, body)

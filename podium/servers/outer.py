@@ -1,7 +1,7 @@
 """The outer optimizer: how servers move the parameters by the result of workers' many local steps.
 
 Workers push not a gradient but a delta: the parameters they began with minus those they reached. Deltas are stale when
-they arrive, and momentum that adds each of them at once carries their staleness on. Delayed Nesterov updates momentum
+they arrive, and momentum that adds each of them at once prolongs their staleness. Delayed Nesterov updates momentum
 only every `delay` arrivals; in between, deltas are applied without momentum:
 
     sum += delta
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @final
 class DelayedNesterov(Optimizer):
-    """Elementwise, so it runs on any range. Its state: `momentum`, the `sum` of deltas that it lacks, their `count`."""
+    """Elementwise, so it runs on any range. State: `momentum`, the `sum` of deltas not yet in it, their `count`."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.7, momentum: float = 0.9, delay: int = 1) -> None:
         if delay < 1:
@@ -59,7 +59,7 @@ class DelayedNesterov(Optimizer):
         if state["count"] < delay:
             p.add_(part, alpha=-lr)
             return
-        # By the count, where the delay has changed meanwhile because workers have joined or left.
+        # By the count, not the delay, which may have changed because workers have joined or left.
         state["momentum"].mul_(momentum).add_(state["sum"] / state["count"])
         p.add_(part.add(state["momentum"], alpha=momentum), alpha=-lr)
         state["sum"].zero_()
@@ -67,7 +67,7 @@ class DelayedNesterov(Optimizer):
 
 
 def make_outer(groups: int, settings: Meta) -> DelayedNesterov:
-    """The optimizer that a seed asks for, with as many parameter groups as the task's own has, and no parameters."""
+    """The seed's outer optimizer, with as many parameter groups as the task's own has, and no parameters."""
     empty = [{"params": [torch.nn.Parameter(torch.empty(0))]} for _ in range(groups)]
     try:
         return DelayedNesterov(empty, **settings)

@@ -1,4 +1,4 @@
-"""What other servers say to a server, and workers that wait for several."""
+"""A server's handlers of messages from other servers, and from workers that wait for several servers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class PeerWords:
-    """Hears the other servers. What is of a later segment than the present one waits until that begins here."""
+    """Handles other servers' messages. Those of a later segment wait until it begins here."""
 
     def __init__(self, segments: Segments, transfer: StateTransfer) -> None:
         self._segments, self._transfer = segments, transfer
         self._replicas, self._outbox = segments.parts.replicas, segments.parts.outbox
         self.early: list[Message] = []
-        """Of other servers, where the segment has begun that is to begin here."""
+        """Messages of a segment that has begun on another server and not here yet."""
 
     def segment_begun(self, take_up: Callable[[Message], None]) -> None:
         waiting, self.early = self.early, []
@@ -28,7 +28,7 @@ class PeerWords:
             take_up(message)
 
     def _is_of_another_segment(self, message: Message, word: Any) -> bool:
-        """Whether another server speaks of a segment that is over here, or has not begun here yet."""
+        """Whether a message is about a segment that is over here, or has not begun here yet."""
         mine, theirs = self._outbox.segment, getattr(word, "segment", None)
         if theirs is None or mine is None or list(theirs) == mine:
             return False
@@ -47,7 +47,7 @@ class PeerWords:
         self._transfer.let_go()  # it may have been the last decision
 
     def hello(self, message: Message, hello: Hello) -> None:
-        """Another server was restored, and knows nothing of what it missed."""
+        """Another server was restored: send again what it missed."""
         segment = self._segments.present
         self._replicas.renew(message.source)
         if self._is_of_another_segment(message, hello):

@@ -1,14 +1,14 @@
-"""Which part of the flat parameters lives on which server.
+"""Which part of the flat parameters lies on which server.
 
-Servers hold ranges of the flat buffers, balanced by bytes to the element and cut where the balance says, not at layers:
-one huge layer lies on several servers. A range never mixes two parameter groups, so one set of hyper-parameters applies
-to it. Where servers are unequal, weights say how much of the whole each holds (`podium.balance.ranges`).
+Servers hold ranges of the flat buffers, balanced by bytes to the element and not cut at layers: one huge layer lies on
+several servers. A range never mixes two parameter groups, so one set of hyper-parameters applies to it. Where servers
+are unequal, weights give each server's fraction of the whole (`podium.balance.ranges`).
 
-What travels in one message is a unit: neighbouring ranges of one server, at most `unit_bytes` of them, ready when the
-last bucket that they touch is. So gradients can leave while backward still runs, and parameters come back while others
-are still on their way to the servers.
+One message holds a unit: neighbouring ranges of one server, at most `unit_bytes` of them, ready when the last bucket
+that they touch is. So gradients can leave while backward still runs, and parameters come back while other gradients
+are still being sent.
 
-An embedding that travels by rows is cut between rows, and each server's part of it is a range and a unit of its own, of
+An embedding that travels by rows is cut between rows, and each server's part of it is a separate range and unit, of
 which only touched rows travel.
 """
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ROW_UNIT_BYTES = 256 << 20
-"""What travels by rows is cut into units of this size, which is far from what a message may hold: few rows travel as a
-rule, and all of them after a server was restored."""
+"""Embeddings that travel by rows are cut into units of this size, far below the largest message: usually few rows
+travel, and all of them after a server was restored."""
 _MOST_RANGES = 256
-"""Of one unit, each a tensor in its messages: a header of 64 KiB has to describe them."""
+"""Ranges of one unit, each a tensor in its messages: a header of 64 KiB must describe them."""
 
 
 class Part(NamedTuple):
@@ -74,7 +74,7 @@ def groups_of(ranges: Sequence[Range]) -> list[int]:
 
 
 class Layout(NamedTuple):
-    """What one server holds."""
+    """One server's ranges and units."""
 
     ranges: list[Range]
     units: list[Unit]
@@ -132,8 +132,8 @@ def divide_ranges(
 ) -> list[list[Range]]:
     """Ranges of each server; every element lies in exactly one.
 
-    In proportion to the weights, one per server; without weights, equally much each. A server's share differs from that
-    by a few elements at most, or by a row of an embedding that is cut between rows.
+    In proportion to the weights, one per server; without weights, equal. A server's part differs from that by a few
+    elements at most, or by a row of an embedding that is cut between rows.
     """
     sizes = [(p.stop - p.start) * element_bytes[p.buffer] for p in pieces]
     ends, before = _ends(sum(sizes), servers, weights), 0

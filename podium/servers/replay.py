@@ -1,6 +1,6 @@
-"""The order in which a server takes up its messages: as they come, or as they came in a recorded run.
+"""The order in which a server processes its messages: as they arrive, or as in a recorded run.
 
-The order in which servers take up draws and pushes decides an asynchronous run; everything else follows from the seed.
+The order in which servers process draws and pushes decides an asynchronous run; everything else follows from the seed.
 Records hold that order, so a run that raced on real machines can be repeated bit by bit in virtual time.
 """
 
@@ -26,7 +26,7 @@ class Arrivals(ABC):
 
     @abstractmethod
     def next(self, comm: Communicator, deadline_s: float | None = None) -> Message:
-        """Raises `DeadlineExceeded` where none comes within the deadline, or within the communicator's own."""
+        """Raises `DeadlineExceeded` where none arrives within the deadline; None: the communicator's own."""
 
 
 @final
@@ -39,7 +39,7 @@ class AsTheyCome(Arrivals):
 
 @final
 class AsRecorded(Arrivals):
-    """Draws and pushes in the order of a recorded run; what comes early is held back."""
+    """Draws and pushes in the order of a recorded run; early messages wait."""
 
     def __init__(self, records: Iterable[Record], rank: int) -> None:
         self._script = deque(filter(None, (_arrival(r) for r in records if r["rank"] == rank)))
@@ -53,7 +53,7 @@ class AsRecorded(Arrivals):
             message = comm.recv(deadline_s)
             if message.kind in ORDERED:
                 self._held.append(message)
-            elif message.kind == DEPARTED and self._script:  # a worker leaves when all is done, never before
+            elif message.kind == DEPARTED and self._script:  # in the recorded run, workers left only at the end
                 source, what, lease, _ = self._script[0]
                 raise RecordError(
                     f"replay: the record continues with {what} of rank {source} (lease {lease}), this run does not"
@@ -79,7 +79,7 @@ class AsRecorded(Arrivals):
 
 
 def _arrival(row: Record) -> tuple[int, str, int, int] | None:
-    """What came, and from which rank: a push that was applied as it came has no record but its update's."""
+    """The message that a record stands for: a push that was applied on arrival has only its update's record."""
     if row["kind"] == "arrival":
         return row["source"], row["what"], row["lease"], row["range"]
     if row["kind"] == "update" and "pushes" not in row:

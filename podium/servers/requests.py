@@ -1,4 +1,4 @@
-"""What workers ask of a server."""
+"""A server's handlers of workers' messages."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class WorkerRequests:
-    """Answers workers, with the objects of the present segment."""
+    """Handles workers' messages with the objects of the present segment."""
 
     def __init__(self, segments: Segments, transfer: StateTransfer) -> None:
         self._segments, self._transfer = segments, transfer
         self._members, self._outbox = segments.parts.members, segments.parts.outbox
-        self._generation = 0  # of the workers, as the last `bye` said
+        self._generation = 0  # of the workers, from the last `bye`
 
     @property
     def _segment(self) -> Segment:
@@ -62,7 +62,7 @@ class WorkerRequests:
             segment.lending.pushed()
 
     def _after_restore(self, worker: int, push: Push) -> None:
-        """Hear which lease the worker has, and how much of the lost server's work is gone."""
+        """Learn from a push which lease the worker has, and how many of the lost server's updates are missing."""
         segment = self._segment
         if segment.lending is not None:
             segment.lending.heard(worker, (push.lease,), push.size)
@@ -80,7 +80,7 @@ class WorkerRequests:
 
     def leave(self, message: Message, _: Leave) -> None:
         self._segments.is_asked()
-        if message.source not in self._members.workers:  # it has joined since, and has nothing to take home
+        if message.source not in self._members.workers:  # it has joined since, and has nothing to collect
             return self._outbox.answer(message, State(empty=True))
         self._members.leave(message)
         self._heard(message.source, ())
@@ -90,8 +90,8 @@ class WorkerRequests:
         self._transfer.let_go()
 
     def home(self, message: Message, home: Home) -> None:
-        """A worker has everything, perhaps from the server that this one replaces: then all have left that one."""
-        if list(home.segment) == self._outbox.segment:  # otherwise the next one has begun here
+        """A worker has the whole state, perhaps from the server that this one replaces: then all had left that one."""
+        if list(home.segment) == self._outbox.segment:  # otherwise the next segment has begun here
             self._members.is_through(message.source)
         self._outbox.answer(message, Done())
         self._transfer.let_go()
@@ -99,7 +99,7 @@ class WorkerRequests:
     def skip(self, message: Message, skip: Skip) -> None:
         worker = message.source
         self._members.skip(worker, broke=skip.broke)
-        self._heard(worker, ())  # first: what this server has lost since its copy is lent again
+        self._heard(worker, ())  # first: leases that a restored server's copy still holds are lent again
         if skip.broke and self._segment.lending is not None:
             self._segment.lending.applied(skip.done, worker)
         self._transfer.has_taken(worker)
@@ -109,9 +109,9 @@ class WorkerRequests:
         self._transfer.let_go()
 
     def bye(self, message: Message, bye: Bye) -> None:
-        """A worker ends. Where no segment is under way, it knows better than this server which workers are left.
+        """A worker ends. Where no segment is under way, its list of workers is newer than this server's.
 
-        A run may end before it has seeded its servers: a finished run that was resumed, a phase that never came.
+        A run may end before it has seeded its servers: a finished run that was resumed, a phase that was not reached.
         """
         if self._segments.is_idle and bye.generation >= self._generation:
             self._generation = bye.generation

@@ -1,4 +1,4 @@
-"""One segment of training as a server has it: from a seed until all workers have left."""
+"""One segment of training on a server: from a seed until all workers have left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Parts(NamedTuple):
-    """What a server has as long as it lives."""
+    """Objects that a server has for its whole life."""
 
     clock: Clock
     outbox: Outbox
@@ -43,10 +43,10 @@ class Parts(NamedTuple):
 
 
 class Segment:
-    """A seed, the rules it brings, and what follows them: leases and a push policy."""
+    """A seed, its rules, and the leases and push policy that follow them."""
 
     def __init__(self, parts: Parts, seed: Seed, *, begun: bool = True) -> None:
-        """`begun`: not before the first seed has come."""
+        """`begun`: false for the placeholder before the first seed."""
         self.clock, self.outbox, self.members, self.store, self.answers, self.records, *_ = parts
         self.paces, self.replicas, self._snapshots = parts.paces, parts.replicas, parts.snapshots
         self.seed, self.begun = seed, begun
@@ -63,18 +63,18 @@ class Segment:
         spans: Sequence[Span],
         out: Sequence[Tensor] | None = None,
     ) -> None:
-        """Move one unit, and let copies and snapshots follow; the arguments are those of `Store.apply`."""
+        """Move one unit, and update copies and snapshots; the arguments are those of `Store.apply`."""
         self.store.apply(unit, grads, options, unused, spans, out)
         self.replicas.moved(unit, grads, options, unused, spans)
         self._snapshots.moved(self, unit)
 
     def serve_draws(self) -> None:
-        """Something has changed: workers that wait for a lease may get one, where this server lends any."""
+        """After a change: give leases to workers that wait for one, where this server lends."""
         if self.lending is not None:
             self.lending.serve()
 
     def lose(self, worker: int, *, note: bool = True) -> None:
-        """A worker is gone, or takes no part any more; `note`: it has a record."""
+        """A worker is gone, or no longer takes part; `note`: write a record."""
         held = [] if self.lending is None else self.lending.cursor.held_by(worker)
         if note:
             self.records.lost(worker, held)
@@ -87,7 +87,7 @@ class Segment:
         self.serve_draws()
 
     def waits(self) -> Waits:
-        """Workers that others wait for, as far as this server knows, and those that wait for this server."""
+        """Workers that other workers wait for, as far as this server knows, and workers that wait for this server."""
         members, (awaited, waiting) = self.members, self.policy.waits()
         if members.left:
             awaited = awaited | (set(members.live) - members.through)

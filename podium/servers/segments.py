@@ -1,4 +1,4 @@
-"""The present segment of a server, and how the next one takes its place."""
+"""The present segment of a server, and the change to the next one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Segments:
     """Makes a segment of every seed."""
 
     def __init__(self, comm: Communicator, parts: Parts, *, takes_gradients: bool) -> None:
-        """`takes_gradients`: the task's optimizer is to run here in some segment, so it is refused now if it cannot."""
+        """`takes_gradients`: the task's optimizer will run here in some segment, so raise now if it cannot."""
         self._comm, self.parts = comm, parts
         self.questions = Questions(parts.members, parts.store, parts.outbox)
         self._is_new = False
@@ -39,7 +39,7 @@ class Segments:
         self.present = Segment(parts, nothing, begun=False)
 
     def begin(self, seed: Seed) -> Segment:
-        """Make ready for what a seed says; parameters and optimizer state come separately."""
+        """Begin the seed's segment; parameters and optimizer state are loaded separately."""
         comm, parts, rank = self._comm, self.parts, self._comm.rank
         parts.store.threads.settle()
         self._is_new = False
@@ -51,19 +51,19 @@ class Segments:
         self.questions.clear()
         self.present = Segment(parts, seed._replace(state=None, at=None, units=(), next=None))
         parts.replicas.attach(self.present)
-        # A worker, or a copy of this server, may know where another server was before it was replaced: that server has
-        # told us itself where it is, or will.
+        # A seed from a worker or a copy may have the old address of a server that was replaced: that server itself
+        # announces its new address.
         known, servers = comm.addresses, parts.outbox.servers
         comm.introduce({rank: where for rank, where in seed.addresses if rank not in servers or rank not in known})
-        comm.watch(parts.members.present)  # also those that may be gone before they have said a word to us
+        comm.watch(parts.members.present)  # also workers that may depart before they send a message
         return self.present
 
     def restored(self) -> None:
-        """This server took a lost one's place: until a worker asks for something, its segment may be over."""
+        """This server replaces a lost one: until a worker sends a request, its segment may be over."""
         self._is_new = True
 
     def is_asked(self) -> None:
-        """A worker wants something that is only asked for while a segment lasts."""
+        """A worker sent a request that is only sent during a segment."""
         self._is_new = False
 
     @property

@@ -1,20 +1,20 @@
 """A parameter server: it holds ranges of the parameters, and only it changes them.
 
-One loop, one message at a time, so updates cannot race. `messages.py` has what is said, with a type for each message;
-`requests.py` answers workers, `peers.py` hears other servers. A seed begins a segment (`segments.py`): it names the
-rules and the optimizer that moves the parameters, the task's own or the outer one (`outer.py`). So servers can change
-with a phase. In a segment
+One loop, one message at a time, so updates cannot race. `wire/messages.py` has a type for each message; `requests.py`
+handles those of workers, `peers.py` those of other servers. A seed begins a segment (`segments.py`): it names the rules
+and the optimizer that moves the parameters, the task's own or the outer one (`outer.py`). So servers can change with a
+phase. In a segment
 
-    pushes.py       how pushes become updates: immediate.py (each as it comes), gathered.py (several together)
-    lending.py      which worker gets which samples next, from the cursor; on the first server
-    store.py        parameters, their versions, what was applied; answers.py gives them to workers
-    members.py      which workers take part
-    transfer.py     state comes in with a seed, and goes home when all workers have left
-    replicas.py, snapshots.py, recovery.py   copies for the day this server is lost
+    pushes/             how pushes become updates: immediate.py (each on arrival), gathered.py (several together)
+    leases/lending.py   which worker gets which samples next, from the cursor; on the first server
+    store.py            parameters, their versions, what was applied; pushes/answers.py sends them to workers
+    members.py          the workers of the segment
+    transfer.py         receives the state with a seed, and returns it when all workers have left
+    copies/             replicas and snapshots, from which a lost server is restored
 
-A lost worker does not end anything. Where workers lease samples, its open leases are lent to others and training
-continues. Where they divide global steps, the step that it belonged to is answered with `lost`: the survivors take
-everything home, divide the work again, and seed again.
+A lost worker does not end the run. Where workers lease samples, its open leases are lent to other workers and training
+continues. Where they divide global steps, the step is answered with `lost`: the survivors collect the state, divide the
+work again, and seed again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CopyOptions:
     """How a server is copied."""
 
     replicas: int = 1
-    """How many servers hold each range."""
+    """Number of servers that hold each range."""
     snapshot: Path | None = None
     """The file of its snapshots, …"""
     every: int = 0
@@ -72,10 +72,10 @@ class CopyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What a server may be told beside what it serves."""
+    """Options of a server."""
 
     arrivals: Arrivals = field(default_factory=AsTheyCome)
-    """In which order messages are taken up."""
+    """The order in which messages are processed."""
     copies: CopyOptions = field(default_factory=CopyOptions)
     apply_threads: int = 0
     """Threads that move units, beside the loop; with none, the loop moves them itself."""
@@ -84,9 +84,9 @@ class ServerOptions:
     pull: Codec = field(default_factory=Dense)
     """… and how answers to them are."""
     takes_gradients: bool = True
-    """Whether the task's optimizer is to run here in some segment: it is refused at once where it cannot."""
+    """Whether the task's optimizer will run here in some segment: raise at once where it cannot."""
     tell_awaits: Callable[[Meta], None] | None = None
-    """Told now and then for which workers this server waits and for how long, once that exceeds half the deadline."""
+    """Called at intervals with the workers this server waits for, once it has waited for half the deadline."""
 
 
 class Server:
@@ -145,19 +145,19 @@ class Server:
         return self.segments.present
 
     def restore(self) -> None:
-        """Take a lost server's place, from the nearest copy of it. Raises `Lost` where there is none."""
+        """Replace a lost server, from the nearest copy of it. Raises `Lost` where there is none."""
         source = self._recovery.restore()
         self.parts.records.restored(source, self.store.updates, self.store.recorded.items())
 
     def serve(self) -> None:
-        """Until every worker has departed, or this server is retired."""
+        """Serve until every worker has departed, or this server is retired."""
         while not self._retired and not self.parts.members.all_gone:
             self.take_up(self._next())
         self.store.threads.close()
         self.parts.snapshots.wait()
 
     def take_up(self, message: Message) -> None:
-        """Check one message, and do what it asks for."""
+        """Check one message, and process it."""
         if message.kind == DEPARTED:
             return self._departed(message.source)
         kind = TYPES.get(message.kind)
@@ -176,7 +176,7 @@ class Server:
             try:
                 message = self._arrivals.next(self.comm, self._late.look_s)
             except DeadlineExceeded:
-                # Between segments nobody owes us a word; the launcher watches over the ranks and ends us with them.
+                # Between segments no message is due; the launcher watches the ranks and ends this server with them.
                 silences += 0 if self.segments.is_idle else (self._late.look_s or deadline_s) / deadline_s
                 if silences >= PATIENCE:
                     raise DeadlineExceeded(self._silence(PATIENCE * deadline_s)) from None

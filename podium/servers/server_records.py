@@ -1,4 +1,4 @@
-"""What a server writes down: the order of arrivals, with which a run can be replayed, and every update."""
+"""What a server records: the order of arrivals, by which a run can be replayed, and every update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ServerRecords:
         self._fresh = {(w, u) for w in workers for u in range(units)}
 
     def arrival(self, message: Message) -> None:
-        """A message that decides the run's order; a push that is applied as it comes has its update's record only."""
+        """Record a message that decides the run's order; a push applied on arrival has only its update's record."""
         lease, part = arrival_of(message)
         self._write("arrival", source=message.source, what=message.kind, lease=lease, range=part)
 
@@ -52,7 +52,7 @@ class ServerRecords:
         self._write("worker_lost", worker=worker, leases=leases)
 
     def lost_updates(self, unit: int, updates: int) -> None:
-        """A restored server has heard how many of the lost server's updates it lacks."""
+        """A restored server has learned how many of the lost server's updates it lacks."""
         self._write("lost_updates", range=unit, updates=updates)
 
     def restored(self, source: str, updates: int, recorded: Iterable[tuple[int, int]]) -> None:

@@ -1,8 +1,8 @@
 """The parameters of a server's ranges, and the optimizer that moves them.
 
-Each unit has an optimizer of its own, the task's or the outer one, so a unit can be stepped the moment its gradients
-are there, whether or not those of other units have come. Gradients are used where they lie: in the worker's memory
-where that is shared.
+Each unit has its own copy of the optimizer, the task's or the outer one, so a unit can be stepped as soon as its
+gradients arrive, without those of other units. Gradients are used where they lie: in the worker's memory where that is
+shared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from podium.servers.wire.moments import pack, unpack
 from podium.servers.wire.parcels import MOST_TENSORS, Kept
 
 Options = Sequence[Meta]
-"""The hyper-parameters of each parameter group that a unit has a part of, or of all there are."""
+"""The hyper-parameters of each parameter group that a unit has a part of, or of all groups."""
 
 
 class _Engine:
@@ -51,13 +51,13 @@ class _Engine:
         for p, piece in zip(self.parts, self.pieces, strict=True):
             self.optimizer.param_groups[piece.group]["params"].append(p)
         for group in self.optimizer.param_groups:
-            group["foreach"] = False  # with it, torch's Nesterov momentum writes to the gradients, which are not ours
+            group["foreach"] = False  # with it, torch's Nesterov momentum writes to the gradients, which are a worker's
         self._own_groups = [self.optimizer.param_groups[g] for g in groups_of(ranges)]
         nowhere = [torch.zeros_like(p) for p in params]
         self.fast = FlatOptimizer(self.optimizer, self.parts, self.pieces, params, nowhere)
 
     def _options(self, options: Options) -> Iterable[tuple[dict[str, Any], Meta]]:
-        """The groups that have parameters here, with the options of each; options may be given for all groups."""
+        """This unit's parameter groups with their options; `options` may cover only these groups or all of them."""
         own = len(options) == len(self._own_groups)
         return zip(self._own_groups if own else self.optimizer.param_groups, options, strict=True)
 
@@ -74,24 +74,24 @@ class _Engine:
 
 
 class _RowEngine(_Engine):
-    """The optimizer of a unit that travels by rows: torch's own, given a sparse gradient."""
+    """The optimizer of a unit that travels by rows: torch's own, with a sparse gradient."""
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Tensor], ranges: Sequence[Range]) -> None:
         super().__init__(optimizer, params, ranges)
         self._row = ranges[0].row
         rows = params[0].numel() // self._row
         self.changed = torch.zeros(rows, dtype=torch.int64)
-        """By row: the version that it was last changed in."""
+        """By row: the version in which it last changed."""
 
     def step(
         self, grads: Sequence[Tensor], options: Options, unused: Collection[int], out: Sequence[Tensor] | None = None
     ) -> None:
-        assert out is None, "rows are not written anywhere else"
+        assert out is None, "rows are not written to `out`"
         index, values = grads
         if self.owners[0] in unused:
-            return  # a parameter that was used elsewhere counts a step here too: Adagrad's rate may fall with each
+            return  # only where no worker used it: otherwise it must count a step, by which Adagrad's rate may fall
         table = nn.Parameter(self.params[0].view(-1, self._row))
-        # Checked here, where the rows come in; torch would warn of every sparse tensor that it makes unchecked.
+        # Checked here, where the rows arrive; torch would warn about each unchecked sparse tensor.
         table.grad = torch.sparse_coo_tensor(index[None], values, table.shape, is_coalesced=True, check_invariants=True)
         (part,) = self.parts
         for group, given in self._options(options):
@@ -151,7 +151,7 @@ class Shard:
     ) -> None:
         """One optimizer step of one unit, which makes it `version`; pieces in `unused` are left alone.
 
-        `out`: where the unit's parameters are wanted, too.
+        `out`: also copy the unit's parameters there.
         """
         engine = self._engines[unit]
         engine.step(grads, options, unused, out)
@@ -159,7 +159,7 @@ class Shard:
             engine.changed[grads[0]] = version
 
     def rows_since(self, unit: int, version: int) -> tuple[Tensor, Tensor]:
-        """The rows of a unit that were changed after this version: their numbers, and what they are now."""
+        """The rows of a unit that changed after this version: their numbers, and their present values."""
         engine = self._engines[unit]
         assert isinstance(engine, _RowEngine)
         (r,) = self.units[unit].of(self.ranges)
@@ -167,13 +167,13 @@ class Shard:
         return index, self.of(unit)[0].view(-1, r.row)[index]
 
     def all_rows_changed(self, versions: Sequence[int]) -> None:
-        """After a restart the server does not know which rows a worker has: all count as changed in these versions."""
+        """After a restart the server does not know which rows a worker has: mark all as changed in these versions."""
         for engine, version in zip(self._engines, versions, strict=True):
             if isinstance(engine, _RowEngine):
                 engine.changed.fill_(version)
 
     def load(self, params: Sequence[Tensor], meta: Meta, state: Sequence[Tensor]) -> None:
-        """Load everything at once, as `dump` returns it."""
+        """Load all parameters and the optimizer state that `dump` returned."""
         for mine, theirs in zip(self.params, params, strict=True):
             mine.copy_(theirs)
         kept = iter(unpack(self.ranges, meta, state))
@@ -197,26 +197,26 @@ class Shard:
         engine.fast.reload()
 
     def fits(self, most_bytes: int) -> bool:
-        """Whether parameters and optimizer state go into one message."""
+        """Whether parameters and optimizer state fit into one message."""
         states = [e.optimizer.state.get(p, {}) for e in self._engines for p in e.parts]
         kept = sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
         keys = len({key for state in states for key in state})
         return self.nbytes + kept <= most_bytes and len(self.ranges) * (1 + keys) <= MOST_TENSORS
 
     def dump(self) -> tuple[Meta, list[Tensor]]:
-        """Optimizer state to take home."""
+        """The optimizer state of all ranges, packed."""
         states: list[Mapping[str, Any]] = [e.optimizer.state.get(p, {}) for e in self._engines for p in e.parts]
         return pack(self.ranges, states, self._dtypes)
 
     def dump_unit(self, unit: int) -> Kept:
-        """One unit's parameters, where they lie, and its optimizer state, copied."""
+        """One unit's parameters, not copied, and its optimizer state, copied."""
         engine = self._engines[unit]
         states: list[Mapping[str, Any]] = [engine.optimizer.state.get(p, {}) for p in engine.parts]
         kinds, state = pack(self.units[unit].of(self.ranges), states, self._dtypes)
         return Kept(self.of(unit), kinds, state)
 
     def norm(self, grads: Sequence[Tensor], unused: Collection[int]) -> Tensor:
-        """Of these gradients, one tensor per range, added up parameter by parameter as PyTorch's clipping does."""
+        """The norm of these gradients, one tensor per range, by parameter first, as in PyTorch's clipping."""
         by_piece: dict[int, list[Tensor]] = defaultdict(list)
         for r, grad in zip(self.ranges, grads, strict=True):
             for part in r.parts:
@@ -235,12 +235,12 @@ def _joined(norms: Sequence[Tensor]) -> Tensor:
 
 
 def wider(tensors: Iterable[Tensor]) -> torch.dtype:
-    """float64 where one of them is that, and float32 otherwise."""
+    """float64 where one of them is, float32 otherwise."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def unit_of(units: Sequence[Unit], unit: Any) -> int:
-    """A unit's number as it came with a message, checked."""
+    """A unit's number from a message, checked."""
     if not isinstance(unit, int) or not 0 <= unit < len(units):
         raise ConfigError(f"a push must name one of {len(units)} units, got {unit!r}")
     return unit

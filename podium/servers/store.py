@@ -1,6 +1,6 @@
-"""What one server holds: parameters, their versions, and which samples have moved them.
+"""One server's parameters, their versions, and which samples have moved them.
 
-Only a store changes parameters. It does so where the loop is or, for large shards, in apply threads.
+Only a store changes parameters: in the server's loop or, for large shards, in apply threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from podium.servers.wire.push_codec import PushCodec
 
 _THREAD_BYTES = 16 << 20
-"""A server with fewer bytes of parameters moves them itself: handing them over would take longer."""
+"""A server with fewer bytes of parameters moves them in its loop: passing them to a thread would take longer."""
 
 
 class Store:
@@ -38,29 +38,29 @@ class Store:
         self._flat, self._optimizer = flat, optimizer
         self.mitigation = make_mitigation("none")
         self.versions: list[int] = []
-        """By unit: updates since the present segment began, which a push names as its origin."""
+        """By unit: updates since the present segment began; a push names the version that it was computed from."""
         self.applied: list[Applied] = []
         """By unit: the samples that have moved it since the segment began."""
         self.updates = 0
-        """Updates of the first unit in all."""
+        """Updates of the first unit, over all segments."""
         self.recorded: Counter[int] = Counter()
-        """By unit: updates in all that have a record, which those of shares of global steps have not."""
+        """By unit: updates that have a record, over all segments; only those of leases have one."""
         self.restored = False
-        """Whether this server took another's place."""
+        """Whether this server replaces a lost one."""
         self._counts = False  # whether updates have records
         self._threaded: list[bool] = []  # by unit: whether an apply thread moves it
-        self._ahead: dict[int, int] = {}  # by unit: updates that a restored server lacks, as workers say
+        self._ahead: dict[int, int] = {}  # by unit: updates that a restored server lacks, by workers' versions
         self._laid_out: tuple[Any, ...] = ()
 
     def hold(self, rank: int, seed: Seed) -> None:
-        """Hold a server's part, as the seed lays the parameters out; nothing where that is so already."""
+        """Make the shard of the seed's layout, unless it is the present one."""
         asked = (tuple(seed.servers), seed.unit_bytes, seed.outer, None if seed.weights is None else list(seed.weights))
         if asked != self._laid_out:
             self._laid_out = asked
             self.shard = self.make_shard(rank, seed)
 
     def make_shard(self, rank: int, seed: Seed) -> Shard:
-        """The shard of one of the seed's servers; an empty one for a server that is not among them yet."""
+        """The shard of one of the seed's servers; an empty one for any other server."""
         layouts = lay_out(self._flat, len(seed.servers), seed.unit_bytes, seed.weights)
         servers = list(seed.servers)
         layout = layouts[servers.index(rank)] if rank in servers else Layout([], [Unit(0, 0, 0)])
@@ -68,9 +68,9 @@ class Store:
         return Shard(self._flat, self._optimizer if seed.outer is None else make_outer(groups, seed.outer), layout)
 
     def begin(self, rank: int, seed: Seed, *, copied: bool) -> None:
-        """Make ready for what a seed says; parameters and optimizer state come separately.
+        """Begin the seed's segment; parameters and optimizer state are loaded separately.
 
-        `copied`: other servers keep copies, which follow update by update.
+        `copied`: other servers hold copies, which follow update by update.
         """
         self.hold(rank, seed)
         self.mitigation = make_mitigation(seed.mitigation, seed.strength)
@@ -79,13 +79,13 @@ class Store:
         self.versions = [0 for _ in units]
         self.applied = [Applied(seed.position) for _ in units]
         self._counts = seed.leases
-        # Not where the loop itself has to see a unit as it is now: its rows, what mends it, its copies.
+        # Not where the loop itself needs a unit's present values: for rows, mitigation, packed answers, copies.
         seen = copied or self.mitigation.compares or self.codec.packs_answers
         large = bool(self.threads) and self.shard.nbytes >= _THREAD_BYTES and not seen
         self._threaded = [large and not self.shard.by_rows(unit) for unit in units]
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Count as the lost server did, as far as its copy knows; parameters and optimizer state are here already."""
+        """Take over the lost server's counts from its copy; parameters and optimizer state are loaded already."""
         self.versions, self.updates = list(facts["versions"]), facts["updates"]
         self.recorded = Counter(facts["recorded"])
         self.applied = [Applied.of(plain) for plain in facts["once"]]
@@ -97,7 +97,7 @@ class Store:
         return self._threaded[unit]
 
     def in_thread(self, unit: int, job: Callable[[], None]) -> None:
-        """Do this in the unit's apply thread, after all that was asked of it before."""
+        """Run this in the unit's apply thread, after all its earlier jobs."""
         self.threads.run(unit, job)
 
     def apply(
@@ -109,8 +109,8 @@ class Store:
         spans: Sequence[Span],
         out: Sequence[Tensor] | None = None,
     ) -> None:
-        """Move one unit by gradients over these samples; `out`: where its parameters are wanted at once, too."""
-        for span in spans:  # before: a snapshot that is taken now must know of them
+        """Move one unit by gradients over these samples; `out`: also copy its parameters there."""
+        for span in spans:  # first: a snapshot that is taken now must include them
             self.applied[unit].add(span)
         self.versions[unit] += 1
         shard, version = self.shard, self.versions[unit]
@@ -129,7 +129,7 @@ class Store:
         return max(0, self.versions[unit] - version)
 
     def newly_lost(self, unit: int, version: int) -> int:
-        """After a restore: updates that a worker has seen and this server lacks, where more than was known so far."""
+        """After a restore: updates that a worker has seen and this server lacks; 0 where no more than known before."""
         ahead = version - self.versions[unit]
         if ahead <= self._ahead.get(unit, 0):
             return 0

@@ -1,7 +1,7 @@
-"""A server's state comes with a seed, and goes home when all workers have left: in one message, or in parcels.
+"""A server receives its state with a seed, and returns it when all workers have left: in one message, or in parcels.
 
-A seed waits while some worker still takes the last segment's state home: otherwise that worker would take home what a
-faster one has brought.
+A seed waits while a worker still collects the last segment's state: otherwise that worker would collect the state that
+a faster one has just seeded.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class StateTransfer:
-    """Seeds in, states out."""
+    """Loads seeds, and sends states."""
 
     def __init__(self, segments: Segments, begun: Callable[[], None]) -> None:
-        """`begun`: called once a segment has begun here, before the worker that brought the seed is answered."""
+        """`begun`: called once a segment has begun here."""
         self._segments, self._begun = segments, begun
         self._members, self._outbox, self._store = segments.parts.members, segments.parts.outbox, segments.parts.store
-        self._taking: set[int] = set()  # workers that are taking this server's state home, part by part
+        self._taking: set[int] = set()  # workers that collect this server's state, parcel by parcel
         self._waiting: list[tuple[Message, Seed]] = []  # seeds that wait for them
-        self._assembly: Assembly | None = None  # of a seed that is coming in parts
+        self._assembly: Assembly | None = None  # of a seed that arrives in parcels
 
     # In.
 
     def seed(self, message: Message, seed: Seed) -> None:
         name, mine = seed.segment, self._outbox.segment
         if name is not None and mine is not None and name[0] != mine[0]:
-            self._taking.clear()  # all regrouped meanwhile: nobody takes the rest
+            self._taking.clear()  # all regrouped meanwhile: no worker requests the rest
         self._taking.discard(message.source)
         if self._taking:
             self._waiting.append((message, seed))
@@ -48,12 +48,12 @@ class StateTransfer:
             self._has_begun(message)
 
     def _seed_parcel(self, message: Message, seed: Seed) -> None:
-        """A part of a seed. Where it does not follow on what is here, the worker is told where to continue."""
+        """A part of a seed. Where it is not the next part, the worker is answered where to continue."""
         at = place_of(seed.at)
         if at == START:
             self._segments.begin(seed)
             self._assembly = Assembly()
-        if self._assembly is None or self._assembly.expects != at:  # this server is new in its lost predecessor's place
+        if self._assembly is None or self._assembly.expects != at:  # this server replaces one that was lost meanwhile
             return self._outbox.answer(message, SeedReply(START))
         for unit, kept in self._assembly.take(seed, message.body):
             self._store.shard.load_unit(unit, kept)
@@ -68,13 +68,13 @@ class StateTransfer:
         parts.snapshots.begin(segment)
         self._outbox.answer(message, SeedReply())
         for worker in sorted(self._members.gone.intersection(self._members.workers)):
-            self._segments.present.lose(worker)  # the seed counts on it, and it was gone before
+            self._segments.present.lose(worker)  # the seed lists it, but it had departed before
         self._begun()
 
-    # Home.
+    # Out.
 
     def let_go(self) -> None:
-        """Once every worker has left, let them take everything home."""
+        """Once every worker has left, send them the state."""
         if not self._members.all_left or not self._segments.present.policy.settle():
             return
         self._store.threads.settle()
@@ -92,7 +92,7 @@ class StateTransfer:
         self._members.let_go()
 
     def _in_turn(self) -> list[Message]:
-        """Who wants to go home, each server beginning with another: were all to serve one first, its link would jam."""
+        """Calls of the workers that have left. Each server starts with another one, so that no link is jammed."""
         left, servers, rank = self._members.left, self._outbox.servers, self._outbox.rank
         waiting = [left[worker] for worker in sorted(left)]
         first = (servers.index(rank) if rank in servers else 0) % len(waiting)
@@ -103,7 +103,7 @@ class StateTransfer:
         return cut(shard.dump_unit, len(shard.units), place, parcel_bytes(self._outbox.comm))
 
     def take(self, message: Message, asked: Take) -> None:
-        """A worker takes another part of the state home."""
+        """A worker requests another part of the state."""
         place = place_of(asked.at)
         assert place is not None
         parcel = self._parcel(place)
@@ -112,7 +112,7 @@ class StateTransfer:
             self.has_taken(message.source)
 
     def has_taken(self, worker: int) -> None:
-        """A worker has everything, or will never ask for it: the next segment need not wait for it."""
+        """A worker has the whole state, or will never request it: the next segment need not wait for it."""
         self._taking.discard(worker)
         if not self._taking:
             waiting, self._waiting = self._waiting, []

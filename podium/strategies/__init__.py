@@ -1,4 +1,4 @@
-"""How replicas come to agree: one file per strategy, and a plain dict from name to where it lives."""
+"""How replicas come to agree: one file per strategy, and a plain dict from name to class."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ STRATEGIES: dict[str, str] = {
 
 
 def find_strategy(name: str) -> type[Any]:
-    """The class of a strategy: a name from the list, or `file.py:Class` / `module:Class` of the user's own."""
+    """The class of a strategy: a name from the list, or the user's own `file.py:Class` or `module:Class`."""
     return find_class("strategy", name, STRATEGIES)
 
 
 def make_strategy(name: str, options: Mapping[str, Any] | None = None, workers: int = 1) -> Any:
-    """An instance with these options, checked against the number of workers."""
+    """Build a strategy and check it against the number of workers."""
     from podium.strategies.base import Strategy  # here, since the command line lists names without torch
 
     cls = find_strategy(name)

@@ -7,17 +7,17 @@ with its parameters; the passive one takes the average of both and answers with 
 
     x_i, x_j <- (x_i + x_j) / 2        then        x_i <- x_i - eta g_i, with g_i taken before the averaging
 
-Only active workers call, so pairs cannot deadlock. The gradient is computed while the call is under way. A passive
+Only active workers call, so pairs cannot deadlock. The gradient is computed while the call is in flight. A passive
 worker answers between its steps and while it waits for samples. An active worker without an answer continues alone for
 up to `ahead` steps and applies the average when it arrives: x_i + average - what it sent. So the sum over all workers
-changes by their steps alone, and a slow passive worker delays an active one by no more than that.
+changes by their steps alone, and an active worker waits for a slow passive one only after `ahead` steps.
 
 Workers lease samples, so that a fast worker trains on more of them. A server beside the first worker lends them; it
 holds no parameters. The learning rate is the task's own: a lease is a worker's part of a global step, and the mean
 replica moves by an N-th of each. A lease's step is scaled by its samples, as under `gossip`.
 
 Replicas differ during training: validation before the end is that of the first worker. `finish` averages parameters and
-moments exactly. Parameters travel as they are, without a codec.
+moments exactly. Parameters are sent as they are, without a codec.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 class PairState:
     calls: tuple[int, ...]  # workers that this one may call; none where it is passive or alone
     draws: np.random.Generator
-    sent: list[Tensor]  # the parameters that went with the call under way, …
-    average: list[Tensor]  # … and what they were averaged to
+    sent: list[Tensor]  # the parameters sent with the call in flight, …
+    average: list[Tensor]  # … and the average in its answer
     call: Handle | None = None
-    age: int = 0  # steps since it went out
+    age: int = 0  # steps since the call
     samples: int = 0
     through: set[int] = field(default_factory=set)  # active workers that have made their last call
 
@@ -69,7 +69,7 @@ class ADPSGD(Strategy[PairState]):
     server_spec: ClassVar[ServerSpec] = ServerSpec(count=1, colocated=True, role="lender")
 
     graph: Literal["complete", "ring"] = "complete"
-    """Whom an active worker may call: any passive one, or those next to it."""
+    """Which workers an active one may call: any passive one, or its two neighbours."""
     ahead: int = 4
     """Steps that an active worker takes while its call is unanswered, before it waits."""
     bucket_bytes: int = 8 << 20
@@ -106,7 +106,7 @@ class ADPSGD(Strategy[PairState]):
         return loss
 
     def finish(self, worker: Worker, state: PairState) -> None:
-        """Active workers announce their last step, passive ones answer until all have; then all average exactly."""
+        """Active workers announce their last step, passive ones answer until all have done so; then all average."""
         comm = worker.comm
         self._take_average(worker, state)
         if _is_active(worker, comm.rank):
@@ -138,7 +138,7 @@ class ADPSGD(Strategy[PairState]):
         state.call, state.age = worker.comm.call(to, "average", {}, state.sent, state.average), 0
 
     def _take_average(self, worker: Worker, state: PairState) -> None:
-        """Apply the answer of the call under way: the average minus what was sent."""
+        """Apply the answer of the call in flight: the average minus what was sent."""
         if state.call is None:
             return
         worker.comm.wait(state.call, deadline_s=PATIENCE * worker.comm.deadline_s)
@@ -176,9 +176,10 @@ class ADPSGD(Strategy[PairState]):
         return loss
 
     def _next_lease(self, worker: Worker, state: PairState) -> None:
-        """Return the last lease as done and ask for the next, answering others meanwhile.
+        """Return the last lease as done and request the next, answering other workers meanwhile.
 
-        The feed takes it from `worker.leases`. The server may answer only when all workers have returned theirs.
+        The feed takes the lease from `worker.leases`. With no samples left, the server answers once all leases are
+        returned.
         """
         comm, patience_s = worker.comm, PATIENCE * worker.comm.deadline_s
         asked = Draw(worker.leases.take_applied(), worker.votes.requested)
@@ -190,7 +191,7 @@ class ADPSGD(Strategy[PairState]):
         worker.leases.put(decode(DrawReply, answer).told(answer.body))
 
     def _parts(self, worker: Worker) -> int:
-        """Into how many leases a global step is cut."""
+        """The number of leases into which a global step is cut."""
         return min(worker.comm.size, worker.progress.batch_size)
 
 

@@ -5,14 +5,14 @@
     all:          combine pairs of neighbours, then pairs of pairs, and so on; an odd one joins the next level
                   x = x + the last one left, for each parameter tensor separately
 
-Orthogonal moves add up, equal ones are averaged. So the learning rate is the one of a single worker, and the step grows
+Orthogonal moves are added, equal ones averaged. So the learning rate is the one of a single worker, and the step grows
 by itself as the workers' moves become independent. The optimizer's moments stay with their workers.
 
-What travels: in each step every worker sends its whole move to all others, packed by the run's codec. Each of n workers
+In each step every worker sends its whole move to all other workers, packed by the run's codec. Each of n workers
 receives n - 1 times the model, where an all-reduce takes twice the model. Every worker computes the products itself,
-with equal bits. The paper halves vectors recursively instead, which sends as little as an all-reduce does.
+with equal bits. The paper halves vectors recursively instead, which sends no more than an all-reduce.
 
-Moves are not weighted by samples: a worker with few samples counts as much as any other, one without any moves nothing.
+Moves are not weighted by samples: a worker with few samples counts as much as any other; one without any adds nothing.
 
 Maleki et al., 2021, arXiv 2006.02924.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def adasum(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of two moves without what they have in common counted twice."""
+    """The sum of two moves, without counting their common part twice."""
     x, y = a.double().flatten(), b.double().flatten()
     common, own, other = (float(torch.dot(*pair)) for pair in ((x, y), (x, x), (y, y)))
     of_a = 1 - common / (2 * own) if own else 1.0
@@ -120,7 +120,7 @@ class Adasum(Strategy[AdasumState]):
 
     @staticmethod
     def _move(worker: Worker, state: AdasumState, bucket: int, moves: Tensor) -> None:
-        """Move each parameter from where the step began."""
+        """Add the combined move to each parameter's value before the step."""
         begin = worker.flat.buckets[bucket].start
         for i in worker.flat.buckets[bucket].pieces:
             piece = worker.flat.pieces[i]

@@ -1,6 +1,6 @@
 """All-reduce: in every step, all workers sum their gradients and take the same step.
 
-A bucket is sent as soon as backward has filled it, so that communication hides behind the rest of backward. Parameters
+A bucket is sent as soon as backward has filled it, so that communication overlaps with the rest of backward. Parameters
 move only once all buckets are reduced, so a step that loses a worker has not happened and is retried.
 
 The run chooses the collective that sums buckets and the codec that packs them (`collective`, `codec`).

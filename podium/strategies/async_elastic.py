@@ -34,7 +34,7 @@ class AsyncElastic(Leasing):
     name: ClassVar[str] = "async-elastic"
 
     elasticity: float = 0.9
-    """The paper's beta: how far a worker and the centre go to meet each other, times the workers."""
+    """The paper's beta: the part of their distance that worker and centre move, times the number of workers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +48,7 @@ class AsyncElastic(Leasing):
         pull(worker, state.served, state.there, self.server_spec.pull_codec, lease=batch.lease, size=size)
         a = self.elasticity / worker.comm.size
         for grad, x, centre in zip(worker.flat.grads, worker.params, state.there, strict=True):
-            way = torch.sub(centre, x, out=grad[: x.numel()]).mul_(a)  # -d: servers step against what they are given
+            way = torch.sub(centre, x, out=grad[: x.numel()]).mul_(a)  # -d: servers subtract what they receive
             x += way
         self.push(worker, state, batch, bare=True)
         worker.comm.clock.touch(2 * worker.flat.nbytes)

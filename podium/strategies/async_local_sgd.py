@@ -4,8 +4,8 @@
     servers   theta moves by the outer optimizer, once per push: delayed Nesterov (`podium/servers/outer.py`)
 
 A lease is H_i local batches, each a worker's part of a global step, so all samples are used once per epoch. The rate
-of a local step is that of the global step in which its batch lies. With `steps=speed` leases are as long as their
-worker is fast (DyLU), so that all push about equally often.
+of a local step is that of the global step in which its batch lies. With `steps=speed` the length of a lease is
+proportional to its worker's speed (DyLU), so that all workers push about equally often.
 
 The inner optimizer's moments stay on the worker; at the end of a segment they are averaged by samples, and workers keep
 the outer momentum until they send it to the servers of the next segment.
@@ -49,7 +49,7 @@ _KEPT = "outer "
 @dataclass
 class State:
     served: Served
-    there: list[Tensor]  # the servers' parameters, as this worker last had them
+    there: list[Tensor]  # the servers' parameters as this worker last received them
     samples: int = 0  # that this worker has trained on since the segment began
 
 
@@ -63,20 +63,20 @@ class Leasing(Strategy[State]):
     period: int = 8
     """Local steps between two exchanges; with `steps=speed`, those of the fastest worker."""
     steps: Literal["equal", "speed"] = "equal"
-    """Whether all workers take `period` steps, or each as many as fit into the time of the fastest worker's."""
+    """Whether all workers take `period` steps, or each as many as fit into the fastest worker's time for them."""
     servers: int = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
     """Whether servers have processes of their own or live in the workers'."""
     ranges: str = "equal"
     """How much of the parameters each server holds: `equal`, by `speed`, or numbers, as with parameter-server."""
     pull: str = "dense"
-    """The codec that packs what servers answer, `NAME[:K=V;…]`; the run's `codec` packs what workers push."""
+    """The codec that packs the servers' answers, `NAME[:K=V;…]`; the run's `codec` packs the workers' pushes."""
     replicas: int = 1
     """How many servers hold each range; with 2 or more, a lost server loses nothing."""
     snapshot_every: int = 100
-    """Updates between two snapshots of a server, from which it is restored when nobody has a copy; 0: none."""
+    """Updates between two snapshots of a server, from which it is restored when no server has a copy; 0: none."""
     unit_bytes: int | None = None
-    """How much travels in one message: 8 MB over a network, 32 MB in shared memory, when not given."""
+    """Size of one message: 8 MB over a network, 32 MB in shared memory, when not given."""
     bucket_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:
@@ -113,18 +113,18 @@ class Leasing(Strategy[State]):
 
     def step(self, worker: Worker, state: State, batch: Batch) -> Tensor:
         loss = worker.train_locally(batch)
-        if worker.leases.next is None:  # that was the last batch of this one
+        if worker.leases.next is None:  # that was the last batch of the lease
             state.samples += worker.round.samples
             self.exchange(worker, state, batch)
         return loss
 
     def finish(self, worker: Worker, state: State) -> None:
-        """All workers copy the servers' parameters, and average their moments."""
+        """All workers copy the servers' parameters and average their moments."""
         live = leave(worker, state.served, lambda ranges, states: self.bring_home(worker, ranges, states))
-        if live is not None and live == set(worker.comm.workers):  # else all will take one worker's
+        if live is not None and live == set(worker.comm.workers):  # else all workers will copy the moments of one
             average(worker, state.samples)
 
-    # What differs.
+    # Different in each subclass.
 
     @abstractmethod
     def outer(self, worker: Worker) -> Meta:
@@ -132,19 +132,19 @@ class Leasing(Strategy[State]):
 
     @abstractmethod
     def exchange(self, worker: Worker, state: State, batch: Batch) -> None:
-        """A lease is done: exchange with the servers."""
+        """Exchange with the servers at the end of a lease."""
 
     def outer_state(self, worker: Worker, ranges: Sequence[Range]) -> list[dict[str, Any]]:
         """The outer optimizer's state of these ranges, one mapping per part."""
         return [{} for r in ranges for _ in r.parts]
 
     def bring_home(self, worker: Worker, ranges: Sequence[Range], states: Sequence[Mapping[str, Any]]) -> None:
-        """Keep what the servers had of the outer optimizer, for some ranges: one mapping per part."""
+        """Store the servers' outer optimizer state for some ranges: one mapping per part."""
 
     # Shared.
 
     def push(self, worker: Worker, state: State, batch: Batch, *, bare: bool = False) -> None:
-        """Push what lies in the flat gradients; the answer holds the next lease and, unless `bare`, the parameters."""
+        """Push the flat gradient buffers; the answer holds the next lease and, unless `bare`, the parameters."""
         done = worker.round
         plan = PushPlan(
             batch.lease,
@@ -211,6 +211,6 @@ class AsyncLocalSGD(Leasing):
         for r in ranges:
             for part in r.parts:
                 place = slice(part.offset, part.offset + part.stop - part.start)
-                for key, value in next(found).items():  # a count is kept as often as there are elements
+                for key, value in next(found).items():  # a count is stored once per element
                     flats = worker.strategy_state.setdefault(_KEPT + key, [torch.zeros_like(p) for p in worker.params])
                     r.of(flats)[place] = value

@@ -1,9 +1,8 @@
 """Averaging replicas that trained alone: their parameters, and their optimizers' moments.
 
-What travels is each worker's drift (its parameters minus the anchor, on which all last agreed), times its part of the
-round's samples. The sum over the workers is the mean drift. So a parameter that no worker moved keeps its bits, and any
-codec may pack drifts: a residual goes out with the next drift. The run's codec and collective serve drifts as they
-serve gradients.
+Each worker sends its drift (its parameters minus the anchor, on which all last agreed), times its part of the round's
+samples. The sum over the workers is the mean drift. So a parameter that no worker moved keeps its bits, and any codec
+may pack drifts: a residual is sent with the next drift. The run's codec and collective treat drifts like gradients.
 
 Nothing here changes a parameter before all exchanges have succeeded.
 """
@@ -27,12 +26,12 @@ class Anchor:
     """The parameters on which all workers last agreed, and how they agree on the next."""
 
     def __init__(self, worker: Worker, who: str, flats: list[Tensor] | None = None) -> None:
-        """`flats`: what drifts are measured from; the parameters as they are now, unless given."""
+        """`flats`: where drifts are measured from; the present parameters when not given."""
         need_plain_codec(worker, who)
         self.flats = [flat.clone() for flat in worker.params] if flats is None else flats
         """Laid out as the parameters are."""
         self.position = worker.position
-        """The sample position when they agreed."""
+        """The sample position at which the workers agreed on it."""
         self.weight: float | None = None
         """This worker's part of the last round; None before the first is over."""
 
@@ -43,7 +42,7 @@ class Anchor:
     def drift(self, worker: Worker) -> list[Tensor]:
         """The workers' mean drift, weighted by samples. Collective, and ends the round.
 
-        It lies in the worker's gradients, so it lasts until the next step. The anchor stays for the caller to move.
+        The result lies in the worker's gradient buffers, so it lasts until the next step. The caller moves the anchor.
         """
         sender, context, weight = worker.sender, round_context(worker), self.part_of(worker)
         drifts = [grad[: flat.numel()] for grad, flat in zip(worker.flat.grads, self.flats, strict=True)]
@@ -59,7 +58,7 @@ class Anchor:
         return drifts
 
     def to_mean(self, worker: Worker) -> None:
-        """Anchor and parameters become the mean of the workers' parameters. Collective, and ends the round."""
+        """Set anchor and parameters to the mean of the workers' parameters. Collective, and ends the round."""
         if worker.comm.size == 1 and not worker.sender.memory.of_span:
             self.weight, self.position = 1.0, worker.position
             return worker.end_round()  # the mean of one is itself, in bits
@@ -68,22 +67,22 @@ class Anchor:
         self.pull_here(worker)
 
     def pull_here(self, worker: Worker) -> None:
-        """The parameters become the anchor."""
+        """Copy the anchor into the parameters."""
         for param, anchor in zip(worker.params, self.flats, strict=True):
             param.copy_(anchor)
 
 
 def need_plain_codec(worker: Worker, who: str) -> None:
-    """Refuse a codec that wants gradients."""
+    """Refuse a codec that can pack only gradients."""
     codec = worker.sender.packing.codec
     if codec.takes_momentum:
         raise ConfigError(
-            f"{who}: codec {codec.name} does the optimizer's momentum, and no gradients travel; use top-k"
+            f"{who}: codec {codec.name} applies the optimizer's momentum, but no gradients are sent; use top-k"
         )
 
 
 def need_dense(worker: Worker, who: str) -> None:
-    """Refuse a codec where parameters travel as they are."""
+    """Refuse a codec where workers send parameters as they are."""
     codec = worker.sender.packing.codec
     if codec.name != "dense":
         raise ConfigError(
@@ -92,14 +91,14 @@ def need_dense(worker: Worker, who: str) -> None:
 
 
 def round_context(worker: Worker) -> StepContext:
-    """Which exchange this is, for a codec; workers may have done different numbers of steps."""
+    """The context of a round's exchange for a codec: by global step, since workers may have taken unequal numbers."""
     return worker.context._replace(step=worker.progress.global_step)
 
 
 def average(worker: Worker, samples: int, flats: Sequence[Tensor] = ()) -> None:
-    """Make replicas alike where each worker has trained on its own number of samples since `init`. Collective.
+    """Make replicas equal after each worker has trained on `samples` of its own since `init`. Collective.
 
-    Moments become their mean by samples; parameters become the mean of `flats`, where these are given.
+    Moments become their mean weighted by samples; parameters become the plain mean of `flats`, where given.
     """
     comm = worker.comm
     if comm.size == 1:
@@ -112,9 +111,9 @@ def average(worker: Worker, samples: int, flats: Sequence[Tensor] = ()) -> None:
 
 
 def mean_moments(worker: Worker, weight: float) -> None:
-    """The optimizers' state, averaged over the workers by these weights: moments, and the counts of steps. Collective.
+    """Average the optimizers' moments and step counts over the workers, by these weights. Collective.
 
-    A worker that has never stepped a parameter counts as one whose moments are zero.
+    The moments of a parameter that a worker has never stepped count as zero.
     """
     if worker.comm.size == 1:
         return
@@ -123,7 +122,7 @@ def mean_moments(worker: Worker, weight: float) -> None:
     kinds = sorted({(str(m.dtype), str(m.device)) for m in moments})
     parts = [[m for m in moments if (str(m.dtype), str(m.device)) == kind] for kind in kinds]
     sums = [joined([m * weight for m in part]) for part in parts]
-    # One more number, so that the tensor is never empty.
+    # One extra number, so that the tensor is never empty.
     told = torch.tensor([*(float(state[key]) for _, state, key in counts), 0.0], dtype=torch.float64) * weight
     worker.comm.wait(worker.comm.all_reduce(told), *map(worker.sender.all_reduce, sums))
     for flat, part in zip(sums, parts, strict=True):
@@ -133,16 +132,16 @@ def mean_moments(worker: Worker, weight: float) -> None:
 
 
 def _counts(worker: Worker) -> list[tuple[int, dict[str, Any], str]]:
-    """Single numbers in the optimizer's state, such as how often a parameter was stepped: (piece, state, key)."""
+    """Single numbers in the optimizer's state, such as a parameter's step count: (piece, state, key)."""
     states = [(i, worker.optimizer.state.get(p, {})) for i, p in enumerate(worker.flat.parameters)]
     found = [(i, state, key) for i, state in states for key in sorted(state)]
     return [(i, s, k) for i, s, k in found if k == "step" or (isinstance(s[k], Tensor) and s[k].dim() == 0)]
 
 
 def _set_counts(worker: Worker, counts: Sequence[tuple[int, dict[str, Any], str]], means: Sequence[float]) -> None:
-    """Only where they differ: the optimizer has to take up its state anew."""
+    """Write the mean step counts; only where they differ, since the optimizer must then reload its state."""
     new = [round(mean) if key == "step" else mean for (_, _, key), mean in zip(counts, means, strict=False)]
-    # A parameter that the optimizer keeps without dimensions has moments without, too: those are set here, in place.
+    # A zero-dimensional parameter has zero-dimensional moments, which look like counts: they are set here, in place.
     if all(key != "step" or float(state[key]) == mean for (_, state, key), mean in zip(counts, new, strict=True)):
         for (_, state, key), mean in zip(counts, new, strict=True):
             if key != "step":
@@ -156,12 +155,12 @@ def _set_counts(worker: Worker, counts: Sequence[tuple[int, dict[str, Any], str]
 
 
 def _complete_state(worker: Worker) -> None:
-    """Give those who have never stepped some parameter the state that others have for it, with zeros. Collective."""
+    """Give workers that never stepped a parameter a zero state of the same form as on other workers. Collective."""
     comm, pieces = worker.comm, worker.flat.pieces
     mine = torch.tensor([float(bool(worker.optimizer.state.get(p))) for p in worker.flat.parameters])
     has = torch.empty((comm.size, mine.numel()))
     comm.wait(comm.all_gather(mine, has.view(-1)))
-    givers: dict[int, list[int]] = {}  # the first who has it -> what others lack
+    givers: dict[int, list[int]] = {}  # the first worker that has a state -> pieces whose state other workers lack
     for i in range(len(pieces)):
         if 0 < has[:, i].sum() < comm.size:
             givers.setdefault(int(has[:, i].argmax()), []).append(i)
@@ -181,7 +180,7 @@ def _complete_state(worker: Worker) -> None:
 
 
 def _unstepped(key: str, value: Any, shape: torch.Size, device: torch.device) -> Any:
-    """What a parameter's state is before its first step, given what it is on another worker."""
+    """A parameter's state before its first step, made from its state on another worker."""
     if not isinstance(value, Tensor):
         return value
     value = value.to(device) if value.dim() > 0 else value
@@ -189,11 +188,11 @@ def _unstepped(key: str, value: Any, shape: torch.Size, device: torch.device) ->
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """All of them as one flat tensor, so that they travel together."""
+    """All tensors as one flat tensor, so that they are sent together."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
 
 
 def part_again(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """The inverse of `joined`: back to where they came from."""
+    """The inverse of `joined`: copy back into the tensors."""
     for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
         tensor.copy_(part.view_as(tensor))

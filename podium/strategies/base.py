@@ -1,13 +1,14 @@
 """A strategy: how replicas come to agree.
 
 A frozen dataclass of hyper-parameters, so that one instance serves every worker and its `repr` is its configuration.
-What must outlive a step is the state, which `init` makes and `finish` ends. All three are collective. Training goes in
-segments, each from one `init` to its `finish`; a checkpoint or a change of strategy lies between two segments, when the
-worker's own state is the whole truth. A strategy sees a worker and, through it, a communicator; it opens no socket,
-reads no clock and imports no `torch.distributed`, so the same code runs on processes, in threads and in virtual time.
+Data that must outlive a step is the state, which `init` makes and `finish` ends. `init`, `step` and `finish` are
+collective. Training runs in segments, each from one `init` to its `finish`; a checkpoint or a change of strategy lies
+between two segments, when the worker's own state is complete. A strategy sees a worker and, through it, a communicator;
+it opens no socket, reads no clock and imports no `torch.distributed`, so the same code runs on processes, in threads
+and in virtual time.
 
-What the run has to know beforehand is declared in three objects: `cadence`, `payload` and `server_spec`. Their defaults
-fit a strategy that sums gradients every step, without servers.
+Three objects declare what the run must know beforehand: `cadence`, `payload` and `server_spec`. Their defaults fit a
+strategy that sums gradients every step, without servers.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ class Strategy(ABC, Generic[S]):
 
     @property
     def server_spec(self) -> ServerSpec:
-        """Which servers must exist from the start: none, unless it says otherwise."""
+        """Which servers must exist from the start; none by default."""
         return ServerSpec()
 
     def for_workers(self, workers: int) -> Strategy[Any]:
-        """This strategy with the options filled in whose default depends on the number of workers."""
+        """This strategy, with defaults filled in that depend on the number of workers."""
         return self
 
     def check(self, workers: int) -> None:
-        """Raise ConfigError where it cannot run with that many workers."""
+        """Raise ConfigError where the strategy cannot run with that many workers."""
         if self.max_workers is not None and workers > self.max_workers:
             raise ConfigError(f"strategy {self.name} runs with {self.max_workers} worker, got workers={workers}")
         self.server_spec.check(self.name, workers)
@@ -68,7 +69,7 @@ class Strategy(ABC, Generic[S]):
         """Train on one batch; returns its loss. Raising `Lost` leaves the parameters untouched."""
 
     def settle(self, worker: Worker, state: S) -> None:
-        """Wait for the answers that this worker still awaits: it is about to leave the others in mid-epoch."""
+        """Wait for outstanding answers: this worker is about to leave the run in mid-epoch."""
 
     def finish(self, worker: Worker, state: S) -> None:
-        """Collect whatever lives elsewhere: afterwards the worker's own state is the whole truth."""
+        """Collect the state that lives on other ranks: afterwards the worker's own state is complete."""

@@ -1,6 +1,6 @@
-"""Bounds that options must keep, by name: the error says whose option it is, what must hold and what came.
+"""Bounds of options: the error names the strategy and the option, what must hold and what was given.
 
-An option that is None was not given, and is within any bound.
+An option that is None was not given and passes every check.
 """
 
 from __future__ import annotations

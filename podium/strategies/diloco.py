@@ -42,7 +42,7 @@ class Outer:
     nesterov: bool
 
     def prepare(self, worker: Worker) -> None:
-        """Make the momentum, unless a checkpoint or a lost worker's segment has left one."""
+        """Create the momentum, unless a checkpoint or a segment that lost a worker has left one."""
         if self.momentum and MOMENTUM not in worker.strategy_state:
             worker.strategy_state[MOMENTUM] = [torch.zeros_like(flat) for flat in worker.params]
 

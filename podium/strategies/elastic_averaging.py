@@ -6,7 +6,7 @@
                            c   = c + sum of e_i
 
 With equal parts the paper's moving rate is elasticity / workers. At 1 the centre becomes the mean of the workers; at 0
-workers and centre stay apart. What travels is the sum of w_i (x_i - c), once per period.
+workers and centre do not influence each other. Workers sum w_i (x_i - c), once per period.
 
 EAMSGD is the same for a task whose optimizer has Nesterov momentum; the momentum stays with its worker.
 
@@ -50,14 +50,14 @@ class ElasticAveraging(Strategy[Anchor]):
     period: int = 4
     """Steps between two pulls."""
     elasticity: float = 0.9
-    """How much of the way to the mean of the workers the centre goes; the paper's beta."""
+    """The part of the way to the workers' mean that the centre moves; the paper's beta."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "period")
         fraction(self, "elasticity")
 
     def init(self, worker: Worker) -> Anchor:
-        if CENTRE not in worker.strategy_state:  # there is one where the last segment ended in a loss
+        if CENTRE not in worker.strategy_state:  # a segment that lost a worker has left one
             worker.strategy_state[CENTRE] = [flat.clone() for flat in worker.params]
         return Anchor(worker, self.name, worker.strategy_state[CENTRE])
 

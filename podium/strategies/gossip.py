@@ -6,21 +6,21 @@ Lian et al., 2017, Can Decentralized Algorithms Outperform Centralized Algorithm
 costs each worker one message of the model's size per neighbour, however many workers there are, and it waits for its
 neighbours only. `podium/strategies/graphs.py` has the graphs and their weights.
 
-With `overlap`, as in the paper's box, workers mix the parameters before the step: these travel while the gradient is
-computed. Without it, workers step first and mix the result, x_i <- sum of W_ij (x_j - eta g_j): they wait for the
-network, and on the complete graph plain SGD equals all-reduce.
+With `overlap`, as in the paper's algorithm, workers mix the parameters from before the step, and send them while the
+gradient is computed. Without it, workers step first and mix the result, x_i <- sum of W_ij (x_j - eta g_j): they wait
+for the network, and on the complete graph plain SGD equals all-reduce.
 
 `push_sum`: in graphs where some workers receive from more neighbours than others, replicas drift from the mean, unless
 each worker also mixes a scalar weight, which begins at 1, and divides by it wherever it uses parameters: Assran et al.,
 2019, Stochastic Gradient Push, arXiv 1811.10792. Here x_i are numerators, and gradients are taken at x_i / w_i. On
 the regular graphs the weights stay at 1.
 
-A worker's step counts by its samples: where a global step was divided unevenly, what the optimizer did is scaled by
-this worker's part of it times the number of workers, so that the mean replica moves by the mean over samples.
+A worker's step is weighted by its samples: where a global step was divided unevenly, the optimizer's move is scaled by
+this worker's part of the step times the number of workers, so that the mean replica moves by the mean over samples.
 
-Workers exchange votes every `agree_every` steps, so a stop takes effect up to that many steps and one later. Replicas
+Workers exchange votes every `agree_every` steps, so a stop takes effect up to `agree_every` + 1 steps later. Replicas
 differ during training: validation before the end is that of the first worker. `finish` averages parameters and moments
-exactly. Parameters travel as they are, without a codec.
+exactly. Parameters are sent as they are, without a codec.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GossipState:
     salt: int
     turn: int = 0
     samples: int = 0
-    votes: tuple[Handle, Tensor] | None = None  # on their way
+    votes: tuple[Handle, Tensor] | None = None  # in flight
 
 
 @final
@@ -64,11 +64,11 @@ class Gossip(Strategy[GossipState]):
     payload: ClassVar[Payload] = Payload(kind="parameters", point_to_point=True)
 
     graph: Graph = "one-peer"
-    """Who mixes with whom; `random` needs `push_sum`."""
+    """Which workers mix with each other; `random` needs `push_sum`."""
     push_sum: bool = False
-    """Whether a weight travels with the parameters and they are divided by it."""
+    """Whether workers also mix a scalar weight and divide their parameters by it."""
     overlap: bool = True
-    """Whether parameters travel while the gradient is computed; what is mixed then lacks this step."""
+    """Whether parameters are sent while the gradient is computed; the mixed parameters then lack this step."""
     agree_every: int = 16
     """Steps between two exchanges of votes and losses."""
     bucket_bytes: int = 8 << 20
@@ -77,7 +77,7 @@ class Gossip(Strategy[GossipState]):
         at_least(1, self, "agree_every", "bucket_bytes")
         if self.graph in NEEDS_PUSH_SUM and not self.push_sum:
             raise ConfigError(
-                f"gossip: graph={self.graph} needs push_sum=true, since workers receive from unequal numbers of others"
+                f"gossip: graph={self.graph} needs push_sum=true, since workers receive from unequal numbers of workers"
             )
 
     def init(self, worker: Worker) -> GossipState:
@@ -109,7 +109,7 @@ class Gossip(Strategy[GossipState]):
         return loss
 
     def finish(self, worker: Worker, state: GossipState) -> None:
-        """Average exactly: afterwards all replicas are alike, and what push-sum kept is no longer needed."""
+        """Average exactly: afterwards all replicas are equal, and push-sum's weights are no longer needed."""
         self._count_votes(worker, state)
         average(worker, state.samples, [room.own for room in state.rooms])
         worker.end_round()
@@ -117,7 +117,7 @@ class Gossip(Strategy[GossipState]):
     # A step.
 
     def _own_step(self, worker: Worker, state: GossipState, batch: Batch) -> Tensor:
-        """One step of the optimizer; the parameters' buffers then hold what it did, scaled by samples."""
+        """One step of the optimizer; the parameters' buffers then hold its move, scaled by samples."""
         loss = worker.train_locally(batch)
         scale, weight = batch.weight * worker.comm.size, float(state.weights.own)
         for step, room in zip(worker.params, state.rooms, strict=True):
@@ -129,7 +129,7 @@ class Gossip(Strategy[GossipState]):
             room.own.add_(step)
 
     def _send(self, worker: Worker, state: GossipState, part: Mixing) -> list[Handle]:
-        """Begin to exchange numerators with the neighbours; never waits."""
+        """Start to exchange numerators with the neighbours; never waits."""
         rooms = [*([state.weights] if self.push_sum else []), *state.rooms]
         return [room.exchange(worker.comm, part) for room in rooms]
 
@@ -142,12 +142,12 @@ class Gossip(Strategy[GossipState]):
         worker.comm.clock.touch(worker.flat.nbytes * (1 + len(part.receives)))
 
     def _take_parameters(self, worker: Worker, state: GossipState) -> None:
-        """The parameters are the numerators over the weight."""
+        """Set the parameters to the numerators over the weight."""
         weight = float(state.weights.own)
         for mine, room in zip(worker.params, state.rooms, strict=True):
             mine.copy_(room.own if weight == 1.0 else room.own / weight)
 
-    # Votes are counted a step after they were sent, when they have arrived unless a worker is more than a step behind.
+    # Votes are counted one step after they are sent: they have arrived by then, unless a worker is further behind.
 
     def _exchange_votes(self, worker: Worker, state: GossipState) -> None:
         self._count_votes(worker, state)
@@ -164,7 +164,7 @@ class Gossip(Strategy[GossipState]):
 
 
 class _Room:
-    """A flat tensor, and behind it the places in which those of the neighbours land."""
+    """A flat tensor, followed by room for the neighbours' tensors."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._all = tensor.detach().clone()

@@ -1,18 +1,19 @@
-"""Who gossips with whom, and by which weights.
+"""The graphs on which workers gossip, and their weights.
 
     ring          the workers before and after
-    exponential   those 1, 2, 4, … places away, on both sides; under push-sum, only those ahead
-    one-peer      one of these per round, in turn: to the worker 2^k places ahead, from the one 2^k behind
-    complete      everybody
-    random        one worker per round, drawn anew each time: some hear from several, some from nobody
+    exponential   the workers 1, 2, 4, … places away, on both sides; under push-sum, only those ahead
+    one-peer      one of these per round, cyclically: to the worker 2^k places ahead, from the one 2^k behind
+    complete      all other workers
+    random        to one worker, drawn again each round: some workers receive several messages, some none
 
-A round is x_i <- own x_i + sum over j of weight_j x_j. The weights of all workers make up a matrix W, a row for each
-receiver. In all of these graphs every worker sends to as many, d, as any other, so that Metropolis weights, one over
-one more than the larger number of neighbours, are all 1 / (1 + d), and each column of W adds up to 1: nothing is lost.
-Where every worker also hears from d others, so do the rows, and rounds lead to the mean: each shrinks the distance from
-it by the second largest singular value of W. A `random` graph's rows do not, which takes push-sum to make good.
+A round is x_i <- own x_i + sum over j of weight_j x_j. The weights of all workers form a matrix W, with a row for each
+receiver. In all these graphs every worker sends to the same number of workers, d. So all Metropolis weights, which are
+1 / (1 + the larger number of neighbours), equal 1 / (1 + d), and each column of W sums to 1: the sum over all workers
+does not change. Where every worker also receives from d workers, each row sums to 1 too, and rounds converge to the
+mean: each shrinks the distance from it by the second largest singular value of W. The rows of a `random` graph do not
+sum to 1, so it needs push-sum.
 
-One-peer rounds over a power of two of workers are exact: log2 N of them give everybody the mean.
+One-peer rounds over a power of two of workers are exact: after log2 N of them every worker has the mean.
 
 Ying et al., 2021, Exponential Graph is Provably Efficient for Decentralized Deep Learning, arXiv 2110.13363.
 Xiao and Boyd, 2004, Fast linear iterations for distributed averaging (weights).
@@ -30,7 +31,7 @@ NEEDS_PUSH_SUM: tuple[Graph, ...] = ("random",)
 
 
 class Mixing(NamedTuple):
-    """One worker's part of one round. Workers are named by their places, not their ranks."""
+    """One worker's part of one round. Workers are identified by index, not by rank."""
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
@@ -39,7 +40,7 @@ class Mixing(NamedTuple):
 
 
 def mixing(graph: Graph, index: int, size: int, turn: int, *, directed: bool = False, seed: int = 0) -> Mixing:
-    """The part of worker `index` of `size` in round `turn`; `seed` is for graphs that are drawn."""
+    """The part of worker `index` of `size` in round `turn`; `seed` is for random graphs."""
     if graph == "random":
         targets = _draw(size, turn, seed)
         heard = tuple(i for i, target in enumerate(targets) if target == index)
@@ -53,7 +54,7 @@ def mixing(graph: Graph, index: int, size: int, turn: int, *, directed: bool = F
 
 @lru_cache(maxsize=256)
 def _distances(graph: Graph, size: int, turn: int, directed: bool) -> tuple[int, ...]:
-    """How many places ahead those are that every worker sends to."""
+    """Distances from a worker to the workers it sends to, in places ahead."""
     hops = [1 << k for k in range((size - 1).bit_length())]  # all below `size`
     if graph == "ring":
         found = [1, -1]
@@ -68,7 +69,7 @@ def _distances(graph: Graph, size: int, turn: int, directed: bool) -> tuple[int,
 
 @lru_cache(maxsize=256)
 def _draw(size: int, turn: int, seed: int) -> tuple[int, ...]:
-    """Whom each worker sends to: anybody but itself. All workers draw the same."""
+    """The worker that each one sends to, never itself. All workers draw the same."""
     if size == 1:
         return ()
     others = np.random.default_rng([seed, turn]).integers(0, size - 1, size)

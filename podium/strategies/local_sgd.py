@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 AVERAGED = ("parameters", "moments", "buffers")
 LONGEST = 1 << 30
-"""Steps of a round that lasts to the end of the segment: the rate is zero."""
+"""Steps of a round that lasts to the end of the segment, where the learning rate is zero."""
 LOSSES = "local-sgd.losses"
-"""The name under which the first and the last round's loss are remembered."""
+"""The name under which the losses of the first and the last round are stored."""
 
 
 @dataclass
@@ -72,8 +72,8 @@ class LocalSGD(Strategy[LocalState]):
     adapt: Literal["none", "loss", "rate"] = "none"
     """Whether the period shrinks with the loss, or grows as the learning rate falls."""
     alpha: float = 0.01
-    """For `adapt=rate`: the rate at which a round would be one step; above it, and until (alpha / rate)^2 exceeds it,
-    the period holds."""
+    """For `adapt=rate`: the learning rate at which a round would be one step. A round lasts `period` steps until
+    (alpha / rate)^2 exceeds `period`."""
     average: str = "parameters"
     """What is averaged after each round, of `parameters`, `moments`, `buffers`: `parameters,moments`, or with `+`."""
     steps: str = "equal"
@@ -153,7 +153,7 @@ class LocalSGD(Strategy[LocalState]):
         return self.period
 
     def _remember_loss(self, worker: Worker, state: LocalState) -> None:
-        """Keep the first and the last round's loss where a checkpoint saves them."""
+        """Store the losses of the first and the last round where a checkpoint saves them."""
         if worker.votes.mean_loss is None:
             return
         state.last_loss = worker.votes.mean_loss

@@ -1,8 +1,8 @@
 """How many steps each worker takes in a round, where workers of unequal speed may take unequal numbers.
 
 All workers then reach the end of a round at about the same time. A worker learns its speed from its own steps, as
-balancers do (`podium.balance.speed`), and tells it with each round's exchange; the numbers change where that saves more
-time than may be noise.
+balancers do (`podium.balance.speed`), and sends it with each round's exchange; the numbers change where that saves more
+time than noise explains.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
     from podium.engine.worker import Worker
 
 GAIN = 0.02
-"""What part of the time other numbers of steps must promise to save."""
+"""Part of the time that new numbers of steps must be predicted to save."""
 
 
 @dataclass
 class Pace:
-    """How many steps each worker does in a round; shared by strategies with rounds."""
+    """How many steps each worker takes in a round; used by strategies with rounds."""
 
     steps: str
     """`equal`, `speed`, or a number per worker."""
     period: int
-    """What the numbers are meant for: in a shorter round they are smaller in proportion."""
+    """The round length that given numbers refer to: in a shorter round they shrink in proportion."""
     length: int = 1
-    """Steps in the present round, of the fastest worker."""
+    """Steps of the fastest worker in the present round."""
     began: int = 0
     speeds: list[float] = field(default_factory=list)
-    """Samples per second that the present numbers of steps go by, by place; 0 where nothing is known."""
+    """Samples per second behind the present numbers of steps, by worker index; 0 where unknown."""
     model: SpeedModel = field(default_factory=SpeedModel)
     """This worker's own speed."""
     seen: Round = field(default_factory=Round)
-    """What of the present round the model has seen."""
+    """The part of the present round that the model has seen."""
 
     def begin_round(self, worker: Worker, length: int) -> None:
-        """Say how long the round is that begins now; the same on all workers."""
+        """Set the length of the round that begins now; the same on all workers."""
         self.length, self.began = length, worker.position
         worker.progress.plan_round(self._of_workers(worker, length))
 
@@ -59,10 +59,10 @@ class Pace:
             return [length] * len(ranks)
         if self.steps == "speed":
             if len(self.speeds) != len(ranks) or not any(self.speeds):
-                return [1] * len(ranks)  # to see who is how fast
+                return [1] * len(ranks)  # one step each, to measure speeds
             return steps_by_speed(self.speeds, length)
         numbers = numbers_in(self.steps)
-        own = [numbers[min(rank, len(numbers) - 1)] for rank in ranks]  # who joins later does as the last
+        own = [numbers[min(rank, len(numbers) - 1)] for rank in ranks]  # a worker that joins later does as the last
         return [max(1, round(number * length / self.period)) for number in own]
 
     def is_over(self, worker: Worker) -> bool:
@@ -74,7 +74,7 @@ class Pace:
         return worker.position > self.began  # the feed moves it with the last step
 
     def measure(self, worker: Worker) -> tuple[Tensor, Handle] | None:
-        """Begin to tell all workers how fast this one was in the round that ends; before the round is closed."""
+        """Start to send this worker's speed in the ending round to all workers; call it before the round is closed."""
         if self.steps != "speed":
             return None
         told = torch.zeros(worker.comm.size, len(Speed._fields), dtype=torch.float64)
@@ -82,7 +82,7 @@ class Pace:
         return told, worker.comm.all_reduce(told)
 
     def learn(self, worker: Worker, measured: tuple[Tensor, Handle] | None) -> None:
-        """Take up what was measured, where other numbers of steps save enough. Decided on all workers alike."""
+        """Adopt new numbers of steps where the measured speeds promise enough. All workers decide alike."""
         if measured is None:
             return
         told, handle = measured
@@ -93,9 +93,9 @@ class Pace:
             worker.sender.news.append(self._news(worker, speeds, *found))
 
     def decide(self, told: Sequence[Speed]) -> tuple[list[int], list[int], float] | None:
-        """Go by these speeds from here on, if that promises enough: steps before and after, and the gain asked for.
+        """Adopt these speeds if that promises enough: returns steps before and after, and the gain required.
 
-        What is compared is the time in which all together do as much as in a global step. None: nothing changes.
+        It compares the time in which all workers together train on a global step's samples. None: no change.
         """
         known = len(self.speeds) == len(told)
         before = self.speeds if known else [0.0] * len(told)
@@ -115,13 +115,13 @@ class Pace:
         return now, wanted, least
 
     def _observe(self, done: Round) -> None:
-        """The step that a round has come to have since it was last looked at."""
+        """Feed the model with the steps that were added to the round since the last call."""
         seen = self.seen if done.steps > self.seen.steps else Round()
         self.model.observe(done.samples - seen.samples, (done.busy_ns - seen.busy_ns) / 1e9)
         self.seen = dataclasses.replace(done)
 
     def _speed(self, done: Round) -> Speed:
-        """As the model knows it; in the first rounds, as the last one was."""
+        """The model's speed; in the first rounds, the speed of the last round."""
         found = self.model.speed
         if found.passes or not done.samples or not done.busy_ns:
             return found
@@ -132,7 +132,7 @@ class Pace:
     def _news(
         self, worker: Worker, told: Sequence[Speed], before: list[int], after: list[int], least: float
     ) -> dict[str, Any]:
-        """For the records: as a balancer's, but that what is divided is a round, in steps."""
+        """A `balance` record like a balancer's, but with a round divided in steps."""
         part = worker.progress.batch_size / len(told)
         return {
             "kind": "balance",
@@ -153,34 +153,34 @@ class Pace:
 
 
 def steps_by_speed(speeds: Sequence[float], length: int) -> list[int]:
-    """Steps of each worker in a round: the fastest does `length`, and so does one whose speed is not known (0)."""
+    """Steps of each worker in a round: the fastest takes `length`, and so does one of unknown speed (0)."""
     fastest = max(speeds)
     return [max(1, round(length * (speed or fastest) / fastest)) for speed in speeds]
 
 
 def _rate(speed: Speed) -> float:
-    """Samples per second, in steps as they are now; 0 where nothing is known."""
+    """Samples per second at the present batch size; 0 where unknown."""
     return speed.samples / speed.seconds(speed.samples) if speed.passes and speed.samples else 0.0
 
 
 def _step_s(steps: Sequence[int], rates: Sequence[float]) -> float:
-    """The time, in samples' worth, in which all together do as many steps as there are workers."""
+    """The time in which all workers together take as many steps as there are workers, with one sample per step."""
     longest = max(number / rate for number, rate in zip(steps, rates, strict=True) if rate)
     return longest * len(steps) / sum(steps)
 
 
 def numbers_in(steps: str) -> list[int]:
-    """Of `4,1,1` or, where commas part options, `4/1/1`."""
+    """The numbers in `4,1,1` or, where commas separate options, `4/1/1`."""
     return [int(number) for number in re.split(r"[,/]", steps)]
 
 
 def check_steps(who: str, steps: str) -> None:
-    """Raise ConfigError unless this says how many steps each worker does."""
+    """Raise ConfigError unless `steps` is `equal`, `speed` or numbers."""
     if steps not in ("equal", "speed") and not re.fullmatch(r"0*[1-9]\d*([,/]0*[1-9]\d*)*", steps):
         raise ConfigError(f"{who}: steps must be equal, speed or numbers of at least 1 such as 4,1,1, got {steps!r}")
 
 
 def check_workers(who: str, steps: str, workers: int) -> None:
-    """Raise ConfigError where there is not a number for every worker."""
+    """Raise ConfigError unless there is one number per worker."""
     if steps not in ("equal", "speed") and len(numbers_in(steps)) != workers:
         raise ConfigError(f"{who}: steps must have one number per worker ({workers}), got {steps!r}")

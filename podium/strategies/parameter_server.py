@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 @dataclass
 class PSState:
     served: Served
-    share: float  # of a global step's samples, in an update
-    exposure: Exposure | None = None  # where workers go in step and their parts may be changed
+    share: float  # an update's samples over those of a global step
+    exposure: Exposure | None = None  # where workers take steps together and their parts may be changed
     outbox: list[Tensor] = field(default_factory=list)  # prefetch: gradients on their way, …
     inbox: list[Tensor] = field(default_factory=list)  # … and the parameters that come back
     pending: Pushes | None = None
@@ -73,7 +73,7 @@ class ParameterServer(Strategy[PSState]):
     groups: int = 1
     """`softsync`: updates in the time in which every worker pushes once (the paper's n)."""
     backups: int = 1
-    """`backup`: how many of the workers need not be waited for."""
+    """`backup`: how many workers an update need not wait for."""
     drop_beyond: int | None = None
     """Pushes staler than this are dropped, and their samples lent again."""
     mitigation: Literal["none", "staleness-lr", "dc-asgd", "dc-asgd-adaptive"] = "none"
@@ -84,34 +84,34 @@ class ParameterServer(Strategy[PSState]):
     placement: Literal["dedicated", "colocated"] = "dedicated"
     """Whether servers have processes of their own or live in the workers'."""
     ranges: str = "equal"
-    """How much of the parameters each server holds: `equal`, by `speed` (as fast as its link and memory are by the
-    cluster file), or in proportion to numbers, one per server that the run began with: `2/1/1`, or with `,`."""
+    """How much of the parameters each server holds: `equal`, by `speed` (of its link and memory in the cluster file),
+    or in proportion to numbers, one per server that the run began with: `2/1/1`, or with `,`."""
     only_serve: int = 0
-    """How many workers, the last ones, do not train: they only serve, with the colocated servers beside them."""
+    """The last `only_serve` workers do not train; the colocated servers beside them have their processes alone."""
     lease: int | None = None
     """Samples per push, at most, where workers lease them: a global step is cut into equal slices of no more than this.
     The global batch divided by the workers when not given."""
     lr_scale: float | None = None
-    """What the learning rate of an update is multiplied by; its samples / global batch when not given."""
+    """Factor on an update's learning rate; its samples / global batch when not given."""
     rate: float = 1.0
-    """What the learning rate is multiplied by besides: stale gradients are stable at lower rates only."""
+    """A further factor on the learning rate: stale gradients are stable at lower rates only."""
     overlap: bool = True
-    """Whether gradients go out while backward still runs."""
+    """Whether gradients are sent while backward still runs."""
     prefetch: bool = False
-    """Compute on while a push is under way, on parameters that lack it: hides the network, adds 1 to staleness."""
+    """Train on while a push is in flight, on parameters without it: hides the network, adds 1 to staleness."""
     rows: bool = True
-    """Whether only touched rows travel of embeddings with `sparse=True`; needs SGD without momentum, or Adagrad,
-    without weight decay, and goes with neither clipping, `prefetch` nor DC-ASGD: then all of them travel."""
+    """Send only touched rows of embeddings with `sparse=True`. Needs SGD without momentum, or Adagrad, without weight
+    decay, and neither clipping, `prefetch` nor DC-ASGD: otherwise all rows are sent."""
     pull: str = "dense"
-    """The codec that packs what servers answer, `NAME[:K=V;…]`; the run's `codec` packs what workers push."""
+    """The codec that packs the servers' answers, `NAME[:K=V;…]`; the run's `codec` packs the workers' pushes."""
     replicas: int = 1
     """How many servers hold each range; with 2 or more, a lost server loses nothing."""
     snapshot_every: int = 100
-    """Updates between two snapshots of a server, from which it is restored when nobody has a copy; 0: none."""
+    """Updates between two snapshots of a server, from which it is restored when no server has a copy; 0: none."""
     unit_bytes: int | None = None
-    """How much travels in one message: 8 MB over a network, 32 MB in shared memory, when not given."""
+    """Size of one message: 8 MB over a network, 32 MB in shared memory, when not given."""
     bucket_bytes: int = 8 << 20
-    """Gradients are ready in buckets of about this size."""
+    """Backward fills buckets of gradients of about this size."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "servers", "groups", "replicas", "bucket_bytes", "unit_bytes", "lease")
@@ -124,7 +124,7 @@ class ParameterServer(Strategy[PSState]):
                 raise ConfigError(f"{self.name}: {why}")
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        """What options must not say together, and why."""
+        """Combinations of options that are errors, and why."""
         mode, compensates = self._mode, self.mitigation.startswith("dc-asgd")
         yield (
             self.drop_beyond is not None and not mode.can_drop,
@@ -140,13 +140,13 @@ class ParameterServer(Strategy[PSState]):
         )
         yield (
             self.prefetch and compensates,
-            f"mitigation={self.mitigation} cannot go with prefetch: a server knows which parameters it gave last, not "
-            "which ones a worker that ran ahead has used",
+            f"mitigation={self.mitigation} does not work with prefetch: a server knows which parameters it sent last, "
+            "not which ones a worker that ran ahead has used",
         )
         yield (
             self.prefetch and not self.server_spec.pull_codec.exact,
-            f"pull={self.pull} cannot go with prefetch: an answer says what has changed since the last one, which a "
-            "worker that ran ahead has not taken up yet",
+            f"pull={self.pull} does not work with prefetch: an answer holds the changes since the last one, which a "
+            "worker that ran ahead has not applied yet",
         )
         yield (
             self.only_serve > 0 and not (mode.by_leases and self.server_spec.colocated),
@@ -186,11 +186,11 @@ class ParameterServer(Strategy[PSState]):
             raise ConfigError(f"{self.name}: only_serve must be below the number of workers, {workers}")
         self._mode.check(self.name, workers - self.only_serve)
 
-    # The three of a strategy.
+    # init, step, finish.
 
     def init(self, worker: Worker) -> PSState:
-        """Parameters and optimizer state go to the servers; all wait until they are there."""
-        if not worker.comm.generation:  # later, lost workers are no fault of the user's
+        """Send parameters and optimizer state to the servers; all workers wait until they have arrived."""
+        if not worker.comm.generation:  # later, too few workers are not the user's mistake
             self._mode.check(self.name, self._sizes(worker).workers)
         served = meet(worker, self._unit_bytes(worker), self._weights(worker))
         state = PSState(served, self._share(worker))
@@ -207,7 +207,7 @@ class ParameterServer(Strategy[PSState]):
 
     def step(self, worker: Worker, state: PSState, batch: Batch) -> Tensor:
         batch = batch._replace(weight=self._mode.weight(batch.weight, self._sizes(worker)))
-        pushes = self._pushes(worker, state, batch)  # remembers the versions that are computed on
+        pushes = self._pushes(worker, state, batch)  # stores the versions on which the gradient is computed
         loss = worker.backward(batch, on_ready=pushes.bucket_ready if self._is_early(worker) else None)
         if state.exposure is not None and batch.samples:
             state.exposure.saw_pass(batch.samples)
@@ -224,7 +224,7 @@ class ParameterServer(Strategy[PSState]):
         return loss
 
     def exchange(self, worker: Worker, state: PSState, batch: Batch) -> None:
-        """Push the gradients as they are, and wait for the parameters: a step without its computing."""
+        """Push the gradients as they are and wait for the parameters: a step without forward and backward."""
         state.pending = self._pushes(worker, state, batch)
         state.pending.finish(0.0)
         self._take(worker, state)
@@ -240,7 +240,7 @@ class ParameterServer(Strategy[PSState]):
         moments: dict[str, dict[str, Any]] = {}
         live = leave(worker, state.served, lambda ranges, states: collect(worker, ranges, states, moments))
         if live is None:
-            return  # the servers were never seeded: this worker's own state is the truth
+            return  # the servers were never seeded: this worker's own state is valid
         take_states_home(worker, moments, state.share)
 
     # Inside.
@@ -256,13 +256,13 @@ class ParameterServer(Strategy[PSState]):
         return Pushes(worker, state.served, batch, plan)
 
     def _take(self, worker: Worker, state: PSState) -> None:
-        """Wait for the answers to the last push, and take over what they say."""
+        """Wait for the answers to the last push and apply them."""
         pushes, state.pending = state.pending, None
         if pushes is None:
             return
         reply = pushes.take()
         if reply.dropped:
-            worker.sender.memory.forget()  # these samples will come again
+            worker.sender.memory.forget()  # these samples will be lent again
         if self.prefetch:
             for mine, landed in zip(worker.params, state.inbox, strict=True):
                 mine.copy_(landed)
@@ -276,7 +276,7 @@ class ParameterServer(Strategy[PSState]):
             worker.gradients.times.tell(dict(reply.busy))
 
     def _seed(self, worker: Worker) -> Seed:
-        """What is to be done in this segment, as servers need to know it."""
+        """The servers' settings for this segment."""
         sizes = self._sizes(worker)
         return seed_for(worker, self._mode.rules(sizes), self._unit_bytes(worker))._replace(
             weights=self._weights(worker),
@@ -289,7 +289,7 @@ class ParameterServer(Strategy[PSState]):
         )
 
     def _serve_only(self, worker: Worker) -> list[int]:
-        """Workers that do not train. Those that join later train; where nobody else is left, all do."""
+        """Workers that do not train. Workers that join later train; where no other worker is left, all train."""
         comm = worker.comm
         if not self.only_serve:
             return []
@@ -298,7 +298,7 @@ class ParameterServer(Strategy[PSState]):
         return serve_only if len(serve_only) < comm.size else []
 
     def _sizes(self, worker: Worker) -> Sizes:
-        """How a global step is divided among those who train."""
+        """How a global step is divided among the workers that train."""
         training, batch_size = worker.comm.size - len(self._serve_only(worker)), worker.progress.batch_size
         if self.lease is not None:
             return Sizes(training, batch_size, max(1, -(-batch_size // self.lease)))
@@ -320,7 +320,7 @@ class ParameterServer(Strategy[PSState]):
         """The optimizer's settings for one update."""
         scale = self.lr_scale
         if scale is None and self.mitigation == "staleness-lr" and self._mode.streams:
-            scale = 1.0  # the staleness divides it
+            scale = 1.0  # servers divide it by the staleness
         return scaled(options_of(worker.optimizer, self._share(worker), scale), self.rate)
 
     def _share(self, worker: Worker) -> float:

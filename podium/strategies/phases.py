@@ -4,10 +4,10 @@
     all-reduce until straggler | parameter-server:mode=async until straggler:gone=true | all-reduce
     all-reduce until epoch:at=5 | all-reduce:codec=power-sgd
 
-Exact early and relaxed late is one pattern behind many papers: Strategy-Switch, Sync-Switch, post-local SGD, warm-ups
-of compressed gradients. Any strategy may follow any other. A phase ends as a segment before a checkpoint does: `finish`
-of its strategy collects all state in the worker, and `init` of the next one begins from there. No process is started or
-ended. What carries over is the worker's state; see `docs/concepts.md`.
+Synchronous early and relaxed late is one pattern behind many papers: Strategy-Switch, Sync-Switch, post-local SGD,
+warm-ups of compressed gradients. Any strategy may follow any other. A phase ends as a segment before a checkpoint does:
+`finish` of its strategy collects all state in the worker, and `init` of the next one begins from there. No process is
+started or ended. The worker's state carries over; see `docs/concepts.md`.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Phase(NamedTuple):
     strategy: Strategy[Any]
     until: Trigger | None = None
     codec: str | None = None
-    """How this phase packs what it sends; the run's own codec when not given."""
+    """This phase's codec; the run's own when not given."""
 
 
 def phases_of(strategy: Strategy[Any]) -> tuple[Phase, ...]:
-    """What a run is made of, in order: the strategy alone, unless it is made of phases."""
+    """The phases of a run, in order; a plain strategy is the only phase."""
     if isinstance(strategy, Phased):
         return strategy.phases
     return (Phase(getattr(strategy, "name", type(strategy).__name__), strategy),)
 
 
 class Phased(Strategy[Any]):
-    """A strategy made of phases. The phase runner leads from one to the next; by itself it is its first phase."""
+    """A strategy made of phases. The phase runner switches between them; on its own it behaves as its first phase."""
 
     @abstractmethod
     def written(self) -> str:
@@ -58,7 +58,7 @@ class Phased(Strategy[Any]):
     keep_moments: bool = True
     """Whether the next phase keeps the optimizer's moments; otherwise it begins without any."""
     repeat: bool = False
-    """Whether the first phase follows the last."""
+    """Whether the first phase follows the last again."""
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:

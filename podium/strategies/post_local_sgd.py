@@ -14,16 +14,16 @@ from podium.strategies.phases import Phased
 @final
 @dataclass(frozen=True, kw_only=True)
 class PostLocalSGD(Phased):
-    """Exact while the rate is high, local afterwards."""
+    """All-reduce while the learning rate is high, local SGD afterwards."""
 
     name: ClassVar[str] = "post-local-sgd"
 
     period: int = 16
-    """Steps between two averages, later."""
+    """Steps between two averages of local SGD."""
     to: float = 0.5
-    """What part of its highest the rate must have fallen to."""
+    """Switch when the learning rate has fallen to this part of its highest."""
     latest: float = 0.5
-    """Share of the budget at which it switches whatever the rate does."""
+    """Share of the budget at which it switches in any case."""
     keep_moments: bool = True
 
     def written(self) -> str:

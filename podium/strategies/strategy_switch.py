@@ -17,7 +17,7 @@ from podium.strategies.phases import Phased
 @final
 @dataclass(frozen=True, kw_only=True)
 class StrategySwitch(Phased):
-    """Exact steps first, stale ones later."""
+    """All-reduce first; once the loss has settled, an asynchronous parameter server."""
 
     name: ClassVar[str] = "strategy-switch"
 
@@ -26,23 +26,23 @@ class StrategySwitch(Phased):
     threshold: float = 0.05
     """… and fires once their mean change is at most this, …"""
     against: Literal["first", "last"] = "first"
-    """… in parts of the first loss, or, as published, of the one before."""
+    """… relative to the first loss or, as published, to the one before."""
     on: Literal["training", "validation"] = "training"
     """Which loss."""
     smoothing: float = 0.0
-    """How much of the smoothed loss is what it was before."""
+    """Weight of the previous smoothed loss in the new one."""
     floor: float = 0.05
     """A loss below this counts as this much."""
     fallen: float = 0.8
-    """Not before the loss is this part of the first."""
+    """The rule does not fire before the loss is this part of the first."""
     latest: float = 0.35
-    """Share of the budget at which it switches whatever the rule says."""
+    """Share of the budget at which the phase ends if the rule has not fired."""
     then: str = "mode=async"
     """Options of the parameter server that follows, `K=V;…`."""
     pull: str = "dense"
-    """The codec that packs what servers answer."""
+    """The codec that packs the servers' answers."""
     servers: int | None = None
-    """How many servers there are; one beside each worker when not given."""
+    """Number of servers; one beside each worker when not given."""
     placement: Literal["colocated", "dedicated"] = "colocated"
     keep_moments: bool = True
     bucket_bytes: int = Strategy.bucket_bytes

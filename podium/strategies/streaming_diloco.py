@@ -6,9 +6,9 @@
         merge    m = outer_momentum m + d;  x = x + outer_lr (d + outer_momentum m)
                  x_i = mix x_i + (1 - mix) x
 
-A fragment is every `fragments`-th layer. At most one fragment is under way, so the network has to carry a fragment
-within `overlap` steps, where under DiLoCo all workers wait for the whole model. The run's codec packs fragments. With
-one fragment, no overlap and mix 0 it is DiLoCo.
+A fragment is every `fragments`-th layer. At most one fragment is in flight, and the network has `overlap` steps of time
+to carry it, where under DiLoCo all workers wait for the whole model. The run's codec packs fragments. With one
+fragment, no overlap and mix 0 it is DiLoCo.
 
 Douillard et al., 2025, arXiv 2501.18512.
 """
@@ -43,14 +43,14 @@ class Fragment:
     """Some of the layers, and when they were last sent."""
 
     spans: list[tuple[int, Span]]
-    """Runs of parameters that lie side by side, each with the bucket whose packing it has."""
+    """Contiguous runs of parameters, each with the bucket whose packing it uses."""
     position: int
     samples: int = 0
-    """How many this worker had seen then."""
+    """Samples that this worker had seen by then."""
 
 
 class Flight(NamedTuple):
-    """A fragment under way."""
+    """A fragment in flight."""
 
     fragment: Fragment
     due: int  # the step after which it is merged
@@ -61,11 +61,11 @@ class Flight(NamedTuple):
 
 @dataclass
 class StreamState:
-    """What all workers agree on, fragment by fragment, and the fragment under way."""
+    """The parameters that all workers agree on, and the fragment in flight."""
 
     anchor: list[Tensor]
     drift: list[Tensor]
-    """Where what is under way lies; laid out as the parameters are."""
+    """Holds the fragment in flight; laid out as the parameters are."""
     fragments: list[Fragment]
     began: int
     steps: int = 0
@@ -74,9 +74,9 @@ class StreamState:
 
 
 def layers_of(flat: Flat) -> list[list[int]]:
-    """Pieces that belong to one module and lie side by side: a weight and its bias, in order of registration."""
+    """Adjacent pieces that belong to one module: a weight and its bias, in order of registration."""
     layers: list[list[int]] = []
-    for i in reversed(range(len(flat.pieces))):  # they lie in reverse
+    for i in reversed(range(len(flat.pieces))):  # the flat buffer has them in reverse
         piece, before = flat.pieces[i], flat.pieces[layers[-1][-1]] if layers else None
         alike = before is not None and piece.name.rpartition(".")[0] == before.name.rpartition(".")[0]
         if alike and before is not None and (piece.buffer, piece.stop) == (before.buffer, before.start):
@@ -96,11 +96,11 @@ def _span_of(flat: Flat, layer: list[int]) -> tuple[int, Span]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class StreamingDiLoCo(Strategy[StreamState]):
-    """DiLoCo whose exchanges hide behind training.
+    """DiLoCo whose exchanges overlap with training.
 
-    A merge waits only for a worker that is more than `overlap` steps behind. A segment that ends completes the merge
-    under way; steps since then are averaged plainly, as in DiLoCo. After the loss of a worker, all continue from one
-    survivor's parameters as they were when a fragment was last sent: what others learnt since then is lost.
+    A merge waits only for a worker that is more than `overlap` steps behind. A segment that ends completes the merge in
+    flight; steps since then are averaged plainly, as in DiLoCo. After the loss of a worker, all continue from one
+    survivor's parameters as they were when a fragment was last sent: the other workers' steps since then are lost.
     """
 
     name: ClassVar[str] = "streaming-diloco"
@@ -109,7 +109,7 @@ class StreamingDiLoCo(Strategy[StreamState]):
     sync_every: int = 50
     """Steps between two merges of the same fragment."""
     fragments: int = 2
-    """How many the layers are dealt out to; must divide sync_every."""
+    """Number of fragments; must divide sync_every."""
     overlap: int = 1
     """Steps between sending and merging."""
     mix: float = 0.5
@@ -182,7 +182,7 @@ class StreamingDiLoCo(Strategy[StreamState]):
     def _issue(worker: Worker, state: StreamState, fragment: Fragment, context: StepContext) -> None:
         sender = worker.sender
         weight = (state.samples - fragment.samples) / max(1, worker.position - fragment.position)
-        if worker.position == fragment.position:  # nothing trained since, but mixing has left something
+        if worker.position == fragment.position:  # no samples since, but mixing has left a drift
             weight = state.samples / max(1, worker.position - state.began)
         for bucket, span in fragment.spans:
             drift = span.of(state.drift)

@@ -1,4 +1,4 @@
-"""Sync-Switch: synchronous for a share of the work that was found beforehand, asynchronous from there on.
+"""Sync-Switch: synchronous for a fixed share of the budget, then asynchronous.
 
 Li, Mangoubi, Xu, Guo, Sync-Switch: Hybrid Parameter Synchronization for Distributed Deep Learning, ICDCS 2021,
 https://arxiv.org/abs/2104.08364
@@ -17,14 +17,14 @@ from podium.strategies.phases import Phased
 @final
 @dataclass(frozen=True, kw_only=True)
 class SyncSwitch(Phased):
-    """One parameter server throughout: in step first, asynchronous later."""
+    """Parameter servers throughout: synchronous first, asynchronous later."""
 
     name: ClassVar[str] = "sync-switch"
 
     share: float = 0.125
-    """Of the budget, in step."""
+    """Share of the budget that is synchronous."""
     servers: int | None = None
-    """How many servers there are; one beside each worker when not given."""
+    """Number of servers; one beside each worker when not given."""
     placement: Literal["colocated", "dedicated"] = "colocated"
     keep_moments: bool = True
 

@@ -1,7 +1,7 @@
-"""What a strategy declares of itself: when workers agree, what they send, and which servers it needs.
+"""What a strategy declares about itself: when workers agree, what they send, and which servers it needs.
 
-A run is made ready from these three objects, before any worker exists: processes and channels are started, samples are
-dealt out, records are named. A strategy of several phases joins those of its phases into one of each.
+The launcher prepares a run from these three objects before any worker exists: it starts processes and channels, chooses
+how samples are divided, and names records. A strategy of several phases merges the objects of its phases.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class Cadence:
     """When workers agree."""
 
     every: Literal["step", "round", "lease"] = "step"
-    """`step`: all workers make every global step together. `round`: each worker takes steps of its own, and a round
-    ends with `worker.end_round`. `lease`: a worker leases samples from a server and exchanges when they are used."""
+    """`step`: all workers take every global step together. `round`: each worker takes local steps, and a round ends
+    with `worker.end_round`. `lease`: a worker leases samples from a server and exchanges when it has used them."""
     unequal: bool = False
     """Whether workers may take unequal numbers of steps in a round."""
     survives_loss: bool = False
     """Whether the survivors continue after `step` raised `Lost`: a lost step, or round, is repeated without the lost
     worker. Then workers may also join and leave."""
     outer_every: int = 0
-    """Steps between two outer steps, which a checkpoint in between would skip; 0: there are none."""
+    """Steps between two outer steps, which a checkpoint in between would skip; 0: no outer steps."""
     sums_gradients: bool = False
     """Whether every worker sees its own gradient and their sum, so that the gradient noise scale can be measured."""
     compares_speeds: bool = True
-    """Whether the first worker learns how fast the others are."""
+    """Whether the first worker learns the speeds of the other workers."""
 
     @property
     def by_rounds(self) -> bool:
@@ -54,7 +54,7 @@ class Cadence:
 
     @staticmethod
     def of_phases(cadences: Sequence[Cadence]) -> Cadence:
-        """The loosest of them: what must hold for one phase must hold for the run."""
+        """The loosest of the phases: what one phase needs, the run needs."""
         return Cadence(
             every=max((cadence.every for cadence in cadences), key=("step", "round", "lease").index),
             unequal=any(cadence.unequal for cadence in cadences),
@@ -63,7 +63,7 @@ class Cadence:
 
 
 def whole_step(worker: Worker) -> float:
-    """The share of an update that is made from a global step."""
+    """The share where every update is made from a whole global step."""
     return 1.0
 
 
@@ -72,16 +72,16 @@ class Payload:
     """What workers send each other or their servers."""
 
     kind: Literal["gradients", "drifts", "own", "parameters", "nothing"] = "gradients"
-    """`drifts`: how far a worker has moved since all agreed. `own`: something that only the strategy can interpret.
-    `parameters` travel as they are: no codec may pack them."""
+    """`drifts`: how far a worker has moved since all last agreed. `own`: only the strategy can interpret it.
+    `parameters` are sent as they are: no codec may pack them."""
     point_to_point: bool = False
-    """Whether workers send messages to each other, which takes a channel even where there are no servers."""
+    """Whether workers send each other messages, which needs a channel even without servers."""
     share: Callable[[Worker], float] = whole_step
     """An update's samples over those of a global step: a gradient moves the parameters by this part of the rate."""
 
     @property
     def is_sent(self) -> bool:
-        """Whether anything is, so that the run's codec and collective matter."""
+        """Whether workers send anything, so that the run's codec and collective matter."""
         return self.kind != "nothing"
 
     @property
@@ -104,20 +104,20 @@ class ServerSpec:
     colocated: bool = False
     """Whether servers live in the workers' processes rather than in their own."""
     role: Literal["optimizer", "outer", "lender"] = "optimizer"
-    """`optimizer`: servers run the task's own on gradients. `outer`: they run an outer optimizer, so the task's may be
-    any. `lender`: the server lends samples and holds no parameters."""
+    """`optimizer`: servers run the task's optimizer on gradients. `outer`: servers run an outer optimizer, so the
+    task's may be any. `lender`: the server lends samples and has no parameters."""
     replicas: int = 1
     """How many servers hold each range."""
     snapshot_every: int = 0
     """Updates between two snapshots of a server; 0: none."""
     pull: str = "dense"
-    """The codec that packs what servers answer."""
+    """The codec that packs the servers' answers."""
     only_serve: int = 0
-    """How many workers, the last ones, serve and do not train."""
+    """The last `only_serve` workers serve and do not train."""
     replaceable: bool = False
     """Whether a lost server can be restored from a copy."""
     sends_rows: bool = False
-    """Whether only touched rows of embeddings travel, where their optimizer allows it."""
+    """Whether only touched rows of embeddings are sent, where their optimizer allows it."""
     not_replayed: str = ""
     """Why a recorded run cannot be replayed; empty: it can."""
 
@@ -126,38 +126,37 @@ class ServerSpec:
 
     @property
     def processes(self) -> int:
-        """How many servers have processes of their own."""
+        """The number of servers with their own process."""
         return 0 if self.colocated else self.count
 
     @cached_property
     def pull_codec(self) -> Codec:
-        """What packs the servers' answers."""
         return make_codec(*parse_spec(self.pull, "pull"))
 
     def check_options(self, who: str) -> None:
         """Raise ConfigError where options contradict each other."""
         if self.pull_codec.takes_momentum:
-            raise ConfigError(f"{who}: pull={self.pull} packs gradients, and servers answer with parameters")
+            raise ConfigError(f"{who}: pull={self.pull} packs gradients, but servers answer with parameters")
         if self.pull_codec.name == "auto":
-            raise ConfigError(f"{who}: pull=auto: servers choose nothing by themselves; name a codec")
+            raise ConfigError(f"{who}: pull=auto: servers cannot choose a codec by themselves; name one")
         if self.replicas > self.count:
             raise ConfigError(
                 f"{who}: replicas must be at most the number of servers ({self.count}), got {self.replicas}"
             )
 
     def check(self, who: str, workers: int) -> None:
-        """Raise ConfigError where there are too few workers for it."""
+        """Raise ConfigError where there are too few workers."""
         if self.colocated and self.count > workers:
             raise ConfigError(f"{who}: colocated servers need a worker each ({workers}), got {self.count}")
 
     @property
     def placement(self) -> str:
-        """Where the servers live, as the option says it."""
+        """Where the servers live, as the option is written."""
         return "colocated" if self.colocated else "dedicated"
 
     @staticmethod
     def of_phases(specs: Sequence[ServerSpec], who: str) -> ServerSpec:
-        """Servers live through all phases, so the phases must agree on them; a phase that only leases takes any."""
+        """Servers live through all phases, so the phases must agree on them; a phase that only leases accepts any."""
         served = [spec for spec in specs if spec]
         holding = [spec for spec in served if spec.role != "lender"] or served
         if not holding:

@@ -14,7 +14,7 @@ from podium.sweeps.trial import Outcome
 def answer_of(
     points: Sequence[Point], rivals: Sequence[Rival], outcomes: Sequence[Outcome], config: Mapping[str, Any]
 ) -> str:
-    """The answer first, then on a line of its own what may not be concluded."""
+    """The answer, then on a second line what may not be concluded."""
     if not points or points[0].mean is None:
         return f"{_nothing(outcomes)}\nNothing can be concluded."
     best, metric = points[0], config["metric"]
@@ -36,11 +36,11 @@ def _ended(best: Point, outcomes: Sequence[Outcome], config: Mapping[str, Any]) 
     who = f"Its best trial ({top.trial}, {format_number(top.value)})"
     if options == best.options:
         return f"{who} kept these options."
-    return f"{who} took over another's model on the way and ended with {format_options(options)}."
+    return f"{who} took over another trial's model on the way and ended with {format_options(options)}."
 
 
 def _against(points: Sequence[Point], rivals: Sequence[Rival], config: Mapping[str, Any]) -> str:
-    """How the best point compares with the others."""
+    """How the best point compares with the other points."""
     if len(points) < 2:
         return ""
     by_number = {point.number: point for point in points}

@@ -1,15 +1,15 @@
 """`podium.sweep`: train all trials of a sweep on one device, and leave a folder from which the result is read.
 
-A sweep's folder, besides what the queue writes (`queue.py`):
+A sweep's folder, besides the queue's files (`queue.py`):
 
-    manifest.json    what was asked for, on what, from which commit
+    manifest.json    the request, the machine, the commit
     events.jsonl     events of executors: whether trials could be fused, what `auto` chose and why, processes lost
     slots.jsonl      which trial was trained when, and in which row of which group
-    sessions.jsonl   one line each time the sweep ended or was asked to stop: trials, samples, what was measured
+    sessions.jsonl   one line each time the sweep ended or was asked to stop: trials, samples, measurements
     .lock            locked while a sweep runs in the folder, so that only one does; removed at its end
 
-Trials are sorted into groups of one structure, if the executor trains groups, and the executor is called until no
-group has trials left: a search may bring new structures at any time.
+If the executor trains groups, trials are sorted into groups of one structure. The executor is called until no group has
+trials left: a search may bring new structures at any time.
 """
 
 from __future__ import annotations
@@ -68,17 +68,18 @@ def sweep(
 
     Points: every combination of `grid` (a name's values, `{"lr": [0.1, 0.03]}`), or `random=N` draws, or `optuna=N`
     suggestions from it and `space` (which may have ranges, `{"lr": "1e-4..1e-1:log"}`), or `trials`, a list of options
-    or a file of them; `search` names a source of your own. `folds` is how many (5), of which kind (`stratified:5`), any
-    scikit-learn splitter, or pairs of index arrays; without them trials are validated on the task's test data. `seed`
-    fixes folds and draws; `seeds` is how many trainings each point gets (0, 1, 2 …), or with which seeds.
+    or a file of them; `search` names a source of your own. `folds` is a number (5), a kind and a number
+    (`stratified:5`), any scikit-learn splitter, or pairs of index arrays; without folds, trials are validated on the
+    task's test data. `seed` fixes folds and draws; `seeds` is the number of trainings per point (seeds 0, 1, 2 …), or a
+    list of seeds.
 
     `options`, `epochs` and `batch_size` hold for all trials. `metric` is the task's first when not given; losses and
-    errors are minimised, all else maximised, unless `maximize` says. `keep` is which models are kept: that of the best
-    point's best trial, all, or none. The same call with the same `out` resumes an earlier one. `on_event`
+    errors are minimised, all else maximised, unless `maximize` is given. `keep` is which models are saved: that of the
+    best point's best trial, all, or none. The same call with the same `out` resumes an earlier one. `on_event`
     is called with `{"event": "sweep"}` (with `total`), `{"event": "outcome"}` for each trial, and by the executor.
-    Setting `stop` ends the sweep soon; what is finished is kept.
+    Setting `stop` ends the sweep soon; finished trials stay in the folder.
     """
-    began_in = Path.cwd()  # the task's own code may go elsewhere
+    began_in = Path.cwd()  # the task's own code may change the working directory
     with as_request():
         found = plan(
             task, grid=grid, space=space, random=random, optuna=optuna, trials=trials, search=search, seeds=seeds,
@@ -95,9 +96,9 @@ def sweep(
 
 
 def _shown(folder: Path, began_in: Path) -> Path:
-    """As short as can be: from where the sweep began, if that is where we still are."""
+    """The folder's path relative to the working directory, if that is still where the sweep began."""
     return folder.relative_to(began_in) if folder.is_relative_to(began_in) and Path.cwd() == began_in else folder
 
 
 def _ignore(event: dict[str, Any]) -> None:
-    """Used where `on_event` is not given."""
+    """The default `on_event`."""

@@ -1,4 +1,4 @@
-"""Which models a sweep keeps, while it is not known yet which point is the best."""
+"""Which models a sweep keeps while the best point is not known yet."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class _PointModel:
 
     @property
     def mean(self) -> float:
-        return math.fsum(self.values) / len(self.values)  # whatever order they came in: a tie must stay a tie
+        return math.fsum(self.values) / len(self.values)  # exact in any order: a tie must stay a tie
 
 
 class BestModelKeeper:
-    """Keeps the model of the best point's best trial, and deletes others as soon as they can no longer be it.
+    """Keeps the model of the best point's best trial, and deletes others as soon as they cannot be that model.
 
     A point's mean is not known before all its trials are over, so until then each point keeps its best trial's model.
-    A point with failed trials keeps it, too: they are trained again when the sweep is resumed, and the point may win.
+    A point with failed trials keeps its model, too: a resumed sweep trains them again, and the point may win.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
         self._folder, self._metric, self._sign = folder, config["metric"], 1 if config["maximize"] else -1
         self._per_point = len(config["seeds"]) * (config["folds"] or {}).get("count", 1)
         self._points: dict[int, _PointModel] = {}
-        self._champion: _PointModel | None = None  # of the points of which all trials finished
+        self._champion: _PointModel | None = None  # the best of the points whose trials all finished
         for outcome in outcomes:
             self.add(outcome)
 
     def add(self, outcome: Outcome) -> None:
-        """A trial is over."""
+        """Take the outcome of a trial, and delete models that can no longer be the best."""
         point = self._points.setdefault(outcome.trial.point, _PointModel(outcome.trial.point))
         point.over += 1
         point.failed |= outcome.status == "failed"
@@ -62,7 +62,7 @@ class BestModelKeeper:
             self._weigh(point)
 
     def end(self) -> None:
-        """Nothing more will come: only the best point keeps a model."""
+        """The sweep is finished: delete all models but the best point's, and those of points with failed trials."""
         some = [point for point in self._points.values() if point.values]
         best = self._champion or max(
             some, key=lambda p: (len(p.values), self._sign * p.mean, -p.number), default=None
@@ -72,7 +72,7 @@ class BestModelKeeper:
                 self._delete(point.best)
 
     def _weigh(self, point: _PointModel) -> None:
-        """All trials of a point are over: it is the best so far, or its model can go."""
+        """All trials of a point are over: make it the champion, or delete its model."""
         if point.failed:
             return
         champion = self._champion

@@ -1,8 +1,8 @@
-"""Fingerprints of the task's code and of the data, so that a sweep is resumed with the same ones only.
+"""Fingerprints of the task's code and data: a sweep is resumed only with the same code and data.
 
-A sweep may be resumed days later, when the file of its task has been edited or its data were downloaded again. Trials
-from before and after are then trials of different things, and no table should rank them together. A fingerprint covers
-the file that holds the task's function, and of the data their number, types, shapes, first and last sample. It does not
+A sweep may be resumed days later, when the task's file has been edited or its data were downloaded again. Trials from
+before and after then train different things, and no table should rank them together. A fingerprint covers the file that
+holds the task's function, and of the data the number of samples, types, shapes, first and last sample. It does not
 cover files that this file imports, nor samples in between.
 """
 
@@ -31,7 +31,7 @@ _DIGITS = 16
 def describe_source(task: TaskLike) -> dict[str, Any] | None:
     """The name and a digest of the file that makes the task; None where there is none, as in a notebook.
 
-    Comments, spaces and what runs only as a script (`if __name__ == "__main__"`) may change.
+    The digest ignores comments, spaces and code under `if __name__ == "__main__"`.
     """
     path = _file_of(task)
     try:
@@ -44,15 +44,15 @@ def describe_source(task: TaskLike) -> dict[str, Any] | None:
 
 
 def describe_data(data: Data) -> dict[str, Any]:
-    """Of training and test data: how many, what one is, and a digest of the first and the last.
+    """Of training and test data: the number of samples, their types and shapes, a digest of the first and the last.
 
-    Samples that come out otherwise a second time have no digest.
+    The digest is None where reading a sample twice gives different values.
     """
     return {name: _describe(part) for name, part in (("train", data.train), ("test", data.test))}
 
 
 def function_of(task: TaskLike) -> Any:
-    """What makes the task: its function; of a task that is made already, what makes its model."""
+    """The function that makes the task; of a `Task` instance, the function that makes its model."""
     from podium.tasks import TASKS
 
     if isinstance(task, Task):
@@ -68,7 +68,7 @@ def _file_of(task: TaskLike) -> Path | None:
         function = function.func
     try:
         found = inspect.getsourcefile(inspect.unwrap(function))
-    except TypeError:  # an object that can be called: its class says where it is from
+    except TypeError:  # a callable object: its class has a source file
         try:
             found = inspect.getsourcefile(type(function))
         except TypeError:
@@ -120,7 +120,7 @@ def _bytes(value: Any) -> Iterator[bytes]:
         if isinstance(leaf, np.ndarray) and leaf.dtype != object:
             yield np.ascontiguousarray(leaf).tobytes()
         elif isinstance(leaf, str | bytes | int | float | None):
-            yield repr(leaf).encode()  # what anything else says of itself may hold its address
+            yield repr(leaf).encode()  # the repr of any other type may hold a memory address
 
 
 def _kinds(value: Any) -> Iterator[str]:

@@ -38,7 +38,7 @@ def format_value(value: Any) -> str:
 
 
 def format_mean(point: Point) -> str:
-    """`0.971 ± 0.008`: the mean and half of its interval, where there is one."""
+    """`0.971 ± 0.008`: the mean and half of its interval, if it has one."""
     if point.mean is None:
         return "–"
     if point.low is None or point.high is None:
@@ -53,7 +53,7 @@ def format_mean(point: Point) -> str:
 
 
 def format_p(p: float | None) -> str:
-    """With its sign, and never `0`."""
+    """`= 0.012` or `< 0.001`, never `= 0`."""
     if p is None:
         return "–"
     return "< 0.001" if p < 0.001 else f"= {p:.3f}" if p < 0.1 else f"= {p:.2f}"

@@ -22,7 +22,7 @@ from podium.task import Task
 
 
 class Structure(NamedTuple):
-    """What must be alike for trials to share an array."""
+    """Trials share an array if all of this is equal."""
 
     model: Any
     optimizer: Any
@@ -32,7 +32,7 @@ class Structure(NamedTuple):
     clipped: bool
     scheduled: bool
     dropped: bool
-    """Whether any dropout may happen at all."""
+    """Whether any layer may use dropout."""
     autocast: str
     hooked: bool
     """Whether there are hooks on parameters or on the optimizer."""
@@ -40,7 +40,7 @@ class Structure(NamedTuple):
 
 @dataclass(kw_only=True)
 class Parts:
-    """One trial, made: what it is trained from."""
+    """One trial, built."""
 
     trial: Trial
     task: Task
@@ -52,12 +52,12 @@ class Parts:
     train: np.ndarray
     """The training samples, as indices into the task's training data."""
     valid: np.ndarray | None
-    """Those it is validated on, of the training data; None: the task's test data."""
+    """The validation samples, as indices into the training data; None: the task's test data."""
     order: GlobalOrder
 
     @functools.cached_property
     def structure(self) -> Structure:
-        """What the trial is grouped by, as it was built: a schedule adds numbers to the optimizer later."""
+        """The structure of the trial as it was built: a schedule adds numbers to the optimizer later."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         task = self.task
         return Structure(
@@ -75,12 +75,12 @@ class Parts:
 
     @property
     def varies(self) -> frozenset[str]:
-        """What may differ between this trial and others, even where here it is 0 and would need nothing."""
+        """Options that may differ between trials, even where this trial's value is 0 and would need no layer."""
         return frozenset(self.trial.options)
 
     @property
     def may_vary(self) -> frozenset[str]:
-        """The same, and what a schedule may move away from 0 at a later step."""
+        """`varies`, and the optimizer's numbers that a schedule may move away from 0 at a later step."""
         return self.varies | (frozenset(MAY_BE_ABSENT) if self.task.schedule is not None else frozenset())
 
     def schedule(self) -> LRScheduler | None:
@@ -91,12 +91,12 @@ class Parts:
         return schedule
 
     def epoch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """An epoch's samples in order, as many as full batches take, and their keys for augmentation."""
+        """The samples of an epoch's full batches, in order, and their keys for augmentation."""
         piece = self.order.slice_at(number * self.order.samples, self.steps_per_epoch * self.batch_size)
         return self.train[self.order.indices(piece)], self.order.keys(piece)
 
     def evaluate(self, step: int, outputs: Tensor, targets: Tensor) -> Evaluation:
-        """Loss and metrics, from what the model says of all validation samples (both on the CPU)."""
+        """Loss and metrics, from the model's outputs for all validation samples and their targets, both on the CPU."""
         loss = float(self.task.loss(outputs, targets))
         metrics = {name: float(metric(outputs, targets)) for name, metric in self.task.metrics.items()}
         return Evaluation(step, step / self.steps_per_epoch, loss, metrics)
@@ -107,10 +107,10 @@ class Parts:
 
 
 class SpareParts:
-    """Parts of trials that wait to be trained, up to `most_bytes` of parameters; those beyond are built a second time.
+    """Parts of trials that wait to be trained, up to `most_bytes` of parameters; other trials are built a second time.
 
-    A trial's model is built to learn its structure, long before the trial gets a row. A sweep may have thousands of
-    trials waiting, so not all of their models can stay in memory.
+    A trial's model is built to find its structure, long before the trial gets a row. Thousands of trials may wait, so
+    not all of their models can stay in memory.
     """
 
     def __init__(self, most_bytes: int = 512 << 20) -> None:

@@ -1,7 +1,7 @@
 """The plan of a sweep: recipe, source of trials, stopping rule and executor, made and checked.
 
-All that can be refused is refused here, before a folder is made: unknown names, values that no point can have, rules
-that the executor cannot follow.
+Errors in a request are raised here, before a folder is made: unknown names, values that no point can have, rules that
+the executor cannot follow.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Plan:
     why: str
     """Why the executor is not the one that the user named; empty when it is."""
     config: dict[str, Any]
-    """What the user asked for, as the manifest has it."""
+    """The user's request, as the manifest has it."""
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.config, "total": self.source.total}
 
 
 def plan(task: TaskLike = "digits-mlp", **asked: Any) -> Plan:
-    """What `podium.sweep` of the same keywords would do; all that can be refused is refused here."""
+    """The plan of `podium.sweep` with the same keywords. Raises whatever is wrong with them."""
     request = SweepRequest.of(task, **asked)
     points, recipe = request.points, request.training.recipe(request.points)
     rule = make_stopping(request.stopping, space=points.whole or None)
@@ -61,7 +61,7 @@ def plan(task: TaskLike = "digits-mlp", **asked: Any) -> Plan:
         recipe = recipe.varied(folds=folds.folds)
     source = points.source(maximize=maximize, seeds=seeds, folds=None if folds is None else len(folds.folds))
     if isinstance(source, CrossedSource):
-        seeds = source.seeds  # a source that the user made brings its own
+        seeds = source.seeds  # a source that the user made has its own seeds
     per_point = len(seeds) * (1 if folds is None else len(folds.folds))
     rule.check(epochs=_epochs(recipe, points, first), eval_every=recipe.eval_every, per_point=per_point)
     config = _config(request, recipe, folds, first) | {
@@ -71,7 +71,7 @@ def plan(task: TaskLike = "digits-mlp", **asked: Any) -> Plan:
 
 
 def _config(request: SweepRequest, recipe: Recipe, folds: SweepFolds | None, first: Trial) -> dict[str, Any]:
-    """What the manifest says of a request; `plan` fills in what had to be worked out, in this order."""
+    """The request as the manifest has it. Values that are None here are filled in by `plan`, which keeps the order."""
     return {
         "task": request.task_name, "own_task": not isinstance(request.task, str), "options": recipe.options,
         "data_dir": recipe.data_dir, "search": request.points.to_dict(), "seeds": None,
@@ -84,7 +84,7 @@ def _config(request: SweepRequest, recipe: Recipe, folds: SweepFolds | None, fir
 
 
 def make_executor(given: str | Executor) -> Executor:
-    """From `name[:key=value,…]`, as `fused:width=32,compiled=true`; an instance is itself."""
+    """From `name[:key=value,…]`, as `fused:width=32,compiled=true`; an instance is returned as it is."""
     if isinstance(given, Executor):
         return given
     name, options = parse_strategy(given, "executor")
@@ -95,7 +95,7 @@ def make_executor(given: str | Executor) -> Executor:
 
 
 def _executor_for(rule: Stopping, asked: str | Executor) -> tuple[Executor, str]:
-    """The executor, or `fused` in place of `auto` where rows must be copied; then, why."""
+    """The executor and "", or `fused` in place of `auto` where rows must be copied, and why."""
     executor = make_executor(asked)
     if not rule.copies:
         return executor, ""
@@ -112,7 +112,7 @@ def _executor_for(rule: Stopping, asked: str | Executor) -> tuple[Executor, str]
 def _first_possible(recipe: Recipe, points: PointsRequest) -> Trial:
     """The first trial that can be built: an error that all trials share is raised before anything is written.
 
-    An unknown name is refused at once; a value that one point cannot have is that point's own failure.
+    An unknown name raises at once; a value that one point cannot have fails that point only.
     """
     if isinstance(points.search, Source):
         return Trial(number=0)
@@ -134,7 +134,7 @@ def _first_possible(recipe: Recipe, points: PointsRequest) -> Trial:
 
 
 def _check_names(recipe: Recipe, points: PointsRequest) -> None:
-    """Refuse an unknown name in any row of a list now, not when the trial's turn comes."""
+    """Raise an unknown name in any row of a list now, not when its trial starts."""
     known: set[frozenset[str]] = set()
     for number, row in enumerate(points.rows or ()):
         if frozenset(row) not in known:
@@ -143,12 +143,12 @@ def _check_names(recipe: Recipe, points: PointsRequest) -> None:
                 known.add(frozenset(row))
             except UnknownName:
                 raise
-            except Exception:  # a value that this one cannot have is its own failure
+            except Exception:  # a wrong value fails this trial only
                 continue
 
 
 def _epochs(recipe: Recipe, points: PointsRequest, first: Trial) -> int | None:
-    """Of every trial; None where trials may differ."""
+    """The epochs of every trial; None where trials may differ."""
     differ = isinstance(points.search, Source) or "epochs" in points.names or recipe.steps is not None
     return None if differ else recipe.task_of(first).epochs
 
@@ -163,7 +163,7 @@ def _aim(recipe: Recipe, first: Trial, request: SweepRequest) -> tuple[str, bool
 
 
 def _data(recipe: Recipe, first: Trial) -> dict[str, Any] | None:
-    """A description of the data, to recognise them by; None where they cannot be read, as trials will report."""
+    """The data's fingerprint; None where they cannot be read: then the trials will report it."""
     try:
         return describe_data(recipe.data_of(recipe.task_of(first)))
     except Exception:  # the user's own code may raise anything

@@ -1,4 +1,4 @@
-"""How a device computes for a sweep: precision of products, autocast, threads."""
+"""How a device computes for a sweep: precision of matrix products, autocast, threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from podium.task import Task
 
 @contextmanager
 def precision_of(recipe: Recipe) -> Iterator[None]:
-    """The sweep's way to multiply single precision numbers on a GPU; what was set before comes back."""
+    """Set whether float32 matrix products and convolutions use TF32, and restore the earlier setting."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     short = recipe.precision != "fp32"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = short
@@ -25,7 +25,7 @@ def precision_of(recipe: Recipe) -> Iterator[None]:
 
 @contextmanager
 def with_threads(count: int | None) -> Iterator[None]:
-    """So many threads for each operation inside; None leaves them as they are."""
+    """Run operations inside with `count` threads; None leaves the number as it is."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -36,7 +36,7 @@ def with_threads(count: int | None) -> Iterator[None]:
 
 
 def computing(recipe: Recipe, task: Task) -> torch.autocast:
-    """What a forward pass of this recipe runs in: autocast, switched on where it is asked for."""
-    # Its cache of converted parameters would outlive a captured graph's memory.
+    """The autocast context of a forward pass; enabled where the recipe or the task wants bf16."""
+    # Autocast's cache of converted parameters would outlive a captured graph's memory.
     wanted = "bf16" in (recipe.precision, task.autocast)
     return torch.autocast(recipe.torch_device.type, torch.bfloat16, enabled=wanted, cache_enabled=False)

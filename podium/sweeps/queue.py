@@ -2,16 +2,16 @@
 
 A sweep's folder:
 
-    trials.jsonl     every trial that was asked for, one per line, in the order of their numbers
-    reports.jsonl    every evaluation, with what was decided on it
+    trials.jsonl     every trial that the source gave, one per line, in the order of their numbers
+    reports.jsonl    every evaluation, with the verdict on it
     results.jsonl    every trial that is over, in the order they ended
     models/          their parameters and buffers (safetensors)
 
-A line outlives this process once the call that wrote it returns (and the machine, a little later); a model is written
-before the line that names it. A sweep that was killed is resumed in the same folder with the same source: trials with a
-result are not trained again, and source and stopping rule are told of them as if they had just ended. All others
-start again, and so do those that failed, since the cause may be gone. Of two results of a trial the later one counts.
-A half-written last line is cut off.
+A line survives a crash of this process once the call that wrote it returns (and of the machine, a little later); a
+model is written before the line that names it. A killed sweep is resumed in the same folder with the same source:
+trials with a result are not trained again, but replayed to source and stopping rule as if they had just ended. All
+other trials start again, and so do failed ones, since the cause may be gone. Of two results of a trial the later one
+counts. A half-written last line is cut off.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TrialQueue:
         self.ledger = Ledger(maximize=maximize, metric=metric)
         self.folder, self._keeps_models = None if folder is None else Path(folder), keeps_models
         self.outcomes: list[Outcome] = []
-        """Of all trials that are over, earlier ones first."""
+        """Of all trials that are over, in the order they ended."""
         self._on_event, self._should_stop = on_event, should_stop
         self.waiting = WaitingTrials(self._ask, self._fail, should_stop)
         self._take_up(read_outcomes(self.folder) if done is None and self.folder is not None else done or ())
@@ -86,7 +86,7 @@ class TrialQueue:
         return self._judge(trial, evaluation)
 
     def report_all(self, rows: Sequence[tuple[Trial, Evaluation]]) -> list[Verdict | ConfigError]:
-        """The same for trials that were evaluated together: all are recorded before the first is judged."""
+        """Report trials that were evaluated together: all are recorded before the first is judged."""
         found: list[Verdict | ConfigError] = []
         for trial, evaluation in rows:
             try:
@@ -123,7 +123,7 @@ class TrialQueue:
         self._on_event({"kind": "again", "trial": trial.number})
 
     def hand_in(self, outcome: Outcome, state: State | None) -> None:
-        """A trial is over: keep its model, write its result, tell the source."""
+        """A trial is over: save its model, write its result, tell the source."""
         page = self.ledger.begin(outcome.trial)
         assert page.running, f"trial {outcome.trial.number} was handed in before"
         history = tuple(outcome.history) or tuple(page.evaluations)
@@ -140,7 +140,7 @@ class TrialQueue:
         """Whether the user wants the sweep to end now."""
         return self._should_stop()
 
-    # What the sweep calls.
+    # What the session calls.
 
     def group_queue(self, key: Hashable) -> Queue:
         """A queue that gives out trials of this group only."""
@@ -164,10 +164,10 @@ class TrialQueue:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # How it is done.
+    # Internals.
 
     def take_from(self, key: Hashable) -> Trial | None:
-        """The next trial of a group that may begin."""
+        """The next trial of a group that the stopping rule does not skip."""
         while (trial := self.waiting.pop(key)) is not None:
             why = self.stopping.skip(trial, self.ledger)
             if not why:
@@ -181,7 +181,7 @@ class TrialQueue:
         self.hand_in(Outcome(trial=trial, status="failed", why=f"{type(error).__name__}: {error}"), None)
 
     def _ask(self) -> Trial | None:
-        """The next trial that must be trained; the source is told the outcomes of those that need not."""
+        """The source's next trial without an outcome; outcomes of earlier sessions go back to the source."""
         while (trial := self.source.ask()) is not None:
             before = self._asked.get(trial.number)
             if before is None:
@@ -190,7 +190,7 @@ class TrialQueue:
                     self._trials.write(trial.to_dict())
             elif before != _plain(trial):
                 raise ConfigError(
-                    f"sweep: {self.folder or 'what is done'} holds another one: trial {trial.number} must be as "
+                    f"sweep: {self.folder or 'what is done'} holds another sweep: trial {trial.number} must be as "
                     f"before, {before}, got {_plain(trial)}; take another folder"
                 )
             if trial.number not in self._done:
@@ -213,12 +213,11 @@ class TrialQueue:
             self._settle(outcome)
 
     def _settle(self, outcome: Outcome) -> None:
-        """Add an outcome to the others."""
         self.ledger.close(outcome.trial, outcome.status)
         self.outcomes.append(outcome)
 
     def _keep_model(self, outcome: Outcome, state: State | None) -> Outcome:
-        """The outcome with where its model is, if it is kept."""
+        """Save the model if models are kept; the outcome with the model's path."""
         if self.folder is None or state is None or not self._keeps_models:
             return outcome
         kept = dataclasses.replace(outcome, model=f"models/trial-{outcome.trial.number:05d}.safetensors")
@@ -268,12 +267,12 @@ def _outcome(row: Mapping[str, Any]) -> Outcome:
 
 
 def _evaluation(row: Mapping[str, Any]) -> Evaluation:
-    # What is no finite number was written as text, since JSON has none.
+    # inf and nan were written as text, since JSON has neither.
     metrics = {name: float(value) for name, value in row["metrics"].items()}
     return Evaluation(int(row["step"]), float(row["epoch"]), float(row["loss"]), metrics)
 
 
 def _plain(trial: Trial) -> dict[str, Any]:
-    """A trial as it reads from its line."""
+    """A trial as it is read back from JSON."""
     values: dict[str, Any] = json.loads(to_json(trial.to_dict()))
     return values

@@ -1,17 +1,17 @@
 """Points of a sweep with means and intervals, the best first, and the best point tested against the others.
 
-A point's trials (one per fold and seed) that ran to their end make its mean; trials that a rule stopped early were
-judged at another epoch and do not count. Points of which all trials finished stand before those of which some did not,
-and of these the points with more finished trials first: one lucky fold is not the best of five.
+A point's mean is over its trials (one per fold and seed) that ran to their end; trials that a rule stopped early were
+evaluated at another epoch and do not count. Points whose trials all finished rank before points with unfinished trials,
+and of these the points with more finished trials rank first: one lucky fold is not the best of five.
 
 Two points are compared fold by fold and seed by seed. Folds share training samples, so their scores are not
 independent and a plain paired t-test finds differences that are not there; the variance is therefore multiplied by
 (1/n + validation/training samples) instead of 1/n (Nadeau and Bengio, 2003, https://doi.org/10.1023/A:1024068626366).
-Where the gap is the same in every pair there is no t. The sign test takes its place, p = 2**(1 - n), with the n pairs
-that are worth as much under the same correction, 1/(1/n + validation/training samples).
+Where the gap is the same in every pair, t is undefined. The sign test replaces it, p = 2**(1 - n), with n corrected in
+the same way: 1/(1/n + validation/training samples).
 
-The best is compared with all others, but the same scores made it the best: it might have been any of them. So p is
-multiplied by the number of all pairs of points (Bonferroni), not by that of the others.
+The best point is compared with all others, but the same scores made it the best: any point might have been. So p is
+multiplied by the number of all pairs of points (Bonferroni), not by the number of other points.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALPHA = 0.05
 """Two points are different when the corrected p is below this, and tied otherwise."""
 
 _ROUNDING = 2.0**-21
-"""Of a score: a metric may have been worked out in single precision, and a gap is the difference of two."""
+"""Relative rounding error of a gap: a metric may have been computed in single precision."""
 
 
 class Score(NamedTuple):
@@ -49,9 +49,9 @@ class Point:
 
     number: int
     options: Mapping[str, Any]
-    """As they were asked for; population based training may have changed them on the way."""
+    """As the source gave them; population based training may have changed them on the way."""
     n: int
-    """How many of its trials finished with a score that is a number, and make the mean."""
+    """How many of its trials finished with a finite score; the mean is over these."""
     mean: float | None = None
     sd: float | None = None
     """Between its trials; None with fewer than two."""
@@ -59,9 +59,9 @@ class Point:
     high: float | None = None
     """The 95 % t-interval of the mean; None with fewer than two."""
     statuses: Mapping[str, int] = field(default_factory=dict)
-    """How many of its trials ended how."""
+    """How many of its trials ended with each status."""
     is_whole: bool = False
-    """Whether all its trials finished, with a score that is a number."""
+    """Whether all its trials finished with a finite score."""
     scores: Sequence[Score] = ()
 
     @property
@@ -74,23 +74,23 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """The best point held against another, in pairs of trials with the same fold and seed."""
+    """The best point compared with another, in pairs of trials with the same fold and seed."""
 
     point: int
     pairs: int
     gap: float
-    """How much better the best is, on average over the pairs; below 0 where the other has more in fewer trials."""
+    """How much better the best is, as a mean over the pairs; below 0 where the other is better in common trials."""
     p: float | None
     """Of the corrected paired t-test, times the number of all pairs of points; None with fewer than two pairs."""
 
     @property
     def is_distinct(self) -> bool:
-        """Whether the best is better, beyond what luck explains."""
+        """Whether the best point is significantly better."""
         return self.p is not None and self.p < ALPHA and self.gap > 0
 
     @property
     def is_better(self) -> bool:
-        """Whether the other is, in the trials that both finished: it is not the best for having finished fewer."""
+        """Whether the other is significantly better in the common trials; it ranks lower as it finished fewer."""
         return self.p is not None and self.p < ALPHA and self.gap < 0
 
 
@@ -132,7 +132,7 @@ def best_score(point: Point, *, maximize: bool) -> Score:
 
 
 def find_rivals(points: Sequence[Point], config: Mapping[str, Any]) -> list[Rival]:
-    """The best point (the first) against all others; none where trials copied each other, and are no others."""
+    """The best point (the first) against all others; empty where trials copied each other and are not independent."""
     if not points or points[0].mean is None or config.get("copies"):
         return []
     sign = 1 if config["maximize"] else -1
@@ -151,20 +151,20 @@ def find_rivals(points: Sequence[Point], config: Mapping[str, Any]) -> list[Riva
 
 
 def count_pairs(points: Sequence[Point]) -> int:
-    """How many pairs of points could have been compared: what p is multiplied by."""
+    """How many pairs of points could have been compared: the factor of the Bonferroni correction."""
     return math.comb(sum(point.mean is not None for point in points), 2)
 
 
 def _paired_p(gaps: Sequence[float], overlap: float, resolution: float) -> float | None:
-    """Two-sided, of a paired t-test; `overlap` is validation by training samples where these are folds, else 0.
+    """Two-sided p of a paired t-test; `overlap` is validation / training samples for folds, else 0.
 
-    Gaps that differ by less than `resolution` are the same, and less than that is no gap.
+    Gaps that differ by less than `resolution` count as equal, and gaps below it as 0.
     """
     n = len(gaps)
     if n < 2:
         return None
     mean = math.fsum(gaps) / n
     if deviation(gaps, mean) <= resolution:
-        # Scores that count samples often have the same gap in a few pairs, by luck.
+        # Scores that count samples (accuracy) often have the same gap in a few pairs, by luck.
         return 1.0 if abs(mean) <= resolution else min(1.0, 2.0 ** (1 - 1 / (1 / n + overlap)))
     return paired_p(gaps, overlap)

@@ -1,15 +1,15 @@
 """What all trials of a sweep share, and how one trial is made from it.
 
-A trial is always made alone, on the CPU, under its own seed: model first, then optimizer and schedule, as plain PyTorch
-would. Fused executors stack what they get from here, so a trial starts from the same numbers however it is trained.
+A trial is always built alone, on the CPU, under its own seed: model first, then optimizer and schedule, as in plain
+PyTorch. Fused executors stack trials built here, so a trial starts from the same parameters under every executor.
 
 The rules of a trial, the same for every executor:
 
-- An epoch is one permutation of its training samples, fixed by (order seed, epoch). Every step takes a full batch; what
-  is left at an epoch's end is not used in that epoch. Fewer samples than a batch are one batch.
+- An epoch is one permutation of its training samples, fixed by (order seed, epoch). Every step takes a full batch; the
+  rest of an epoch is not used. Fewer samples than a batch are one batch.
 - Dropout masks are drawn from (seed, layer, step, element), not from a generator (`fused/dropout.py`).
 - A gradient is clipped by its own trial's norm. Gradients are not accumulated: a step's batch is computed at once.
-- Its loss is looked at when it is evaluated; one that is no number ends it.
+- The loss is checked at evaluations; inf or nan ends the trial.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Recipe:
     task: str | Task | Callable[..., Task]
     """A name, `file.py:function`, a function that makes a task from options, or a task (then options are few)."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """For all trials; a trial's own come over them."""
+    """For all trials; a trial's own options override them."""
     data_dir: str | None = None
     folds: Folds | None = None
     device: str = "auto"
@@ -62,7 +62,7 @@ class Recipe:
     steps: int | None = None
     """At most this many steps of each trial."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Of parameters and inputs; float64 is for verifying."""
+    """Of parameters and inputs; `probe` verifies in float64."""
 
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "tf32", "bf16"):
@@ -85,13 +85,13 @@ class Recipe:
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     def varied(self, **changes: Any) -> Recipe:
-        """The same recipe with some fields changed; tasks and data that were opened are not opened again."""
+        """The same recipe with some fields changed; it shares the tasks and data that were opened."""
         other = dataclasses.replace(self, **changes)
         other._cache.tasks, other._cache.data = self._cache.tasks, self._cache.data
         return other
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, from which another process makes the recipe again; folds are sent separately."""
+        """Plain values, from which another process rebuilds the recipe; folds are sent separately."""
         if not isinstance(self.task, str):
             raise ConfigError(
                 "sweep: this executor starts processes, which make the task for themselves; name it "
@@ -110,7 +110,7 @@ class Recipe:
         return tasks[key]
 
     def make(self, trial: Trial) -> Parts:
-        """Build the trial, alone, on the CPU, under its seed; parts that were given back are not built again."""
+        """Build the trial on the CPU, under its seed; returns the parts that were given back, if there are any."""
         return self._cache.spare.pop(trial) or self._build(trial)
 
     def give_back(self, parts: Parts) -> None:
@@ -120,7 +120,7 @@ class Recipe:
     def _build(self, trial: Trial) -> Parts:
         task, given = self.task_of(trial), {**self.options, **trial.options}
         model = self._build_model(task, trial, given)
-        if isinstance(task.loss, nn.Module):  # it may keep something from step to step
+        if isinstance(task.loss, nn.Module):  # it may have state that changes from step to step
             task = dataclasses.replace(task, loss=copy.deepcopy(task.loss))
         optimizer = self._build_optimizer(task, model, given)
         train, valid = self._samples(task, trial)
@@ -167,19 +167,19 @@ class Recipe:
         return optimizer
 
     def data_of(self, task: Task) -> Data:
-        """What the task trains and validates on, opened once for all trials that open the same."""
+        """The task's data, opened once for all trials with the same data."""
         key = callable_key(task.data)
         if key not in self._cache.data:
             self._cache.data[key] = task.data()
         return self._cache.data[key]
 
     def wait(self) -> None:
-        """Until the device has done what it was asked for."""
+        """Block until the GPU is idle."""
         if self.torch_device.type == "cuda":
             torch.cuda.synchronize(self.torch_device)
 
     def device_data_of(self, task: Task) -> DeviceData:
-        """The task's data on the device: one copy for all trials that open the same."""
+        """The task's data on the device: one copy for all trials with the same data."""
         key = callable_key(task.data)
         if key not in self._cache.device_data:
             self._cache.device_data[key] = DeviceData(self.data_of(task), self.torch_device, self.torch_dtype)
@@ -200,12 +200,10 @@ class Recipe:
 
 @dataclass
 class _Cache:
-    """What a recipe has made so far."""
-
     options: TaskOptions
     tasks: dict[str, Task] = field(default_factory=dict)
     data: dict[Any, Data] = field(default_factory=dict)
     device_data: dict[Any, DeviceData] = field(default_factory=dict)
     models: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
-    """Models that were built, by their address, as long as they are there."""
+    """Models that were built, by their `id`, as long as they live."""
     spare: SpareParts = field(default_factory=SpareParts)

@@ -1,6 +1,6 @@
-"""One trial alone, as plain PyTorch trains it: the reference for every other way to train it.
+"""One trial alone, trained by plain PyTorch: the reference for every other way to train it.
 
-The optimizer is torch's own and steps a module's own parameters; nothing is stacked, captured or compiled.
+Nothing is stacked, captured or compiled.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from podium.sweeps.trial import Evaluation, Outcome, Status, Trial, Verdict
 
 
 class PopulationError(ConfigError):
-    """A trial was to take over another's state where it is trained alone."""
+    """A trial that is trained alone got the verdict to take over another trial's state."""
 
 
 class ReferenceTrainer:
-    """A trial under way. Its model, optimizer and schedule are its own."""
+    """A trial in training, with its model, optimizer and schedule."""
 
     def __init__(self, recipe: Recipe, trial: Trial, device_data: DeviceData, parts: Parts | None = None) -> None:
         self.recipe, self.trial, self.device_data = recipe, trial, device_data
         self.parts = recipe.make(trial) if parts is None else parts
-        self.model = self.parts.model.to(recipe.torch_device)  # its modules in the modes that they were made in
+        self.model = self.parts.model.to(recipe.torch_device)  # no `train()`: modules keep the modes they were made in
         self.optimizer = self.parts.optimizer  # made for this model's parameters, which `to` moved in place
-        for param, state in self.optimizer.state.items():  # some make theirs at once
+        for param, state in self.optimizer.state.items():  # some optimizers have state before the first step
             moved = {k: v.to(param.device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
             state.update(moved)
         self.schedule = self.parts.schedule()
@@ -82,7 +82,7 @@ class ReferenceTrainer:
         return samples.batch(self._order[cut], self._keys[cut])
 
     def evaluate(self, most: int | None = None) -> Evaluation:
-        """How it does now on its validation data, or on the first `most` samples of it."""
+        """Evaluate on the trial's validation data, or on the first `most` samples of it."""
         samples, index = validation(self.device_data, self.parts)
         index = index[:most]
         with computing(self.recipe, self.parts.task):
@@ -99,10 +99,10 @@ class Ending(NamedTuple):
     """How a training ended."""
 
     status: Status | Literal["cut"]
-    """`cut`: it was asked to stop, and the trial is neither finished nor handed in."""
+    """`cut`: the user stopped the sweep; the trial is neither finished nor handed in."""
     why: str = ""
     evaluation: Evaluation | None = None
-    """The last one, where no verdict was asked on it."""
+    """The last one, where it was not yielded for a verdict."""
 
 
 def training(
@@ -129,9 +129,9 @@ def training(
 def train_trial(
     trainer: ReferenceTrainer, report: Callable[[Trial, Evaluation], Verdict], executor: str, stop: Callable[[], bool]
 ) -> Outcome | None:
-    """Train to the end, or until a verdict says otherwise; None when `stop` cut it short.
+    """Train to the end, or until a verdict stops the trial; None when `stop` cut it short.
 
-    What the model draws from torch's generators it draws from the trial's seed; they are as before afterwards.
+    torch's generators are seeded from the trial's seed meanwhile, and restored afterwards.
     """
     with seeded(seed_of_training(trainer.trial), trainer.recipe.torch_device):
         began, history, steps = time.perf_counter(), list[Evaluation](), training(trainer, stop)
@@ -155,19 +155,18 @@ def train_trial(
 
 
 def seed_of_training(trial: Trial) -> int:
-    """What the generators are seeded with before a trial's first step."""
+    """The seed of torch's, Python's and numpy's generators before a trial's first step."""
     return derived_seed(trial.seed, 0xA10E)
 
 
 def on_device(loss: Callable[[Any, Any], Tensor], device: torch.device) -> Callable[[Any, Any], Tensor]:
-    """A loss that is a module may hold tensors (class weights); evaluation, on the CPU, keeps its own."""
+    """A copy of the loss on the device, as it may hold tensors (class weights); evaluation uses it on the CPU."""
     return copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) else loss
 
 
 def outcome_of(
     parts: Parts, status: Any, why: str, steps: int, history: list[Evaluation], executor: str, seconds: float
 ) -> Outcome:
-    """A trial's outcome, in the form that all executors hand in."""
     return Outcome(
         trial=parts.trial,
         status=status,
@@ -182,7 +181,7 @@ def outcome_of(
 
 
 def validation(device_data: DeviceData, parts: Parts) -> tuple[DeviceDataset, np.ndarray]:
-    """What a trial is validated on: its fold's held-out samples, or the test data."""
+    """A trial's validation samples: its fold's held-out samples, or the test data."""
     if parts.valid is not None:
         return device_data.train, parts.valid
     return device_data.test, np.arange(len(device_data.test.dataset))
@@ -190,7 +189,7 @@ def validation(device_data: DeviceData, parts: Parts) -> tuple[DeviceDataset, np
 
 @torch.no_grad()
 def predict(model: nn.Module, samples: DeviceDataset, index: np.ndarray, batch_size: int) -> tuple[Any, Any]:
-    """What the model says of these samples, in evaluation mode, and what is true of them; on the CPU."""
+    """The model's outputs in evaluation mode and the targets of these samples, on the CPU."""
     rows = []
     with evaluating(model):
         for start in range(0, len(index), batch_size):
@@ -202,12 +201,12 @@ def predict(model: nn.Module, samples: DeviceDataset, index: np.ndarray, batch_s
 
 
 def at_least_single(outputs: Any) -> Any:
-    """Metrics are computed in single precision, whatever the model's outputs are."""
+    """Half precision outputs as float32, in which metrics are computed."""
     return map_tensors(lambda x: x.float() if x.dtype in (torch.bfloat16, torch.float16) else x, outputs)
 
 
 def plain_state(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of `values` that the model's own `state_dict` has, tied names included."""
+    """The entries of `values` that the model's own `state_dict` has, tied names included."""
     keep = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     first = {id(tensor): name for name, tensor in reversed(list(keep.items()))}
     return {name: values[name] if name in values else values[first[id(tensor)]] for name, tensor in keep.items()}

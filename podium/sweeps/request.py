@@ -1,4 +1,4 @@
-"""What the user asks of a sweep, as frozen values: where points come from, how each trial is trained, and the rest."""
+"""The user's request for a sweep, as frozen values: where points come from, how each trial is trained, and the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Keep = Literal["all", "best", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class PointsRequest:
-    """Where points come from; makes the source of points, as often as a source is needed."""
+    """Where points come from. `source` makes a new source at each call."""
 
     task: TaskLike
     grid: SpaceLike = None
@@ -51,7 +51,7 @@ class PointsRequest:
 
     @functools.cached_property
     def whole(self) -> Space:
-        """What is searched, in the grid and in the space."""
+        """The grid and the space together."""
         grid, space = read_space(self.grid), read_space(self.space)
         for name in grid:
             if name in space:
@@ -125,7 +125,7 @@ class TrainingRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest:
-    """All that `podium.sweep` is asked for, but where results go and who listens."""
+    """All arguments of `podium.sweep` but `out`, `on_event` and `stop`."""
 
     task: TaskLike
     points: PointsRequest
@@ -165,16 +165,16 @@ class SweepRequest:
         given = self.seeds
         seeds = tuple(range(int(given))) if isinstance(given, int | np.integer) else tuple(map(int, given))
         for seed in seeds:
-            Trial(number=0, seed=seed)  # refuses what no trial can have
+            Trial(number=0, seed=seed)  # raises if the seed is invalid
         return seeds
 
 
 def list_options(task: TaskLike) -> set[str]:
-    """Options of the task that are lists: a single value is then a list of one."""
+    """Options of the task that are lists, for which a single value means a list of one."""
     from podium.tasks import TASKS
 
     if isinstance(task, Task) or (isinstance(task, str) and ":" not in task and task not in TASKS):
-        return set()  # an unknown name is refused where the task is made
+        return set()  # an unknown name raises where the task is made
     try:
         hints = typing.get_type_hints(function_of(task))
     except (NameError, TypeError):

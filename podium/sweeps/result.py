@@ -1,6 +1,6 @@
-"""The result of a sweep, read from its folder: points, the best one, what it cost, and the answer in words.
+"""The result of a sweep: points, the best one, time and energy, and the answer in words.
 
-All of it is worked out from the folder, so a sweep can be read at any time, also while it runs.
+All of it is computed from the sweep's folder, so a sweep can be read at any time, also while it runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Sweep:
 
     folder: str
     status: Literal["finished", "stopped"]
-    """`stopped` when it ended before all its trials were over; the same call with the same folder resumes it."""
+    """`stopped`: the sweep ended before all its trials were over; the same call with the same folder resumes it."""
     task: str
     metric: str
     maximize: bool
@@ -49,24 +49,24 @@ class Sweep:
     samples_per_s: float | None
     """Training samples of all trials together; None where no whole session was measured."""
     reading: Mapping[str, Any] | None
-    """What was measured meanwhile (`podium.records.window.Reading`), of the last session that trained anything."""
+    """Measurements (`podium.records.window.Reading`) of the last session that trained anything."""
     choices: tuple[Row, ...] = ()
     """What `auto` chose for each group of trials, and why."""
     probes: tuple[Row, ...] = ()
     """Whether trials could be fused, and why not."""
     turns: tuple[Row, ...] = ()
-    """What happened to arrays on the way: `narrowed` (from `before` to `rows`), `not narrowed`, `fell back` (`why`)."""
+    """Events of arrays: `narrowed` (from `before` to `rows`), `not narrowed`, `fell back` (`why`)."""
     sessions: tuple[Row, ...] = ()
-    """One for each time that the sweep ended or was asked to stop: `trained`, `samples`, `seconds`, `executor` …"""
+    """One for each time the sweep ended or was asked to stop: `trained`, `samples`, `seconds`, `executor` …"""
     copies: bool = False
-    """Whether trials were copied onto each other (population based training): `points` have what they began with."""
+    """Whether trials were copied onto each other (population based training); `points` have their initial options."""
     report: str = ""
     table: str = ""
-    """Where the points are, as CSV."""
+    """Path of the points as CSV."""
 
     @property
     def best(self) -> Point | None:
-        """The point with the best mean; None where none has one."""
+        """The point with the best mean; None where no point has a mean."""
         return self.points[0] if self.points and self.points[0].mean is not None else None
 
     @property
@@ -77,7 +77,7 @@ class Sweep:
         wanted = best_score(self.best, maximize=self.maximize).value
         equal = {score.trial for score in self.best.scores if score.value == wanted}
         found = [outcome for outcome in self.outcomes if outcome.trial.number in equal]
-        return next((outcome for outcome in found if outcome.model), found[0])  # of equal ones, the one that was kept
+        return next((outcome for outcome in found if outcome.model), found[0])  # of equal ones, the one that was saved
 
     def best_state(self) -> dict[str, Tensor]:
         """The parameters and buffers of the best point's best trial: an ordinary `state_dict`, on the CPU."""
@@ -97,7 +97,7 @@ class Sweep:
 
     @property
     def widths(self) -> list[list[int]]:
-        """How many rows arrays had, one after another, wherever they were made narrower."""
+        """The numbers of rows of each array that was made narrower, in order of time."""
         found: list[list[int]] = []
         for turn in self.turns:
             if turn["event"] == "narrowed":

@@ -1,4 +1,4 @@
-"""Seeds of a trial: all generators that a model may draw from, set together and put back."""
+"""Seeds of a trial: all generators that a model may draw from, set and restored together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Let torch, Python and numpy draw from this seed inside, and leave their generators as they were."""
+    """Seed the generators of torch, Python and numpy, and restore their states afterwards."""
     kept: Any = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
@@ -28,6 +28,6 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 
 def seed_others(seed: int) -> None:
-    """The generators of Python and numpy, which models now and then draw from."""
+    """Seed the generators of Python and numpy, which some models draw from."""
     random.seed(seed)
     np.random.seed(seed % 2**32)

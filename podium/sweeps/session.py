@@ -1,4 +1,4 @@
-"""One session of a sweep: trains all trials that earlier sessions left, and sends events."""
+"""One session of a sweep: trains all trials that earlier sessions left untrained, and sends events."""
 
 from __future__ import annotations
 
@@ -22,23 +22,21 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 
 class Session:
-    """From the first trial without a result to the last."""
-
     def __init__(self, plan: Plan, folder: Path, on_event: OnEvent, stop: Event) -> None:
         self._plan, self._recipe, self._config = plan, plan.recipe, plan.config
         self._folder, self._on_event, self._stop, self._log = folder, on_event, stop, SessionLog(folder)
         self._groups: dict[Hashable, int] = {}
-        """The number of each structure, in the order in which structures first came."""
+        """The number of each structure, in order of first appearance."""
         self._group_of: dict[int, int] = {}
         """The group of each trial, by the trial's number."""
         self._in_this_round: list[int] = []
         self._probes: list[dict[str, Any]] = []
-        """What was recorded of probes: the same finding is recorded once."""
+        """Probe results that were recorded: equal results are recorded once."""
         self._trained, self._samples = 0, 0
         self._keeper: BestModelKeeper | None = None
 
     def run(self, shown: Path) -> None:
-        """Train; `shown` is the folder as the user knows it."""
+        """Train; `shown` is the folder's path as events show it."""
         with TrialQueue(
             self._plan.source,
             stopping=self._plan.stopping,
@@ -73,7 +71,7 @@ class Session:
 
     def _train(self) -> None:
         queue, executor = self._queue, self._plan.executor
-        # An executor that trains each trial by itself has no use for groups, and would only wait between them.
+        # An executor that trains each trial by itself needs no groups, and would only wait between them.
         groups = type(executor).run_groups is not Executor.run_groups
         queue.waiting.sort_into(self._structure_of if groups else lambda trial: None)
         while (keys := queue.waiting.groups()) and not self._stop.is_set():
@@ -82,7 +80,7 @@ class Session:
             self._in_this_round = [self._groups.setdefault(key, len(self._groups)) for key in keys]
             executor.run_groups(self._recipe, [queue.group_queue(key) for key in keys], self._on_executor_event)
             if len(queue.outcomes) == before and not self._stop.is_set():
-                raise TrainingError(f"executor {executor.name}: came back without having trained a trial")
+                raise TrainingError(f"executor {executor.name}: returned without training a trial")
 
     def _structure_of(self, trial: Trial) -> Hashable:
         try:
@@ -106,7 +104,7 @@ class Session:
             )
 
     def _check_population(self) -> None:
-        """A trial that waits for a row can neither be copied nor copied from."""
+        """All trials of a population must have rows: one that waits can neither copy nor be copied."""
         if self._plan.stopping.copies and (waiting := len(self._queue.waiting)):
             raise ConfigError(
                 f"stopping {self._plan.stopping.name}: all trials must train side by side, got {waiting} that wait for "
@@ -168,7 +166,7 @@ class Session:
     def _end(self, status: Literal["finished", "stopped"], window: Window | None) -> None:
         reading: Reading | None = None
         if window is not None:
-            with contextlib.suppress(ConfigError):  # it never ended: a device that failed cannot be waited for
+            with contextlib.suppress(ConfigError):  # the window never ended: a failed device cannot be waited for
                 reading = window.reading
         if self._keeper is not None and status == "finished":
             self._keeper.end()

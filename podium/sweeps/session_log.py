@@ -1,4 +1,4 @@
-"""What a session of a sweep writes besides the queue: events, which trial sat where, and a line at its end."""
+"""The files of a session besides the queue's: events, the row and times of each trial, and a line at its end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from podium.records.window import Reading
 
 
 class SessionLog:
-    """Appends to `events.jsonl`, `slots.jsonl` and `sessions.jsonl`. Times go on where the last session's ended."""
+    """Appends to `events.jsonl`, `slots.jsonl` and `sessions.jsonl`. Times continue from the last session's end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         slots, events, sessions = (read_journal(folder / f"{name}.jsonl") for name in ("slots", "events", "sessions"))
-        # A session that was killed has no line in `sessions.jsonl`, but perhaps some in the others.
+        # A session that was killed has no line in `sessions.jsonl`, but may have lines in the other files.
         self.number = 1 + max((row["session"] for row in [*slots, *events, *sessions]), default=-1)
         self._offset_s = max((row["ended_s"] for row in slots), default=0.0)
         self._running: dict[int, dict[str, Any]] = {}
@@ -36,11 +36,11 @@ class SessionLog:
         self._append("events.jsonl", {"session": self.number, "t_s": round(self._now(), 6), **event})
 
     def trial_began(self, number: int, row: int | None = None) -> None:
-        """A trial was given out, or has got its row."""
+        """A trial was given out, or got its row."""
         self._running[number] = {"began_s": self._now(), "row": row}
 
     def trial_ended(self, number: int, group: int, status: str) -> None:
-        """A trial that never began, because it could not be built or a rule skipped it, has no slot."""
+        """Write the trial's slot; a trial that could not be built, or that a rule skipped, has none."""
         slot = self._running.pop(number, None)
         if slot is not None:
             place = {"trial": number, "session": self.number, "group": group, "row": slot["row"]}

@@ -20,13 +20,13 @@ from podium.sweeps.queue import read_outcomes
 from podium.sweeps.trial import Outcome
 
 MAY_DIFFER = ("executor", "device")
-"""What may change when a sweep is resumed: how trials are trained, not what they are."""
+"""Settings that may change when a sweep is resumed: they do not change what a trial is."""
 MADE_FROM = {"source": "source file of the task", "data": "data set"}
-"""What trials are made from (`fingerprint.py`), as messages name it."""
+"""The fingerprints (`fingerprint.py`), as messages name them."""
 
 
 def open_folder(folder: Path, config: Mapping[str, Any], device: torch.device) -> None:
-    """Write the manifest, or check that the manifest there is of the same sweep."""
+    """Write the manifest, or check that the folder's manifest is of the same sweep."""
     found = _manifest_of(folder)
     if found is None:
         if (folder / "trials.jsonl").is_file():
@@ -43,13 +43,13 @@ def open_folder(folder: Path, config: Mapping[str, Any], device: torch.device) -
                     "both cannot be ranked together: restore it, or give another folder"
                 )
             raise ConfigError(
-                f"sweep: {folder} holds another one, with {name} {before}; wanted {now}. Give another folder, or ask "
-                "for the same sweep to resume it"
+                f"sweep: {folder} holds another sweep, with {name} {before}; wanted {now}. Give another folder, or "
+                "ask for the same sweep to resume it"
             )
 
 
 def _manifest_of(folder: Path) -> Mapping[str, Any] | None:
-    """The configuration of the sweep in this folder; None where there is no whole manifest yet."""
+    """The configuration of the sweep in this folder; None where there is no complete manifest yet."""
     if not (folder / "manifest.json").is_file():
         return None
     try:
@@ -60,7 +60,7 @@ def _manifest_of(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _apart(before: Any, now: Any) -> tuple[Any, Any]:
-    """Two values, of two tables only what differs."""
+    """Both values as text; of two dicts only the entries that differ."""
     if not isinstance(before, dict) or not isinstance(now, dict):
         return repr(before), repr(now)
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -87,7 +87,7 @@ def gpu_of(device: torch.device) -> Iterator[Gpu | None]:
 
 
 def outcomes_before(folder: Path) -> list[Outcome]:
-    """Outcomes of earlier sessions, with options as they were asked for: a rule may have changed them on the way."""
+    """Outcomes of earlier sessions, with the options that the source gave: a rule may have changed them on the way."""
     asked = {row["number"]: row["options"] for row in read_journal(folder / "trials.jsonl")}
     found = read_outcomes(folder)
     return [

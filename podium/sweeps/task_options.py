@@ -1,4 +1,4 @@
-"""Whose option is it? A trial's options belong to the task's function, to any trial, or to the optimizer."""
+"""Sorts a trial's options: some belong to the task's function, some to every trial, the rest to the optimizer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from podium.sweeps.fused.losses import smoothed
 from podium.task import Task, load_task
 
 OWN_OPTIONS = ("batch_size", "epochs", "clip_norm", "init_seed", "order_seed", "dropout", "label_smoothing")
-"""Options of a trial that any task has, besides its own and its optimizer's."""
+"""Options of a trial under every task, besides the task's own and its optimizer's."""
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Sorts options between a task's function and the rest, and makes the task from its own."""
+    """Finds the options that the task's function takes, and makes the task from them."""
 
     task: str | Task | Callable[..., Task]
     data_dir: str | None
@@ -60,7 +60,7 @@ class TaskOptions:
         return dataclasses.replace(task, **changed) if changed else task
 
     def with_options(self, optimizer: Optimizer, given: Mapping[str, Any], who: str) -> Optimizer:
-        """Options that neither the task nor a sweep knows are the optimizer's."""
+        """The optimizer with the options that are neither the task's nor every trial's."""
         own: dict[str, Any] = {}
         for name, value in self.left_over(given).items():
             if name in OWN_OPTIONS:
@@ -72,7 +72,7 @@ class TaskOptions:
         return _made_again(optimizer, own, who) if own else optimizer
 
     def _function(self) -> Callable[..., Any] | None:
-        """What makes the task, where options can be given to it."""
+        """The function that makes the task from options; None for a `Task` instance."""
         if isinstance(self.task, Task):
             return None
         if callable(self.task):
@@ -95,7 +95,7 @@ class TaskOptions:
 
 
 def _like_default(name: str, value: Any, default: Any) -> Any:
-    """An optimizer's option as it wants it: numbers for numbers, as many as there are."""
+    """An optimizer's option, checked against the type and length of its default."""
     if isinstance(default, tuple | list):
         if not isinstance(value, tuple | list) or len(value) != len(default):
             raise ConfigError(f"trial: {name} must be {len(default)} numbers, got {value!r}")
@@ -123,8 +123,8 @@ def seed_of(name: str, value: Any) -> int:
 def _made_again(optimizer: Optimizer, options: Mapping[str, Any], who: str) -> Optimizer:
     """The same optimizer with other options.
 
-    torch's own optimizers are constructed again, so that they check the options and act on those that they read only
-    then. What else other optimizers were constructed with is unknown.
+    torch's own optimizers are constructed again, so that they check the options and act on those that only the
+    constructor reads. For other optimizers the constructor's arguments are unknown: their groups are changed in place.
     """
     for name in options:
         held = [group.get(name) for group in optimizer.param_groups]

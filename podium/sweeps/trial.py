@@ -1,8 +1,8 @@
-"""A trial: one model of a sweep, what it is trained with, and its outcome.
+"""A trial: one model of a sweep, its options, and its outcome.
 
-A trial is plain data, so that it can be written into a record, sent to another process and made again there. However it
-is trained, alone or in a row of a fused array, the model is the same: its seed fixes the initial parameters, the order
-of the samples and the dropout masks, and nothing else does.
+A trial is plain data, so that it can be written into a record, sent to another process and rebuilt there. Alone or in a
+row of a fused array, the model is the same: its seed alone fixes the initial parameters, the order of the samples and
+the dropout masks.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, Literal, NamedTuple
 from podium.errors import ConfigError
 
 Status = Literal["finished", "stopped", "diverged", "failed"]
-"""`stopped`: by a stopping rule, early. `diverged`: its loss was no number. `failed`: it raised."""
+"""`stopped`: by a stopping rule, early. `diverged`: its loss was inf or nan. `failed`: it raised."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What one model of a sweep is trained with."""
+    """The options, seed and fold of one model of a sweep."""
 
     number: int
-    """Counted from 0 in the order in which trials were asked for."""
+    """Counted from 0 in the order in which the source gave the trials."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What sets this trial apart: the task's own options, an optimizer's (`lr`, `betas`), `dropout`, `label_smoothing`,
-    `batch_size`, `epochs`, `init_seed`, `order_seed`."""
+    """The task's own, the optimizer's (`lr`, `betas`), `dropout`, `label_smoothing`, `batch_size`, `epochs`,
+    `clip_norm`, `init_seed`, `order_seed`."""
     seed: int = 0
     fold: int | None = None
     """Which of the sweep's folds is held out; None validates on the task's test data."""
@@ -44,7 +44,7 @@ class Trial:
 
 
 class Evaluation(NamedTuple):
-    """How a trial did at one moment on its validation data."""
+    """A trial's loss and metrics on its validation data after some step."""
 
     step: int
     epoch: float
@@ -58,12 +58,12 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a trial ended."""
+    """The end of a trial."""
 
     trial: Trial
     status: Status
     why: str = ""
-    """Of a trial that did not finish."""
+    """The reason, of a trial that did not finish."""
     steps: int = 0
     samples: int = 0
     evaluation: Evaluation | None = None
@@ -71,9 +71,9 @@ class Outcome:
     history: Sequence[Evaluation] = ()
     executor: str = ""
     seconds: float = 0.0
-    """From its first step to its last, whatever ran beside it."""
+    """From its first step to its last, including time spent on other trials beside it."""
     model: str = ""
-    """Where its parameters and buffers are (safetensors), below the sweep's folder; empty when none were kept."""
+    """Path of its parameters and buffers (safetensors), relative to the sweep's folder; empty when not saved."""
 
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -88,14 +88,14 @@ Action = Literal["go", "stop", "become"]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is to happen to a trial after a report."""
+    """The stopping rule's decision on a trial after a report."""
 
     action: Action = "go"
     why: str = ""
     source: int | None = None
     """With `become`: the number of the trial whose state this one takes over."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """With `become`: options of this trial that change with it."""
+    """With `become`: new values of this trial's options."""
 
 
 GO = Verdict()

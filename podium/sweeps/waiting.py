@@ -13,15 +13,15 @@ from podium.sweeps.trial import Trial
 KeyOf = Callable[[Trial], Hashable]
 
 MOST_WAITING = 4096
-"""Trials that are asked for before any of them is trained."""
+"""How many trials are taken from the source before any of them is trained …"""
 LONGEST_FETCH_S = 10.0
-"""Or as many as are sorted in this time."""
+"""… or as many as are sorted into groups in this time."""
 NO_KEY = object()  # None may be a group's key
 
 
 @final
 class WaitingTrials:
-    """A queue per group. To sort a trial is to build its model, and a source need not end: so only some wait."""
+    """A queue per group. Sorting a trial builds its model, and a source may be endless: so the queues are bounded."""
 
     def __init__(
         self,
@@ -29,13 +29,13 @@ class WaitingTrials:
         on_failed: Callable[[Trial, PodiumError], None],
         should_stop: Callable[[], bool],
     ) -> None:
-        """`ask`: the next trial of the source; `on_failed`: called with a trial that has no key, and why."""
+        """`ask` returns the source's next trial; `on_failed` is called with a trial whose key raised, and the error."""
         self._ask, self._on_failed, self._should_stop = ask, on_failed, should_stop
         self._key_of: KeyOf = lambda trial: None
         self._queues: dict[Hashable, deque[Trial]] = {}
 
     def sort_into(self, key_of: KeyOf) -> None:
-        """Sort trials by this key from now on, and ask the source for those that are ready, up to `MOST_WAITING`.
+        """Sort trials by this key from now on, and take trials from the source, up to `MOST_WAITING`.
 
         A trial for which `key_of` raises a PodiumError has failed.
         """
@@ -46,7 +46,7 @@ class WaitingTrials:
         self._fetch()
 
     def groups(self) -> list[Hashable]:
-        """Keys with waiting trials, in the order in which keys first came; asks the source for more."""
+        """Keys with waiting trials, in order of first appearance; takes more trials from the source first."""
         self._fetch()
         return [key for key, queue in self._queues.items() if queue]
 
@@ -72,7 +72,7 @@ class WaitingTrials:
         return queue.popleft() if queue else None
 
     def _fetch(self, until: Callable[[Hashable], bool] = lambda key: False) -> None:
-        """Ask for trials and sort them, until one has such a key, none are left, or enough wait."""
+        """Take trials from the source and sort them, until `until(key)` holds, none are left, or enough wait."""
         waiting, began = len(self), time.monotonic()
         while not self._should_stop() and (trial := self._ask()) is not None:
             key = self._sort(trial)

@@ -1,4 +1,4 @@
-"""The built-in tasks, by name. A function is imported when it is asked for, so that listing names needs no torch."""
+"""The built-in tasks, by name. A task's function is imported on first use, so that listing names needs no torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find_task(name: str) -> Callable[..., Task]:
 
 
 def takes_data_dir(name: str) -> bool:
-    """Whether the task of this name may read files; others have their data with them, or make them."""
+    """Whether the task of this name takes a `data_dir`; the others' data are installed or generated."""
     return "data_dir" in inspect.signature(find_task(name)).parameters
 
 

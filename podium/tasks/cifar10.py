@@ -60,7 +60,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = relu(self.norm1(self.conv1(x)))
         out = self.norm2(self.conv2(out))
-        if self.stride > 1:  # the new channels' shortcut is zero, half of them before the old ones and half behind
+        if self.stride > 1:  # the new channels' shortcut is zero, half of them before the old ones and half after
             half = self.new_channels // 2
             x = pad(x[:, :, :: self.stride, :: self.stride], [0, 0, 0, 0, half, half])
         return relu(out + x)

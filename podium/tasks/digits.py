@@ -22,7 +22,7 @@ from podium.tasks.recipes import Sgd, mlp
 
 TEST_SHARE = 0.2
 SPLIT_SEED = 1797
-"""Fixes which digits are kept for testing, whatever the run's seed: runs stay comparable."""
+"""Fixes the test split, whatever the run's seed: runs stay comparable."""
 
 
 def digits_mlp(
@@ -79,7 +79,7 @@ def digits_net(channels: Sequence[int]) -> nn.Sequential:
 
 @cache
 def digits(*, flat: bool) -> Data:
-    """Pixels scaled to a range of 1, less the mean training image; a fifth of each class is kept for testing.
+    """Pixels scaled to a range of 1, minus the mean training image; a fifth of each class is for testing.
 
     Rows of 64, or 1 × 8 × 8 images when not `flat`.
     """
@@ -88,7 +88,7 @@ def digits(*, flat: bool) -> Data:
         raise DataError(f"{_digits_file()}: must hold 1797 rows of 64 pixels and a label, got {table.shape}")
     pixels, labels = table[:, :64] / 16, table[:, 64].astype(np.int64)
     for_test = _kept_for_testing(labels)
-    # Left uncentred, the loss is so steep along the mean image that gradients a few steps late diverge.
+    # Without centring, the loss is so steep along the mean image that stale gradients of a few steps diverge.
     pixels -= pixels[~for_test].mean(axis=0)
     pixels = pixels if flat else pixels.reshape(-1, 1, 8, 8)
     train, test = (
@@ -113,5 +113,5 @@ def _digits_file() -> Path:
         raise DataError("digits: scikit-learn, which brings the data, must be installed, but is not found")
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not path.is_file():
-        raise DataError(f"{path}: scikit-learn's digits must be there, but are not")
+        raise DataError(f"{path}: must hold scikit-learn's digits, but there is no such file")
     return path

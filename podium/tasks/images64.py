@@ -1,15 +1,15 @@
 """Images of 64 × 64 pixels in 200 classes, with ResNet-50 and EfficientNet-B0: models worth distributing.
 
-Without `data_dir` the images are synthetic: a coarse pattern per class under noise, from a fixed seed, `samples` of
-them. They take as long to train on as TinyImageNet's and say nothing about accuracy.
+Without `data_dir` there are `samples` synthetic images: a coarse pattern per class under noise, from a fixed seed. They
+take as long to train on as TinyImageNet's; their accuracy means nothing.
 
 The networks have the published layers, so for 1,000 classes the published number of parameters. Left out of
 EfficientNet's recipe is stochastic depth, which has no parameters.
 
 He et al., 2015, https://arxiv.org/abs/1512.03385; Tan and Le, 2019, https://arxiv.org/abs/1905.11946.
 
-A *stand-in* has a model's parameters and next to none of its work: for virtual time, where compute time is given and
-only what is sent has to be true.
+A *stand-in* has a model's parameters and almost none of its computation: for virtual time, where compute time is given
+and only the traffic has to be real.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tiny_imagenet_resnet50(
 ) -> Task:
     """64 × 64 images in 200 classes with ResNet-50 (24 M parameters); `data_dir` in TinyImageNet's layout.
 
-    Without `data_dir`, `samples` synthetic images. `width`: channels behind the first convolution.
+    Without `data_dir`, `samples` synthetic images. `width`: channels after the first convolution.
     """
     return Task(
         name="tiny-imagenet-resnet50",
@@ -80,7 +80,7 @@ def tiny_imagenet_efficientnet_b0(
 ) -> Task:
     """64 × 64 images in 200 classes with EfficientNet-B0 (4.3 M parameters); `data_dir` in TinyImageNet's layout.
 
-    Without `data_dir`, `samples` synthetic images. `dropout`: before the last layer.
+    Without `data_dir`, `samples` synthetic images. `dropout`: rate before the last layer.
     """
     return Task(
         name="tiny-imagenet-efficientnet-b0",
@@ -107,10 +107,10 @@ def stand_in(
     batch_size: int = 32,
     epochs: int = 1,
 ) -> Task:
-    """The parameters of `resnet50` or `efficientnet-b0` and next to none of the work, for virtual time.
+    """The parameters of `resnet50` or `efficientnet-b0` and almost none of the computation, for virtual time.
 
-    What travels in a step is what the real model sends; what a pass takes must be said by the cluster file
-    (`seconds_per_sample`, `seconds_per_step`). `width` is that of ResNet-50.
+    A step sends what the real model would send; the cluster file must give the time of a pass (`seconds_per_sample`,
+    `seconds_per_step`). `width` is that of ResNet-50.
     """
     makers: dict[str, Callable[[], nn.Module]] = {
         "resnet50": partial(ResNet50, classes, width),
@@ -208,7 +208,7 @@ def _norm(channels: int) -> nn.BatchNorm2d:
 
 
 class Gate(nn.Module):
-    """Squeeze and excitation: each channel is scaled by what the means of all channels say."""
+    """Squeeze and excitation: scales each channel by a function of all channels' means."""
 
     def __init__(self, channels: int, squeezed: int) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Gate(nn.Module):
 
 
 class InvertedBottleneck(nn.Module):
-    """Widen, convolve each channel by itself, gate, narrow; with a shortcut where shapes allow."""
+    """Widen, convolve depthwise, gate, narrow; with a shortcut where shapes allow."""
 
     def __init__(self, channels_in: int, channels: int, wider: int, kernel: int, stride: int) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class EfficientNetB0(nn.Module):
 class StandIn(nn.Module):
     """A model's parameters and buffers under their own names; a pass reads every parameter once and ignores its inputs.
 
-    Gradients come in the order in which the real model's do, the last layer's first, and are small: nothing diverges.
+    Gradients become ready in the real model's order, the last layer's first, and are small: nothing diverges.
     """
 
     def __init__(self, model: nn.Module, classes: int) -> None:
@@ -301,7 +301,7 @@ class StandIn(nn.Module):
 
 
 def labels_only(samples: int, classes: int) -> Data:
-    """Labels of a fixed seed, and inputs that hold nothing."""
+    """Labels from a fixed seed, and zeros as inputs."""
     if samples < 5:
         raise ConfigError(f"stand-in: samples must be at least 5, got {samples}")
     draw = np.random.Generator(np.random.Philox(key=64))

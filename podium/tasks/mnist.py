@@ -62,7 +62,7 @@ def mnist_mlp(
     batch_size: int = 64,
     epochs: int = 10,
 ) -> Task:
-    """MNIST with a multi-layer perceptron (784-256-128-10); `dropout` puts a layer of it behind each hidden one."""
+    """MNIST with a multi-layer perceptron (784-256-128-10); `dropout` adds a dropout layer after each hidden one."""
     return _sgd_task("mnist-mlp", data_dir, partial(mnist_net, tuple(hidden), dropout), lr, momentum, weight_decay,
                      batch_size, epochs)  # fmt: skip
 
@@ -78,9 +78,9 @@ def mnist_cnn(
     batch_size: int = 64,
     epochs: int = 10,
 ) -> Task:
-    """MNIST with two 3 × 3 convolutions and two linear layers (1.2 million parameters), as PyTorch's own example has.
+    """MNIST with two 3 × 3 convolutions and two linear layers (1.2 million parameters), as in PyTorch's example.
 
-    `dropout` puts a layer of it before each linear one.
+    `dropout` adds a dropout layer before each linear one.
     """
     return _sgd_task("mnist-cnn", data_dir, partial(mnist_convolutions, tuple(channels), dropout), lr, momentum,
                      weight_decay, batch_size, epochs)  # fmt: skip
@@ -110,7 +110,7 @@ def _sgd_task(
 
 
 def mnist_net(hidden: Sequence[int], dropout: float | None) -> nn.Sequential:
-    """Linear layers with ReLU between them, on the image's pixels in a row."""
+    """Linear layers with ReLU between them, on the flattened image."""
     layers: list[nn.Module] = [nn.Flatten()]
     for wide, narrow in itertools.pairwise((784, *hidden)):
         layers += [nn.Linear(wide, narrow), nn.ReLU(), *_dropout(dropout)]

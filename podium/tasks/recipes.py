@@ -1,4 +1,4 @@
-"""Parts that several tasks share. All of them can be pickled, so a task may travel to another process."""
+"""Parts that several tasks share. All of them can be pickled, so a task may be sent to another process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from podium.errors import ConfigError, DataError
 @final
 @dataclass(frozen=True, kw_only=True)
 class Sgd:
-    """Makes an SGD optimizer for a model's trainable parameters; refuses bad settings before any rank is started."""
+    """Makes an SGD optimizer for a model's trainable parameters; raises ConfigError before any rank is started."""
 
     lr: float
     momentum: float = 0.0
@@ -40,7 +40,7 @@ class Sgd:
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdamRecipe:
-    """Makes an Adam optimizer for a model's trainable parameters, with torch's own settings but for the rate."""
+    """Makes an Adam optimizer for a model's trainable parameters, with torch's defaults except for these fields."""
 
     lr: float
     weight_decay: float = 0.0
@@ -54,7 +54,7 @@ class AdamRecipe:
 
 
 def cosine(optimizer: Optimizer, total_steps: int) -> LRScheduler:
-    """From the optimizer's own rate down to 0 along half a cosine."""
+    """From the optimizer's learning rate down to 0 along half a cosine."""
     return CosineAnnealingLR(optimizer, T_max=total_steps)
 
 
@@ -69,9 +69,9 @@ def mlp(sizes: Sequence[int]) -> nn.Sequential:
 
 
 def need_data_dir(task: str, data_dir: str | None, files: str) -> Path:
-    """The folder with the task's files; without one, an error that says what is looked for.
+    """The folder with the task's files; without one, an error that names the files.
 
-    One folder may hold those of several tasks: files of `mnist-lenet5` are then in its folder `mnist`.
+    One folder may hold the files of several tasks: those of `mnist-lenet5` are then in its folder `mnist`.
     """
     if data_dir is None:
         raise DataError(f"task {task}: needs a folder with {files} (or .gz); pass --data-dir")

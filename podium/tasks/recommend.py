@@ -1,7 +1,7 @@
-"""Who likes what: two large embedding tables of which a batch touches few rows.
+"""Recommendation: two large embedding tables of which a batch touches few rows.
 
-The data are made from a fixed seed, not the run's: people of a few tastes meet items of a few kinds, popular ones more
-often, and whether they like one follows from taste and kind, with noise.
+The data are generated from a fixed seed, not the run's: users of a few tastes meet items of a few kinds, popular ones
+more often; whether a user likes an item follows from taste and kind, with noise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def recommend(
     batch_size: int = 128,
     epochs: int = 3,
 ) -> Task:
-    """Will this person like that item: large sparse embedding tables, synthetic; accuracy is measured."""
+    """Whether a user likes an item: large sparse embedding tables, synthetic; accuracy is measured."""
     if min(users, items, width) < 1 or samples < 10:
         raise ConfigError(
             f"recommend: users, items and width must be at least 1 and samples at least 10, "
@@ -51,7 +51,7 @@ def recommend(
 
 
 class Recommender(nn.Module):
-    """An embedding each for the person and the item; a small network looks at both."""
+    """An embedding each for the user and the item, and a small network on both."""
 
     def __init__(self, users: int, items: int, width: int, sparse: bool) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Recommender(nn.Module):
 
 
 def encounters(users: int, items: int, samples: int) -> Data:
-    """Pairs of numbers, and whether the one liked the other; a fifth is for testing."""
+    """Pairs (user, item), and whether the user liked the item; a fifth is for testing."""
     draw = np.random.Generator(np.random.Philox(key=5200))
     taste, kind = draw.integers(_TASTES, size=users), draw.integers(_TASTES, size=items)
     likes = draw.random((_TASTES, _TASTES)) < 0.5
@@ -82,7 +82,7 @@ def encounters(users: int, items: int, samples: int) -> Data:
 
 
 def liked(outputs: Tensor, targets: Tensor) -> float:
-    """Share of encounters whose outcome is told rightly."""
+    """Share of pairs that are predicted correctly."""
     return float(((outputs > 0) == (targets > 0.5)).to(torch.float64).mean())
 
 

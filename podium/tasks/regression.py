@@ -1,7 +1,7 @@
-"""Regression with several outputs, and the metrics that go with it.
+"""Regression with several outputs, and its metrics.
 
-The data are made from a fixed seed, not the run's: a smooth function of the inputs plus noise, so the best possible
-R² is known to be near `1 - noise²`. With `data_dir`, arrays from a folder take their place.
+The data are generated from a fixed seed, not the run's: a smooth function of the inputs plus noise, so the best
+possible R² is known to be near `1 - noise²`. With `data_dir`, arrays from a folder take their place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def regression(
     batch_size: int = 64,
     epochs: int = 20,
 ) -> Task:
-    """Several numbers from several numbers, synthetic (or arrays from `data_dir`); MAE, MSE and R² are measured."""
+    """Regression with several outputs, synthetic (or arrays from `data_dir`); MAE, MSE and R² are measured."""
     data: Callable[[], Data] = partial(synthetic, features, outputs, samples)
     if data_dir is not None:
         data = partial(read_arrays, data_dir, prepare=as_rows)
@@ -68,7 +68,7 @@ def synthetic(features: int, outputs: int, samples: int, *, noise: float = 0.1) 
 
 
 def as_rows(inputs: Tensor) -> Tensor:
-    """Any numbers of any shape to one row of float32 per sample."""
+    """Flatten each sample to one row of float32."""
     return inputs.to(torch.float32).flatten(1)
 
 
@@ -90,7 +90,7 @@ def mse(outputs: Tensor, targets: Tensor) -> float:
 def r2(outputs: Tensor, targets: Tensor) -> float:
     """Share of the targets' variance that is explained, averaged over outputs: 1 is perfect, 0 as good as the mean.
 
-    An output whose target never varies counts 1 when it is met exactly and 0 otherwise.
+    An output whose target is constant scores 1 when it is predicted exactly and 0 otherwise.
     """
     outputs, targets = outputs.to(torch.float64), _like(outputs, targets).to(torch.float64)
     left = (targets - outputs).square().sum(0)

@@ -45,7 +45,7 @@ def test_stealing_does_not_go_with_what_a_step_weighs(tmp_path: Path) -> None:
 def test_stealing_does_not_go_with_a_loop_of_ones_own(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text("")
-    with pytest.raises(ConfigError, match="loop of one's own"):
+    with pytest.raises(ConfigError, match="script's own loop"):
         plan_script(RunConfig(task=str(script), workers=2, balance="steal"))
 
 

@@ -151,7 +151,7 @@ def test_a_folder_calls_nothing_but_tasks(folder: Path, mark: Path, how: str, pl
     else:
         name_code(folder, task=f"{place}:run", task_options={"args": ["touch", str(mark)]})
     code, err = say(how, str(folder), "--dry-run")
-    assert code == 2 and not mark.exists() and "nothing says that it makes one" in err
+    assert code == 2 and not mark.exists() and "nothing shows that it makes a task" in err
 
 
 def test_a_task_of_the_users_needs_no_annotation(folder: Path, tmp_path: Path) -> None:

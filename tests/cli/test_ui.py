@@ -54,7 +54,7 @@ def test_lines_say_what_matters_and_nothing_twice() -> None:
         "run runs/x",
         "epoch 1  step 20  loss 0.2500  accuracy 0.9375",
         "rank 3 lost: killed by signal 9",
-        "regrouped in 0.04 s: workers 0, 1, 2 go on",
+        "regrouped in 0.04 s: workers 0, 1, 2 continue",
     ]
 
 

@@ -65,12 +65,12 @@ class StreamOfKnownLength(Stream):
 
 @pytest.mark.parametrize("stream", [Stream, StreamOfKnownLength])
 def test_a_stream_is_refused_and_told_why(stream: type[Stream]) -> None:
-    with pytest.raises(DataError, match="which an IterableDataset does not have"):
+    with pytest.raises(DataError, match="which an IterableDataset does not support"):
         as_dataset(stream())
 
 
 def test_a_loader_is_refused_with_the_remedy() -> None:
-    with pytest.raises(DataError, match="hand over what the DataLoader loads from"):
+    with pytest.raises(DataError, match="pass the DataLoader's data set instead"):
         as_dataset(DataLoader(TensorDataset(X, Y), batch_size=2))
 
 

@@ -94,7 +94,7 @@ class TestIdx:
             (lambda whole: whole[:2] + b"\x07" + whole[3:], r"\[0, 0, 7, 3\]"),
             (lambda whole: whole[:9], "header of 16 bytes, but is truncated at 9"),
             (lambda whole: whole[:-1], "is truncated: 4719 bytes"),
-            (lambda whole: whole + b"x", "goes on: 4721 bytes"),
+            (lambda whole: whole + b"x", "is longer: 4721 bytes"),
         ],
     )
     @pytest.mark.parametrize("name", ["a-idx", "a-idx.gz"])

@@ -562,7 +562,7 @@ TABLE: dict[str, Row] = {
     "a complex buffer in double precision": Row(
         partial(Averaging, complex_average, ema=torch.zeros(FEATURES, dtype=torch.complex128)), **IDLE
     ),
-    "a sparse buffer": Row(sparse_buffer, with_others="buffer links: workers make dense"),
+    "a sparse buffer": Row(sparse_buffer, with_others="buffer links: workers can average dense"),
     "a frozen parameter written in place": Row(partial(Codebook, codes_in_place), trained_only),
     "a frozen parameter written anew": Row(partial(Codebook, codes_anew), trained_only, **IDLE),
     "a frozen copy that follows": Row(Teacher, trained_only),

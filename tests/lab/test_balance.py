@@ -46,7 +46,7 @@ def test_nothing_is_advised_where_it_matters_little_or_a_balancer_is_at_it() -> 
 
 def test_fixed_shares_that_do_not_fit_the_speeds_are_advised_against() -> None:
     (line,) = advice(balance(run(20, [12, 4], [1.0, 1.0]), 0))
-    assert "worker 0 has more samples than its speed asks for" in line
+    assert "worker 0 has too many samples for its speed" in line
 
 
 def test_a_worker_that_costs_more_than_it_brings_is_named() -> None:

@@ -112,7 +112,7 @@ class TestFaults:
         found = browser.open(page(tmp_path, asks + "<script>fetch('https://data.invalid/x').catch(() => 0)</script>"))
         asked = {address.rpartition("/")[2] for address in found.requests}
         assert asked == {"a.png", "beside.css", "x"}
-        assert "asks for http://pictures.invalid/a.png" in found.problems()
+        assert "requests http://pictures.invalid/a.png" in found.problems()
 
     def test_a_request_that_the_page_itself_forbids_is_found(self, browser: Browser, tmp_path: Path) -> None:
         rule = "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'\">"
@@ -149,7 +149,7 @@ class TestFaults:
         assert (tmp_path / "seen" / "paper.pdf").read_bytes().startswith(b"%PDF")
 
     def test_a_file_that_is_not_there_is_refused(self, browser: Browser, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="an HTML file must be there"):
+        with pytest.raises(ConfigError, match="must be an existing HTML file"):
             browser.open(tmp_path / "none.html")
 
 

@@ -186,7 +186,7 @@ def test_reports_go_by_the_studys_own_word_on_which_way_is_better(tmp_path: Path
     assert "Best final accuracy: parameter-server in both settings." in up and "accuracy, higher is better</dd>" in up
     assert "Best final accuracy: all-reduce in both settings." in down
     assert "accuracy, lower is better, as the study says</dd>" in down
-    assert "best accuracy has parameter-server" in up and "best accuracy has all-reduce" in down
+    assert "parameter-server has the best accuracy" in up and "all-reduce has the best accuracy" in down
     assert "Of accuracy lower is better, as [study.json](study.json) says." in found[False][1]
     assert "is better" not in found[None][1]
 

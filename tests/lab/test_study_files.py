@@ -165,7 +165,7 @@ def test_what_is_no_table_where_one_should_be_is_refused(tmp_path: Path, text: s
 def test_stopping_at_the_target_needs_a_target(tmp_path: Path) -> None:
     text = LINKS.replace("seconds = 5.0", "target = true")
     assert read_study(write(tmp_path, text)).resolved().stop.target
-    with pytest.raises(ConfigError, match="needs one"):
+    with pytest.raises(ConfigError, match="needs a target"):
         read_study(write(tmp_path, text.replace("target = 0.9", "")))
 
 

@@ -179,7 +179,7 @@ def test_what_differs_is_listed_and_forbids_to_name_a_cause(versus: Callable[...
     assert told["hardware", "cores"][1] == "96"
     assert told["commit", "commit"][1] == "abc+"
     assert ("settings", "epochs") not in told
-    assert "no difference in results can be laid to one" in found.limits
+    assert "no difference in results can be attributed to one alone" in found.limits
     assert "machines differ" in found.limits and "not committed" in found.limits
 
 

@@ -44,7 +44,7 @@ def test_equal_samples_and_equal_seconds_may_have_different_winners() -> None:
     samples, seconds = named(two_speeds(), "equal samples"), named(two_speeds(), "equal seconds")
     assert (samples.budget, samples.best) == (400, "slow")
     assert (seconds.budget, seconds.best) == (4.0, "fast")
-    assert samples.said.startswith("Equal samples (400 samples): best accuracy has slow, ")
+    assert samples.said.startswith("Equal samples (400 samples): slow has the best accuracy, ")
     assert "better than fast (Holm p < 0.001)" in samples.said
 
 
@@ -176,7 +176,7 @@ def test_a_strategy_that_cannot_be_tested_is_named_beside_those_that_can() -> No
 
 def test_with_a_single_pair_both_are_named_with_their_values() -> None:
     rows = [course("a", 0, [(100, 1.0, 0.5)]), course("b", 0, [(100, 1.0, 0.6)])]
-    said = "best accuracy has b, 0.600; a has 0.500; one run each, so this is no more than one observation."
+    said = "b has the best accuracy, 0.600; a has 0.500; one run each, so this is no more than one observation."
     assert named(rows, "equal samples").said.endswith(said)
     rows += [course("a", seed, [(100, 1.0, 0.5)]) for seed in (1, 2)]
     said = named(rows, "equal samples").said

@@ -139,7 +139,7 @@ def test_one_worker_under_all_reduce_is_plain_pytorch_whatever_the_codec(codec: 
     """Nobody is there to send to. A codec that takes the momentum over changes more than that."""
     task = toy(optimizer="adamw", model=everything_model, schedule=halve_every_third)
     if codec == "dgc":
-        with pytest.raises(ConfigError, match="dgc does the optimizer's momentum"):
+        with pytest.raises(ConfigError, match="dgc applies the optimizer's momentum"):
             train(task, AllReduce(), codec=codec)
     else:
         assert_same_bits(train(task, AllReduce(), codec=codec)[0].state, train_plainly(task).state)

@@ -131,7 +131,7 @@ def test_options_in_the_text_are_read() -> None:
     ("how", "space", "points", "told"),
     [
         ("gird", (), None, "Did you mean 'grid'"),
-        ("grid", ["lr=1,2"], 5, "takes no number"),
+        ("grid", ["lr=1,2"], 5, "must not be given"),
         ("list:file=x.json", ["lr=1,2"], None, "takes no space"),
         ("random:points=0", ["lr=1..2"], None, "at least 1"),
         ("random:pionts=3,points=3", ["lr=1..2"], None, "Did you mean 'points'"),

@@ -145,8 +145,8 @@ class TestASHA:
         # Rungs at epochs 1, 2 and 4: two of four go on to the second, and one of those two beyond it.
         assert [bank.ran[number] for number in range(8)] == [4, 4, 2, 2, 2, 2, 2, 2]
         whys = [next(o.why for o in queue.outcomes if o.trial.number == number) for number in (2, 4, 6)]
-        assert whys[0] == "place 4 of 4 at epoch 1, where 2 may go on"
-        assert whys[2] == "place 2 of 2 at epoch 2, where 1 may go on"
+        assert whys[0] == "place 4 of 4 at epoch 1, where 2 may continue"
+        assert whys[2] == "place 2 of 2 at epoch 2, where 1 may continue"
 
     def test_what_is_no_number_is_stopped_and_stops_nobody(self) -> None:
         said = judged(ASHA(grace=1, factor=2), [[math.nan] * 2, [0.5] * 2, [math.nan] * 2, [0.6] * 2])

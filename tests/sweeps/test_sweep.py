@@ -517,7 +517,7 @@ class TestStopping:
         assert became
         assert sorted(p.options["lr"] for p in found.points) == [1e-5, 1e-4, 0.1, 0.3]  # as asked for
         assert "Best of 4 points, as it began: " in found.answer and "copied each other" in found.answer
-        assert found.rivals == () and "copied each other on the way" in Path(found.report).read_text()
+        assert found.rivals == () and "copied each other during training" in Path(found.report).read_text()
         assert sweep(tmp_path / "a", executor="auto", **asked).sessions[-1]["trained"] == 0
 
     def test_a_copied_trial_is_told_with_the_options_it_ended_with(self) -> None:
@@ -534,7 +534,7 @@ class TestStopping:
         config: dict[str, Any] = {"metric": "accuracy", "maximize": True, "folds": None, "seeds": [0], "copies": True}
         answer = answer_of(found, find_rivals(found, config), outcomes, config)
         assert "as it began: lr=0.0001" in answer
-        assert "trial (0, 0.9000) took over another's model on the way and ended with lr=0.25." in answer
+        assert "trial (0, 0.9000) took over another trial's model on the way and ended with lr=0.25." in answer
 
     def test_a_population_needs_rows_and_one_structure(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="executor must be auto or fused, got sequential"):

@@ -1,4 +1,4 @@
-"""How a tensor is packed for the wire: one file per family of codecs, and a plain dict from name to where it lives."""
+"""How a tensor is packed for the wire: one file per family of codecs, and a plain dict from name to class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CODECS: dict[str, str] = {
 
 
 def find_codec(name: str) -> type[Codec]:
-    """The class of a codec: a name from the list, or `file.py:Class` / `module:Class` of the user's own."""
+    """The class of a codec: a name from the list, or the user's own `file.py:Class` or `module:Class`."""
     cls = find_class("codec", name, CODECS)
     if not issubclass(cls, Codec):
         raise ConfigError(f"{name} must be a codec class, got {cls!r}")
@@ -36,5 +36,4 @@ def find_codec(name: str) -> type[Codec]:
 
 
 def make_codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:
-    """An instance with these options."""
     return build(find_codec(name), options or {}, who=f"codec {name}")

@@ -1,7 +1,7 @@
-"""Work in pieces that fit a core's cache, on scratch memory that is used again.
+"""Work in blocks that fit a core's cache, on scratch memory that is reused.
 
-Fresh memory is slow on a CPU: every page is faulted in. So intermediates are as small as a block and belong to the
-thread. A GPU wants one large piece instead, and its allocator already keeps what is freed.
+Fresh memory is slow on a CPU: every page is faulted in. So intermediates are as small as a block, and each thread
+reuses its own. A GPU is faster with one large block, and its allocator already caches freed memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCRATCH = _Scratch()
 
 
 def scratch(numel: int, dtype: torch.dtype, device: torch.device, slot: int = 0) -> Tensor:
-    """Memory for a moment: what it holds is lost when the same thread asks for the same dtype and slot again."""
+    """Temporary memory, overwritten when the same thread requests the same dtype and slot again."""
     if device.type != "cpu":
         return torch.empty(numel, dtype=dtype, device=device)
     kept = _SCRATCH.kept.get((dtype, slot))
@@ -37,7 +37,7 @@ def scratch(numel: int, dtype: torch.dtype, device: torch.device, slot: int = 0)
 
 
 def blocks(numel: int, device: torch.device, size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Where each block starts and stops; on a GPU there is one."""
+    """Start and stop of each block; one block on a GPU."""
     step = size if device.type == "cpu" else max(numel, 1)
     for start in range(0, numel, step):
         yield start, min(start + step, numel)
@@ -51,14 +51,14 @@ def as_float32(block: Tensor, slot: int = 0) -> Tensor:
 
 
 def add_into(base: Tensor, change: Tensor, alpha: float, out: Tensor) -> None:
-    """`out = base + alpha * change`, a float32 change brought to the dtype of `base` first."""
+    """`out = base + alpha * change`; `change` is first converted to the dtype of `base`."""
     if change.dtype != base.dtype:
         change = scratch(change.numel(), base.dtype, base.device, slot=7).copy_(change)
     torch.add(base, change, alpha=alpha, out=out)
 
 
 def view_as(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes of a wire as numbers; a copy where they do not lie at a place that allows a view."""
+    """Bytes of a wire as numbers; a copy where they are not aligned for a view."""
     if raw.storage_offset() % dtype.itemsize or raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype)

@@ -1,4 +1,4 @@
-"""Dense: the numbers as they are. What every other codec is compared with."""
+"""Dense: the numbers as they are; the baseline for every other codec."""
 
 from __future__ import annotations
 

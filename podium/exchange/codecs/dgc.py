@@ -1,11 +1,11 @@
-"""Deep gradient compression: top-k of a sum that momentum has already gone into.
+"""Deep gradient compression: top-k of a residual that already includes momentum.
 
-    u = m u + g        momentum correction: each worker does its own momentum, before choosing
-    v = v + u          what has not been sent yet
+    u = m u + g        momentum correction: each worker applies its own momentum, before choosing
+    v = v + u          not sent yet
     send the largest of v; there, u = 0 (momentum factor masking) and v loses what was sent
 
-The optimizer must not do momentum again. What float16 rounds off on the wire stays in v. The ratio warms up: a quarter
-of the elements in the first epoch, a quarter of that in the next, and so on.
+The optimizer must not apply momentum again. The float16 rounding error of the wire stays in v. The ratio warms up: a
+quarter of the elements in the first epoch, a quarter of that in the next, and so on.
 
 Lin et al., 2018, arXiv:1712.01887.
 """
@@ -39,18 +39,18 @@ class DGC(Codec):
     remembers: ClassVar[tuple[str, ...]] = (UNSENT, "velocity")
 
     ratio: float = 0.001
-    """Elements kept over elements, once warm; at least one is."""
+    """Share of the elements that is kept after the warm-up; at least one element is."""
     warmup_epochs: int = 4
-    """Epochs with more: 1/4, 1/16, 1/64, 1/256 … of the elements, but never less than `ratio`."""
+    """Epochs that keep more: 1/4, 1/16, 1/64, 1/256 … of the elements, but never less than `ratio`."""
     momentum: float | None = None
     """The optimizer's own when not given."""
     nesterov: bool | None = None
-    """Look ahead, as the optimizer of that name does; as the optimizer was to when not given."""
+    """Nesterov momentum; the optimizer's own setting when not given."""
     clip: float | None = None
-    """Largest norm of the sum over all workers: each cuts its own gradient of a span to this over the square root of
-    their number. None: no limit."""
+    """Largest norm of the sum over all workers: each worker clips its gradient of a span to this divided by the square
+    root of their number. None: no limit."""
     select: Select = "sampled"
-    """Find the largest by a threshold read off a sample (fast), or exactly."""
+    """Find the largest by a threshold estimated from a sample (fast), or exactly."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -65,14 +65,14 @@ class DGC(Codec):
     def check(self, optimizer: Mapping[str, object]) -> None:
         if not {"momentum", "nesterov"} <= optimizer.keys():
             raise ConfigError(
-                "dgc does the optimizer's momentum itself, so it needs one whose momentum it can take over, such as "
-                f"torch.optim.SGD; got one with {', '.join(sorted(optimizer)) or 'no settings'}"
+                "dgc applies the optimizer's momentum itself, so it needs an optimizer whose momentum it can take "
+                f"over, such as torch.optim.SGD; got one with {', '.join(sorted(optimizer)) or 'no settings'}"
             )
         if optimizer.get("dampening"):
-            raise ConfigError(f"dgc does momentum without dampening, got dampening={optimizer['dampening']}")
+            raise ConfigError(f"dgc applies momentum without dampening, got dampening={optimizer['dampening']}")
 
     def ratio_at(self, epoch: float) -> float:
-        """Elements kept over elements in this epoch."""
+        """Share of the elements that is kept in this epoch."""
         if epoch >= self.warmup_epochs:
             return self.ratio
         return max(self.ratio, 0.25 ** (math.floor(epoch) + 1))
@@ -96,7 +96,7 @@ class DGC(Codec):
     def _accumulate(
         self, tensor: Tensor, span: Span, context: StepContext, memory: Memory, velocity: Tensor, unsent: Tensor
     ) -> None:
-        """Write the new velocity, and what is unsent before anything is chosen."""
+        """Write the new velocity u, and v before the largest elements leave it."""
         old_velocity, old_unsent = memory.get("velocity", span), memory.get(UNSENT, span)
         factor = self._clipping(tensor, context)
         for start, stop in blocks(tensor.numel(), tensor.device):
@@ -119,7 +119,7 @@ class DGC(Codec):
                 torch.add(old_unsent[here], step, out=v)
 
     def _clipping(self, tensor: Tensor, context: StepContext) -> Tensor | None:
-        """What to multiply the gradient with, at most 1."""
+        """The factor that clips the gradient, at most 1."""
         if self.clip is None:
             return None
         norm: Tensor = torch.linalg.vector_norm(tensor)

@@ -1,11 +1,11 @@
-"""Error feedback: what a codec loses in one step is added to what it gets in the next.
+"""Error feedback: the loss of one step's packing is added to the next step's tensor.
 
     q = g + e;  send C(q);  e = q - C(q)
 
-so that what was sent and what is kept always add up to what came in (Seide et al., 2014; Karimireddy et al., 2019,
-arXiv:1901.09847). Whoever exchanges calls `with_residual` before packing, and `keep_residual` or `keep_own_residual`
-afterwards. The sum q is made where the next residual will lie, so that afterwards only what was sent has to be taken
-out of it.
+so that the tensors sent plus the residual e always equal the sum of the gradients g (Seide et al., 2014; Karimireddy et
+al., 2019, arXiv:1901.09847). The sender calls `with_residual` before packing, and `keep_residual` or
+`keep_own_residual` afterwards. q is computed in the memory of the next residual, so that afterwards only C(q) has to be
+subtracted from it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from podium.exchange.codecs.base import Codec, Memory, Rounds, Span, StepContext
 
 RESIDUAL = "residual"
-"""Its name in the memory."""
+"""The residual's name in the memory."""
 UNSENT = "unsent"
-"""The name of what a codec keeps that remembers by itself what it has not sent."""
+"""Its name where the codec stores it itself."""
 
 
 def with_residual(codec: Codec, tensor: Tensor, span: Span, memory: Memory) -> Tensor:
-    """What to pack: the tensor plus what was left before this step.
+    """The tensor plus the residual: what to pack.
 
-    It may be the tensor itself, or memory that `keep_residual` overwrites; not to be changed by the caller.
+    The result may be the tensor itself, or memory that `keep_residual` overwrites; the caller must not change it.
     """
     residual = None if codec.keeps_residual else memory.get(RESIDUAL, span)
     if residual is None:
@@ -33,13 +33,13 @@ def with_residual(codec: Codec, tensor: Tensor, span: Span, memory: Memory) -> T
 
 
 def keep_residual(codec: Codec, q: Tensor, wire: Tensor, span: Span, context: StepContext, memory: Memory) -> None:
-    """Remember what this worker's own wire does not say of `q`, which comes from `with_residual`."""
+    """Store the next residual: `q`, the result of `with_residual`, minus this worker's decoded wire."""
     if not codec.keeps_residual:
         codec.remainder(wire, q, memory.put(RESIDUAL, span), span, context)
 
 
 def keep_own_residual(rounds: Rounds, q: Tensor, span: Span, memory: Memory) -> None:
-    """The same after several sums, once the last one has come."""
+    """The same for a codec with several sums, after the last one."""
     residual = memory.put(RESIDUAL, span)
     if residual.data_ptr() != q.data_ptr():
         residual.copy_(q)

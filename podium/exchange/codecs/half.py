@@ -1,9 +1,9 @@
-"""Half precision: two bytes per number, added up as such.
+"""Half precision: two bytes per number, summed in half precision.
 
-Rounding goes to the nearest, to either side alike, so error feedback is off unless asked for. `fp16` keeps 11 bits and
-reaches from 6e-8 to 65504; `bf16` keeps 8 bits and the range of float32. A finite number beyond the range becomes the
-largest finite one; what is not finite stays so. The sum over the workers is made in half precision too, and may leave
-the range although no term does.
+Rounding is to the nearest and so unbiased; error feedback is off by default. `fp16` keeps 11 bits and reaches from 6e-8
+to 65504; `bf16` keeps 8 bits and the range of float32. A finite number beyond the range becomes the largest finite one;
+infinities and NaN stay. The sum over the workers is in half precision too, and may leave the range although no term
+does.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from podium.exchange.codecs.blocks import add_into, blocks, scratch
 
 
 class _Half(Codec):
-    """What the two types share."""
-
     reduction: ClassVar[Literal["sum", "gather"]] = "sum"
     biased: ClassVar[bool] = False
     dtype: ClassVar[torch.dtype]
@@ -41,14 +39,14 @@ class _Half(Codec):
     def _add(self, wire: Tensor, base: Tensor, alpha: float, out: Tensor) -> None:
         if wire.numel() != base.numel():
             raise ValueError(f"a wire for {base.numel()} elements must have as many, got {wire.numel()}")
-        # In two steps: torch adds numbers of two types at 2 GB/s, and this way at 7.
+        # In two steps, at 7 GB/s: torch adds numbers of two dtypes at 2 GB/s.
         for start, stop in blocks(wire.numel(), wire.device):
             wide = scratch(stop - start, torch.float32, wire.device).copy_(wire[start:stop])
             add_into(base[start:stop], wide, alpha, out[start:stop])
 
 
 def _within(block: Tensor, limit: float) -> Tensor:
-    """Finite numbers cut off at the limit; the block itself where none is beyond."""
+    """Clamp finite numbers to the limit; returns the block itself where none is beyond."""
     if block.device.type == "cpu":
         low, high = torch.aminmax(block)
         if not (low < -limit or high > limit):

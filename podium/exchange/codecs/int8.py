@@ -3,9 +3,8 @@
 A chunk's scale is its largest magnitude over 127. Numbers are rounded up or down at random, so that on average nothing
 is lost (Alistarh et al., QSGD, 2017, arXiv:1610.02132, with a scale per chunk in place of a norm).
 
-The wire is bytes: a float32 scale per chunk, then an int8 code per element. A chunk with a number that is not finite
-has a scale that is not, and all of it decodes to what is not finite. Scales below the smallest normal float32 count as
-zero.
+The wire is bytes: a float32 scale per chunk, then an int8 code per element. One number that is not finite makes its
+chunk's scale, and so the whole decoded chunk, not finite. Scales below the smallest normal float32 count as zero.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from podium.exchange.codecs.base import Codec, Memory, Span, StepContext
 from podium.exchange.codecs.blocks import BLOCK, add_into, as_float32, blocks, scratch, view_as, words
 
 _TINY = torch.finfo(torch.float32).tiny
-# A little above 1/127, so that the largest magnitude plus noise below 1 stays under 128 whatever is rounded.
+# A little above 1/127, so that the largest magnitude plus noise below 1 stays under 128 despite rounding.
 _PER_MAX = (1 + 2.0**-20) / 127
 
 
@@ -39,7 +38,7 @@ class Int8(Codec):
     chunk: int = 2048
     """Elements that share a scale."""
     stochastic: bool = True
-    """Round at random, right on average; otherwise to the nearest."""
+    """Round up or down at random, unbiased; otherwise to the nearest."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= BLOCK:
@@ -108,10 +107,10 @@ class Int8(Codec):
 
 
 class _Noise:
-    """Uniform noise in [0, 1) that depends on who rounds what, and when.
+    """Uniform noise in [0, 1) that depends on seed, step, rank and span.
 
-    On a CPU each block reads a fixed shuffle of 65536 evenly spaced numbers from a random place on: seen from one
-    element all places are alike, so its noise is uniform, and no number is drawn anew.
+    On a CPU each block reads a fixed shuffle of 65536 evenly spaced numbers from a random offset: every offset is
+    equally likely for an element, so its noise is uniform, and nothing is drawn per element.
     """
 
     def __init__(self, numel: int, size: int, device: torch.device, context: StepContext, span: Span) -> None:
@@ -126,7 +125,7 @@ class _Noise:
             self._fresh = torch.rand(numel, device=device, generator=generator)
 
     def at(self, start: int, numel: int) -> Tensor:
-        """For elements from `start` on, which lie in one block."""
+        """Noise for `numel` elements from `start` on, which must lie in one block."""
         if self._fresh is not None:
             return self._fresh[start : start + numel]
         place = (self._places[start // self._size] + start % self._size) % BLOCK
@@ -135,7 +134,7 @@ class _Noise:
 
 @cache
 def _shuffled_twice() -> Tensor:
-    """The shuffle twice over, so that every place has a full block behind it."""
+    """The shuffle twice over, so that a full block follows every offset."""
     order = np.argsort(words(BLOCK, 0), kind="stable")
     once = (np.arange(BLOCK, dtype=np.float32)[order] + np.float32(0.5)) / np.float32(BLOCK)
     return torch.from_numpy(np.tile(once, 2))

@@ -2,11 +2,11 @@
 
     P = sum M Q;  orthogonalise P;  Q = sum M' P;  the sum of all M is nearly P Q'
 
-Both sums ride a collective, and the next step starts from this step's Q. What a worker puts in is P (M' P)' of its own
-M, whose sum over the workers is P Q'; the rest of M is its residual, so nothing is lost. What is not a matrix, or too
-small to gain, travels as it is.
+Both sums are all-reduces, and the next step starts from this step's Q. A worker contributes P (M' P)' of its own M,
+and the sum over the workers is P Q'; the rest of M is its residual, so nothing is lost. Elements outside matrices, and
+matrices too small to gain, are sent as they are.
 
-Workers must come to the same P from the same sum, bit for bit: orthogonalising runs in float64, on memory of its own,
+All workers must compute the same P from the same sum, bit for bit: it is orthogonalised in float64, on its own memory,
 one column after the other. That holds among machines of one kind; others may round differently.
 
 Vogels et al., 2019, arXiv:1905.13727.
@@ -29,9 +29,9 @@ from podium.exchange.codecs.base import Matrix, Memory, Rounds, RoundsCodec, Spa
 from podium.exchange.codecs.blocks import BLOCK, add_into, scratch, words
 
 _DEPENDENT = 1e-6
-"""A column of which less than this is left without the others counts as their combination."""
+"""A column counts as linearly dependent if less than this share of its norm is left after orthogonalisation."""
 _NATIVE = (torch.float32, torch.float64)
-"""Computed in as they are; others in float32."""
+"""Dtypes that are computed in directly; others are computed in float32."""
 
 
 @final
@@ -44,7 +44,7 @@ class PowerSGD(RoundsCodec):
     rank: int = 1
     """Columns of the thin matrices."""
     min_rate: float = 2.0
-    """A matrix is compressed where that makes it smaller by more than this factor."""
+    """A matrix is compressed only if that makes it smaller by more than this factor."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -53,14 +53,14 @@ class PowerSGD(RoundsCodec):
             raise ConfigError(f"power-sgd: min_rate must be at least 1, got {self.min_rate}")
 
     def plan(self, span: Span) -> Plan:
-        """What of a span is compressed."""
+        """Which parts of a span are compressed."""
         return _plan(span.matrices, span.numel, self.rank, self.min_rate)
 
     def rounds(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> PowerRounds:
         return PowerRounds(self.plan(span), tensor, context, memory)
 
     def encode(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
-        """For one worker alone: P, what is not compressed, and Q, one behind the other."""
+        """For one worker alone: P, the uncompressed elements and Q, concatenated."""
         rounds = self.rounds(tensor, span, context, memory)
         left = rounds.first()
         right = rounds.next(left)
@@ -81,7 +81,7 @@ class PowerSGD(RoundsCodec):
 
 
 class Thin(NamedTuple):
-    """A compressed matrix, and where its thin ones lie; these are kept with a column per row."""
+    """A compressed matrix, and the offsets of its P and Q, which are stored transposed."""
 
     matrix: Matrix
     rank: int
@@ -100,11 +100,11 @@ class Thin(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a span is taken apart."""
+    """How a span is divided into compressed matrices and the rest."""
 
     thin: tuple[Thin, ...]
     runs: tuple[tuple[int, int, int], ...]
-    """Elements that travel as they are: where they start and stop, and their place behind one another."""
+    """Uncompressed elements: start, stop, and their offset among all such elements."""
     left: int
     """Elements of all P."""
     right: int
@@ -133,7 +133,7 @@ def _plan(matrices: tuple[Matrix, ...], numel: int, rank: int, min_rate: float) 
 
 @final
 class PowerRounds(Rounds):
-    """Two sums: of all P and what is not compressed, then of all Q."""
+    """Two sums: of all P and the uncompressed elements, then of all Q."""
 
     def __init__(self, plan: Plan, tensor: Tensor, context: StepContext, memory: Memory) -> None:
         self.plan = plan
@@ -187,11 +187,11 @@ class PowerRounds(Rounds):
                 _add_product(one.of(residual), left, one.right_of(self._own), -1.0)
 
     def flat_left(self) -> Tensor:
-        """All P, orthogonal by now."""
+        """All P, orthogonalised."""
         return torch.cat([left.view(-1) for left in self._left])
 
     def remember(self) -> None:
-        """Where the next step starts from: this Q, anew where a column of it came out as zero."""
+        """Store this Q as the next step's start; a column that is zero is drawn again."""
         assert self._right is not None
         some_are_zero = bool((self._right == 0).any())
         for one in self.plan.thin:
@@ -218,16 +218,16 @@ def _name(one: Thin) -> str:
 
 
 def _orthogonal(columns: Tensor) -> Tensor:
-    """Rows of the same space that are orthonormal, or zero where one depends on those before."""
+    """Orthonormalise the rows; a row that depends on the rows before it becomes zero."""
     basis = columns.to(torch.float64, copy=True)
     for i, row in enumerate(basis):
         size = rest = torch.linalg.vector_norm(row)
         if i:
             before = basis[:i]
-            for _ in range(2):  # once leaves rounding errors of the size of what was taken away
+            for _ in range(2):  # one pass leaves rounding errors as large as the part it subtracts
                 row.sub_(before.t().mv(before.mv(row)))
             rest = torch.linalg.vector_norm(row)
-        # Not `rest > …`: what is not a number must stay so.
+        # Not `rest > …`: NaN must stay NaN.
         row.mul_(torch.where(rest <= _DEPENDENT * size, 0.0, rest.reciprocal()))
     return basis
 
@@ -238,14 +238,14 @@ def _at_once(matrix: Tensor, rank: int) -> bool:
 
 
 def _row_blocks(matrix: Tensor) -> Iterator[slice]:
-    """Rows that are worked on together: thin products are up to twice as fast on a CPU where these fit the cache."""
+    """Blocks of rows that fit the cache: thin products are then up to twice as fast on a CPU."""
     rows, cols = matrix.shape
     step = max(1, 2 * BLOCK // cols) if matrix.device.type == "cpu" else rows
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _wide(block: Tensor, dtype: torch.dtype) -> Tensor:
-    """A block of rows in the dtype that is computed in."""
+    """A block of rows, converted to `dtype`."""
     if block.dtype == dtype:
         return block
     return scratch(block.numel(), dtype, block.device).view_as(block).copy_(block)

@@ -1,7 +1,8 @@
-"""Random-k: the same random elements on all workers, so that what they keep can be added up.
+"""Random-k: all workers keep the same random elements, so that their wires can be summed.
 
-The span is cut into as many equal strata as elements are kept, and each keeps one at random: nothing is drawn twice,
-and drawing costs no more than what is kept. Places follow from the seed, the step and the span, so they do not travel.
+The span is cut into as many equal strata as elements are kept, and each stratum keeps one at random: no element is
+drawn twice, and the cost of drawing grows with the kept elements only. Indices follow from the seed, the step and the
+span, so they are not sent.
 
 Stich et al., Sparsified SGD with memory, 2018, arXiv:1809.07599; with the factor: Wangni et al., 2018,
 arXiv:1710.09854.
@@ -26,17 +27,17 @@ from podium.exchange.codecs.sparse import room_for
 @final
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Codec):
-    """A random part of a span, agreed on without a word."""
+    """Random elements of a span, which all workers draw alike."""
 
     name: ClassVar[str] = "random-k"
     reduction: ClassVar[Literal["sum", "gather"]] = "sum"
 
     ratio: float = 0.01
-    """Elements kept over elements; at least one is."""
+    """Share of the elements that is kept; at least one element is."""
     unbias: bool = False
-    """Make each kept element stand for its whole stratum, so that the mean over all draws is right.
+    """Multiply each kept element by the size of its stratum, so that the mean over all draws is right.
 
-    Error feedback is then off: it would feed back the blown-up elements too, and grow without end.
+    Error feedback is then off: it would feed back the enlarged elements too, and grow without bound.
     """
 
     def __post_init__(self) -> None:
@@ -59,7 +60,7 @@ class RandomK(Codec):
         out.index_add_(0, torch.from_numpy(places).to(out.device), wire, alpha=alpha)
 
     def _draw(self, span: Span, context: StepContext) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The place kept in each stratum, and how many elements each stratum has."""
+        """The index kept in each stratum, and the size of each stratum."""
         k = room_for(span.numel, self.ratio)
         edges = np.arange(k + 1, dtype=np.int64) * span.numel // max(k, 1)
         sizes = np.diff(edges)

@@ -1,14 +1,14 @@
-"""One bit per number: its sign, and one or two magnitudes for all of them, or for each chunk.
+"""One bit per number: its sign, and one or two magnitudes for the whole span or for each chunk.
 
     sign     mean magnitude times sign: signSGD (Bernstein et al., 2018, arXiv:1802.04434) on the gradient's own scale,
-             so that the learning rate carries over; nothing makes up for what is lost
+             so that the learning rate carries over; the loss is not fed back
     ef-sign  the same wire with error feedback (Karimireddy et al., 2019, arXiv:1901.09847)
     vote     the same wire; the majority of the workers decides each sign (Bernstein et al., 2019, arXiv:1810.05291)
     one-bit  two magnitudes, the mean of the numbers below zero and of the others, with error feedback (Seide et al.,
              1-bit stochastic gradient descent, Interspeech 2014)
 
-The wire is bytes: float32 magnitudes of all chunks, then eight elements per byte, the first in the highest bit, zero
-at the end. A set bit means zero or more. One number that is not finite makes its whole chunk so.
+The wire is bytes: float32 magnitudes of all chunks, then eight elements per byte, the first in the highest bit, padded
+with zeros. A set bit means zero or more. One number that is not finite makes its whole chunk not finite.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from podium.exchange.codecs.blocks import BLOCK, add_into, as_float32, blocks, s
 
 
 class _Rows(NamedTuple):
-    """Elements `start` to `stop` of a block: rows of `width`, each its own chunk, from chunk `first` on."""
+    """Elements `start` to `stop` of a block as rows of `width`, one chunk each, beginning with chunk `first`."""
 
     first: int
     start: int
@@ -38,14 +38,14 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Bits(Codec):
-    """What all of them share: a bit per element that picks one of its chunk's two levels."""
+    """Base of all of them: a bit per element picks one of its chunk's two levels."""
 
     reduction: ClassVar[Literal["sum", "gather"]] = "gather"
     magnitudes: ClassVar[int] = 1
-    """How many float32 numbers the wire has for a chunk."""
+    """Float32 numbers per chunk on the wire."""
 
     chunk: int = 0
-    """Elements that share their magnitudes; 0: all that travel together."""
+    """Elements that share their magnitudes; 0: the whole span."""
 
     def __post_init__(self) -> None:
         if self.chunk < 0 or self.chunk % 8 or (self.chunk and BLOCK % self.chunk and self.chunk % BLOCK):
@@ -56,15 +56,15 @@ class _Bits(Codec):
 
     @abstractmethod
     def measure(self, rows: Tensor, bits: Tensor) -> Tensor:
-        """Sums over rows of float32, from which `settle` makes the magnitudes: one column per row."""
+        """Sums over float32 rows, from which `settle` computes the magnitudes: one column per row."""
 
     @abstractmethod
     def settle(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Magnitudes of chunks, a row for each, from their sums and their numbers of elements."""
+        """Magnitudes, one row per chunk, from the chunks' sums and numbers of elements."""
 
     @abstractmethod
     def levels(self, magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-        """What a cleared bit and a set one stand for, by chunk."""
+        """The values of a cleared and of a set bit, by chunk."""
 
     def encode(self, tensor: Tensor, span: Span, context: StepContext, memory: Memory) -> Tensor:
         numel, device = tensor.numel(), tensor.device
@@ -116,7 +116,7 @@ class _Bits(Codec):
         return counts
 
     def _rows(self, start: int, stop: int) -> Iterator[_Rows]:
-        """A block's elements as rows of whole chunks, and what is left of the last; or as part of one chunk."""
+        """A block as rows of whole chunks plus the rest of the last; or as part of one chunk."""
         chunk = self.chunk or stop
         if start // chunk == (stop - 1) // chunk:
             yield _Rows(start // chunk, 0, stop - start, stop - start)
@@ -149,7 +149,7 @@ class _Mean(_Bits):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Sign(_Mean):
-    """The sign times the mean magnitude, and no more."""
+    """The sign times the mean magnitude, without error feedback."""
 
     name: ClassVar[str] = "sign"
 
@@ -161,7 +161,7 @@ class Sign(_Mean):
 @final
 @dataclass(frozen=True, kw_only=True)
 class EFSign(_Mean):
-    """The sign times the mean magnitude; what is lost is sent later."""
+    """The sign times the mean magnitude, with error feedback."""
 
     name: ClassVar[str] = "ef-sign"
 
@@ -169,14 +169,14 @@ class EFSign(_Mean):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Vote(_Mean):
-    """Each element gets the sign that most workers gave it, and none where they are even.
+    """Each element gets the sign that most workers gave it, and zero in a tie.
 
-    Its magnitude is the sum of the workers' mean magnitudes: where all agree, that is the sum of what their wires say,
+    Its magnitude is the sum of the workers' mean magnitudes: where all agree, that is the sum of their decoded wires,
     so the result is on the scale of the sum that `dense` gives. A worker does not vote on a chunk of zeros.
     """
 
     name: ClassVar[str] = "vote"
-    feeds_back: ClassVar[bool] = False  # what is applied is the majority's, not what any one of them sent
+    feeds_back: ClassVar[bool] = False  # the result is the majority's, not what this worker sent
 
     @property
     def wants_feedback(self) -> bool:
@@ -204,7 +204,7 @@ class Vote(_Mean):
 @final
 @dataclass(frozen=True, kw_only=True)
 class OneBit(_Bits):
-    """The mean of the numbers below zero and the mean of the others; what is lost is sent later."""
+    """The mean of the numbers below zero and the mean of the others, with error feedback."""
 
     name: ClassVar[str] = "one-bit"
     magnitudes: ClassVar[int] = 2
@@ -232,7 +232,7 @@ def _pack(bits: Tensor) -> Tensor:
 
 
 def _table(device: torch.device) -> Tensor:
-    """The eight bits of each byte, as numbers."""
+    """The eight bits of each byte value, as floats."""
     every = torch.arange(256, device=device, dtype=torch.uint8)
     return ((every[:, None] >> _shifts(device)) & 1).float()
 

@@ -1,12 +1,12 @@
-"""A few of many: choosing the largest elements, and their wire.
+"""Sparse tensors: choosing the largest elements, and their wire.
 
 The wire is bytes, four per kept element: a float32 scale (the largest magnitude kept), an int32 count for each block of
-65536 elements, a 16-bit place inside its block for each kept element, and its value over the scale as float16. It has
-room for a fixed number of elements; room that is not used is zero and says nothing.
+65536 elements, a 16-bit index inside its block for each kept element, and its value over the scale as float16. It has
+room for a fixed number of elements; unused room is zero and has no effect.
 
-Choosing costs one pass over the tensor: a threshold is read off a strided sample so that a few more than wanted are
-likely to reach it, and only those are looked at again. Numbers that are not finite count as the largest. Zeros are not
-kept.
+Choosing costs one pass over the tensor: a threshold is estimated from a strided sample so that a few more elements than
+wanted are likely to reach it, and only those are looked at again. Numbers that are not finite count as the largest.
+Zeros are not kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from podium.exchange.codecs.blocks import as_float32, blocks, scratch, view_as
 
 PLACES = 1 << 16
-"""Elements per block: what 16 bits can tell apart."""
+"""Elements per block: as many as 16 bits can index."""
 Select = Literal["exact", "sampled"]
 _STRIDE = 101  # a prime, so that it does not walk down one column of a matrix
 _ENOUGH = 64  # kept elements that a sample must hold for its threshold to be trusted
@@ -30,15 +30,15 @@ _SMALLEST = 2.0**-149
 
 
 def room_for(numel: int, ratio: float) -> int:
-    """How many elements are kept: at least one of any."""
+    """How many elements are kept: at least one unless there are none."""
     return min(numel, max(1, round(numel * ratio)))
 
 
 def choose(tensor: Tensor, k: int, select: Select) -> Tensor:
-    """Places of at most `k` of the largest magnitudes, in order.
+    """Indices of at most `k` of the largest magnitudes, in order.
 
-    `exact`: of the k largest that are not zero, the first ones where some are equal. `sampled`: the same nearly always;
-    when the sample misleads, at least 0.8 k of the largest.
+    `exact`: the k largest that are not zero; of equal ones the first. `sampled`: nearly always the same; when the
+    sample misleads, at least 0.8 k of the largest.
     """
     if k == 0:
         return torch.empty(0, dtype=torch.int64, device=tensor.device)
@@ -49,13 +49,13 @@ def choose(tensor: Tensor, k: int, select: Select) -> Tensor:
 
 
 def _sampled(tensor: Tensor, k: int) -> Tensor | None:
-    """Places that reach a threshold guessed from a sample; None when guessing is no use."""
+    """Indices of elements that reach a threshold estimated from a sample; None when the estimate is useless."""
     stride = min(_STRIDE, k // _ENOUGH | 1)
     if stride < 5:
         return None
     sample = _magnitudes(tensor[::stride])
     rank = k / stride
-    rank += 2 * math.sqrt(rank)  # two standard deviations above, so that too few is rare
+    rank += 2 * math.sqrt(rank)  # two standard deviations more, so that too few are rarely found
     for _ in range(_TRIES):
         whole = min(math.ceil(rank), sample.numel())
         found = _reaching(tensor, _kth(sample, whole) if whole < sample.numel() else 0.0)
@@ -70,7 +70,7 @@ def _magnitudes(tensor: Tensor) -> Tensor:
 
 
 def _kth(magnitudes: Tensor, k: int) -> float:
-    """The k-th largest; what is not a number counts as the largest."""
+    """The k-th largest; NaN counts as the largest."""
     if magnitudes.device.type == "cpu":
         place = magnitudes.numel() - k
         return float(np.partition(magnitudes.numpy(), place)[place])
@@ -78,7 +78,7 @@ def _kth(magnitudes: Tensor, k: int) -> float:
 
 
 def _reaching(tensor: Tensor, threshold: float) -> Tensor:
-    """Places of all that are not zero and not below the threshold, in order."""
+    """Indices of all elements that are not zero and not below the threshold, in order."""
     threshold = max(threshold, _SMALLEST)
     if tensor.device.type != "cpu":
         return (_magnitudes(tensor) < threshold).logical_not_().nonzero().view(-1)
@@ -95,7 +95,7 @@ def _reaching(tensor: Tensor, threshold: float) -> Tensor:
 
 
 def _refine(tensor: Tensor, places: Tensor, k: int) -> Tensor:
-    """The k largest of these, the first ones where some are equal."""
+    """The k largest of these; of equal ones the first."""
     magnitudes = _magnitudes(tensor.index_select(0, places)).nan_to_num_(nan=math.inf)
     threshold = _kth(magnitudes, k)
     keep = magnitudes > threshold
@@ -128,7 +128,7 @@ def _parts(wire: Tensor, numel: int, k: int) -> _Parts:
 
 
 def pack(tensor: Tensor, chosen: Tensor, k: int) -> Tensor:
-    """The wire for these elements, of which there are at most `k`, in order."""
+    """The wire for these elements: at most `k` indices, in order."""
     wire = torch.zeros(wire_bytes(tensor.numel(), k), dtype=torch.uint8, device=tensor.device)
     if chosen.numel():
         parts = _parts(wire, tensor.numel(), k)
@@ -141,11 +141,11 @@ def pack(tensor: Tensor, chosen: Tensor, k: int) -> Tensor:
 
 
 def unpack(wire: Tensor, numel: int, k: int) -> tuple[Tensor, Tensor]:
-    """Places and float32 values, `k` of each; room that was not used adds zero somewhere."""
+    """Indices and float32 values, `k` of each; unused room has value zero at some index."""
     parts = _parts(wire, numel, k)
-    # A wire may come from elsewhere, and what follows writes where the counts say.
+    # A wire may come from another process, and the indices below follow from its counts.
     if parts.counts.numel() and (int(parts.counts.min()) < 0 or int(parts.counts.sum(dtype=torch.int64)) > k):
-        raise ValueError(f"counts of a wire must be 0 or more, and {k} at most together")
+        raise ValueError(f"counts of a wire must be 0 or more and sum to at most {k}")
     repeats = torch.cat([parts.counts, (k - parts.counts.sum(dtype=torch.int32))[None]])
     first = torch.arange(0, repeats.numel() * PLACES, PLACES, device=wire.device)
     first[-1] = 0
@@ -155,7 +155,7 @@ def unpack(wire: Tensor, numel: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack_add(wire: Tensor, out: Tensor, k: int, alpha: float) -> None:
-    """`out += alpha *` what the wire says."""
+    """`out += alpha * unpack(wire)`."""
     if k:
         places, values = unpack(wire, out.numel(), k)
         out.index_add_(0, places, values.to(out.dtype), alpha=alpha)

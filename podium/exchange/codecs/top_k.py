@@ -1,4 +1,4 @@
-"""Top-k: the largest elements travel, the others wait in the residual.
+"""Top-k: the largest elements are sent, the others stay in the residual.
 
 Aji and Heafield, 2017, arXiv:1704.05021; Stich et al., Sparsified SGD with memory, 2018, arXiv:1809.07599. Workers keep
 different elements, so wires are gathered, and their volume grows with the number of workers. See `sparse` for the wire.
@@ -25,9 +25,9 @@ class TopK(Codec):
     reduction: ClassVar[Literal["sum", "gather"]] = "gather"
 
     ratio: float = 0.01
-    """Elements kept over elements; at least one is."""
+    """Share of the elements that is kept; at least one element is."""
     select: Select = "sampled"
-    """Find the largest by a threshold read off a sample (fast), or exactly."""
+    """Find the largest by a threshold estimated from a sample (fast), or exactly."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:

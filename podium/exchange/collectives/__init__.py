@@ -1,4 +1,4 @@
-"""Algorithms for all-reduce: one file per collective, and a plain dict from name to where it lives."""
+"""Algorithms for all-reduce: one file per collective, and a plain dict from name to class."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ COLLECTIVES: dict[str, str] = {
 
 
 def find_collective(name: str) -> type[Any]:
-    """The class of a collective: a name from the list, or `file.py:Class` / `module:Class` of the user's own."""
+    """The class of a collective: a name from the list, or the user's own `file.py:Class` or `module:Class`."""
     return find_class("collective", name, COLLECTIVES)
 
 
 def make_collective(name: str, options: Mapping[str, Any] | None = None) -> Collective:
-    """An instance with these options."""
     from podium.exchange.collectives.base import Collective  # here, since the command line lists names without torch
 
     cls = find_collective(name)
@@ -43,5 +42,5 @@ def make_collective(name: str, options: Mapping[str, Any] | None = None) -> Coll
 
 
 def collective_of(config: RunConfig) -> Collective:
-    """The one that a run asks for."""
+    """The run's collective."""
     return make_collective(*parse_spec(config.collective, "collective"))

@@ -1,12 +1,12 @@
-"""Choosing between the others.
+"""`default` and `auto`: choose one of the other collectives.
 
-`default` takes shared memory where all workers share a host, and the backend elsewhere. Nothing is measured, so a run
-that is repeated adds up in the same order, to the same bits.
+`default` takes shared memory where all workers share a host, and the backend elsewhere. Nothing is measured, so a
+repeated run sums in the same order, to the same bits.
 
-`auto` takes shared memory, too, and elsewhere what is fastest, by size, as measured: each candidate is tried on a few
-sizes among the present members, once per generation. All workers take the same one, by the slowest worker's time;
-between two tried sizes the nearer one (by ratio) decides. Another day it may choose otherwise, and with more than two
-workers round otherwise.
+`auto` takes shared memory on one host too, and elsewhere the candidate measured as fastest for each size: the present
+members try each candidate at a few sizes, once per generation. All workers take the same one, by the slowest worker's
+time; between two tried sizes the nearer one (by ratio) decides. On another day it may choose differently, and then
+round differently with more than two workers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from podium.comm.base import Communicator, Handle
 
 SIZES = (4 << 10, 64 << 10, 1 << 20)
-"""Bytes that are tried; a link of 100 Mbit/s takes 0.1 s for the largest."""
+"""Sizes in bytes that are tried; a link of 100 Mbit/s takes 0.1 s for the largest."""
 _TRIES = (10, 10, 3)
-"""How often each is tried; the median counts: gloo's best try is far from its usual one."""
+"""Tries at each size; the median counts, since gloo's best try is far from its usual one."""
 
 
 @final
@@ -51,7 +51,7 @@ class Default(Native):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Auto(Native):
-    """The fastest of the others, as far as a short trial shows."""
+    """The fastest of the other collectives in a short measurement."""
 
     name: ClassVar[str] = "auto"
 

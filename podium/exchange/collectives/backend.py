@@ -11,7 +11,7 @@ from podium.exchange.collectives.base import Native, Transport
 @final
 @dataclass(frozen=True, kw_only=True)
 class Backend(Native):
-    """What the world itself offers: gloo or nccl."""
+    """The backend's own all-reduce: gloo or nccl."""
 
     name: ClassVar[str] = "backend"
 

@@ -1,7 +1,7 @@
 """A collective: an algorithm for summing a tensor over the workers.
 
-Those that are written on point-to-point give a schedule, and run in any world. Costs are in the alpha-beta model: alpha
-seconds per message, beta seconds per byte, n bytes, p workers; see each file.
+Collectives built on point-to-point messages return a schedule and run in any world. Each file states its cost in the
+alpha-beta model: alpha seconds per message, beta seconds per byte, n bytes, p workers.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
 
 Transport = Literal["memory", "backend", "schedule"]
-"""What carries a sum: memory that processes of one host share; gloo or nccl; or messages between workers."""
+"""How sums travel: shared memory of one host's processes; gloo or nccl; or messages between workers."""
 
 
 class Collective(ABC):
-    """How workers add up a tensor. Subclasses are frozen, keyword-only dataclasses."""
+    """How workers sum a tensor. Subclasses are frozen, keyword-only dataclasses."""
 
     name: ClassVar[str]
 
     def transport(self, same_host: bool) -> Transport:
-        """What the launcher has to set up for it, where all workers live on one host, or on several."""
+        """The transport that the launcher must set up; `same_host`: all workers live on one host."""
         return "schedule"
 
     def prepare(self, comm: Communicator) -> Collective:
-        """What will be used among these workers: itself, or one that knows their links. Collective."""
+        """The collective to use among these workers: itself, or one fitted to their links. All workers call it."""
         return self
 
     @abstractmethod
     def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
-        """Sum over the workers, in place; issues and never waits."""
+        """Start to sum over the workers, in place; never waits."""
 
     def all_gather(self, comm: Communicator, tensor: Tensor, into: Tensor) -> Handle:
-        """Every worker's flat tensor, one after the other; issues and never waits."""
+        """Start to gather every worker's flat tensor into `into`, in member order; never waits."""
         return comm.all_gather(tensor, into)
 
 
 class Native(Collective):
-    """What the world itself has: shared memory or the backend between processes, a modelled ring in virtual time."""
+    """The world's own all-reduce: shared memory or the backend between processes, a modelled ring in virtual time."""
 
     def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
         return comm.all_reduce(tensor)
@@ -57,7 +57,7 @@ class Scheduled(Collective):
 
     @abstractmethod
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
-        """The moves of member `index` of `size`. Worked out alike by all; `index` only picks whose."""
+        """The moves of member `index` of `size`. Must be a pure function: members compute it independently."""
 
     def prepare(self, comm: Communicator) -> Collective:
         comm.meet()
@@ -73,5 +73,5 @@ class Scheduled(Collective):
 
 @lru_cache(maxsize=1024)
 def _chains(collective: Scheduled, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
-    """Workers exchange the same few sizes again and again."""
+    """Cached: workers exchange the same few sizes again and again."""
     return collective.schedule(index, size, numel, itemsize)

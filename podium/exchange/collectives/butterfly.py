@@ -1,14 +1,14 @@
-"""Butterfly: each member adds up a share of the elements, the larger the faster its link.
+"""Butterfly: each member sums a share of the elements; the faster its link, the larger its share.
 
-Member i has the share f_i of n bytes, and sends (1 - f_i) n of its own to the others and (p-1) f_i n of sums back; it
-receives as much. So its link of b_i bytes per second is busy for (1 + (p-2) f_i) n / b_i, and the whole takes
-2 alpha + max_i (1 + (p-2) f_i) n / b_i. The shares that minimise this leave all links that have one busy equally long,
-T n seconds: f_i = max(0, (T b_i - 1) / (p-2)). A link too slow to send its own in that time has no share. Equal links,
-segments of s bytes: 2 alpha + 2(p-1)/p n beta + (p-2) s beta + (p-1)/p n gamma. A ring's volume in two rounds, but all
-begin with the first owner's first segment, and those after it wait for theirs.
+Member i owns the share f_i of n bytes. It sends (1 - f_i) n of its own bytes to the other members and (p-1) f_i n of
+sums back, and receives as much. So its link of b_i bytes per second is busy for (1 + (p-2) f_i) n / b_i, and the whole
+takes 2 alpha + max_i (1 + (p-2) f_i) n / b_i. The optimal shares keep all links that have a share busy equally long,
+T n seconds: f_i = max(0, (T b_i - 1) / (p-2)). A link too slow to send its own bytes in that time has no share. Equal
+links, segments of s bytes: 2 alpha + 2(p-1)/p n beta + (p-2) s beta + (p-1)/p n gamma. This is a ring's volume in two
+rounds, but all members begin with the first owner's first segment, and the later owners wait for theirs.
 
-Shares do not count what adding costs, and a link is as fast in both directions. Diskin et al., 2021, arXiv:2106.10207
-find such shares by a linear programme; here they have a closed form.
+The shares ignore the cost of adding and assume links as fast up as down. Diskin et al., 2021, arXiv:2106.10207 find
+such shares by a linear programme; here they have a closed form.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Butterfly(Scheduled):
-    """Everyone adds up a share for all."""
+    """Each member sums a share of the elements, sized by its bandwidth."""
 
     name: ClassVar[str] = "butterfly"
 
     bandwidth: tuple[float, ...] | None = None
-    """Each member's link, in any unit; measured when not given."""
+    """Each member's bandwidth, in any unit; measured when not given."""
     segment_bytes: int = 256 << 10
     """The largest message."""
 
@@ -72,12 +72,12 @@ class Butterfly(Scheduled):
             return element_cuts(numel, size)
         before = accumulate(best_shares(self.bandwidth), initial=0.0)
         cuts = [min(numel, round(numel * part)) for part in before]
-        # The shares sum to one but for rounding; the last that has a share takes what is left.
+        # The shares sum to one but for rounding; the last member with a share takes the rest.
         return [numel if cut == cuts[-1] else cut for cut in cuts]
 
 
 def best_shares(bandwidth: Sequence[float]) -> list[float]:
-    """Shares that sum to one and leave the busiest link the least to do.
+    """Shares that sum to one and minimise the time of the busiest link.
 
     With the k fastest links at work, T is (p - 2 + k) over the sum of their bandwidths; k is the largest number for
     which the slowest of them still has a share. Two members send the same whatever their shares: halves.

@@ -1,11 +1,11 @@
-"""What each collective costs, in closed form: to choose between them.
+"""The cost of each collective in closed form, to choose between them.
 
-alpha is seconds of latency per message, beta seconds per byte of a link that is as fast up as down and can do both at
-once, gamma seconds to add a byte. Links are alike and nobody is late. Each formula is derived in its collective's own
-file, and holds for its defaults. Work that is cut into k pieces overlaps: of transfers and additions the longer one
-and 1/k of the other remain.
+alpha is seconds of latency per message, beta seconds per byte of a full-duplex link that is as fast up as down, gamma
+seconds to add a byte. All links are alike and all members start together. Each formula is derived in its collective's
+file and holds for its defaults. Work that is cut into k pieces overlaps: of transfers and additions the longer one and
+1/k of the other remain.
 
-Large tensors come within a few per cent of `simulate`. Where pieces are few, or gamma is near beta, it is an estimate.
+For large tensors the result is within a few per cent of `simulate`. With few pieces, or gamma near beta, it is rougher.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Formula = Callable[[int, int, float, float, float], float]
 
 
 def seconds(name: str, nbytes: int, size: int, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Seconds for `size` members to add up `nbytes` bytes with this collective."""
+    """Seconds for `size` members to sum `nbytes` bytes with this collective."""
     if name not in FORMULAS:
         raise UnknownName("collective with a formula", name, FORMULAS)
     if size == 1 or nbytes == 0:
@@ -42,7 +42,7 @@ def two_level_seconds(
     across: tuple[float, float],
     gamma: float = 0.0,
 ) -> float:
-    """Hierarchical where links differ: (alpha, beta) inside a group, and across for each member of a group at once."""
+    """Hierarchical with unequal links: (alpha, beta) inside a group, and across groups for each member at once."""
     groups = size // group_size
     shard = nbytes / group_size
     shares = (group_size - 1) * shard
@@ -72,7 +72,7 @@ def _halving_doubling(n: int, p: int, alpha: float, beta: float, gamma: float) -
         return depth * (alpha + n * beta + n * gamma) + folds * (2 * (alpha + n * beta) + n * gamma)
     pieces = _pieces(n, defaults.segment_bytes)
     once = (1 - 1 / power) * n
-    # A pair's two members work side by side, but for the segments that are under way at the beginning.
+    # A pair's two members work side by side, except on the segments in flight at the beginning.
     fold = (1 / 2 + min(1, defaults.window / pieces) / 2) * n * folds
     adding = _overlap((once + fold / 2) * beta, (once + folds * n / 2) * gamma, pieces)
     return 2 * (depth + folds) * alpha + adding + (once + fold / 2) * beta
@@ -111,7 +111,7 @@ def _task_graph(n: int, p: int, alpha: float, beta: float, gamma: float) -> floa
 
 
 def _owners(n: int, p: int, pieces: int, piece: float, alpha: float, beta: float, gamma: float) -> float:
-    """Each owner adds up `pieces` pieces, and sends its other bytes away."""
+    """Each owner sums `pieces` pieces and sends its other bytes to their owners."""
     share = pieces * piece
     once = (p - 1) * share
     meeting = (p - 2) * piece * beta
@@ -119,7 +119,7 @@ def _owners(n: int, p: int, pieces: int, piece: float, alpha: float, beta: float
 
 
 def _overlap(transfers: float, additions: float, pieces: int) -> float:
-    """Two operations, one after the other, on each of `pieces` pieces."""
+    """Seconds of two pipelined operations on each of `pieces` pieces."""
     return max(transfers, additions) + min(transfers, additions) / pieces
 
 
@@ -136,4 +136,4 @@ FORMULAS: dict[str, Formula] = {
     "butterfly": _butterfly,
     "task-graph": _task_graph,
 }
-"""By the names of `COLLECTIVES`."""
+"""Keyed by the names in `COLLECTIVES`."""

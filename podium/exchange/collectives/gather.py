@@ -1,7 +1,7 @@
-"""All-gather: everyone's part to everyone, around a ring. For what cannot be summed, such as packed tensors.
+"""All-gather around a ring, for tensors that cannot be summed, such as packed ones.
 
-Parts of n bytes, p members: (p-1) alpha + (p-1) n beta. A part travels in segments, so that a member passes on the
-beginning of a part while its end is still on the way to it.
+Parts of n bytes, p members: (p-1) alpha + (p-1) n beta. A part travels in segments, so that a member forwards the
+beginning of a part before its end has arrived.
 
 Thakur, Rabenseifner and Gropp, 2005, "Optimization of collective communication operations in MPICH".
 """

@@ -1,13 +1,13 @@
-"""Halving and doubling: swap halves with ever farther members, then the same way back.
+"""Halving and doubling: swap halves with ever farther members, then the same in reverse.
 
-n bytes, p members, a power of two: 2 log2(p) alpha + 2(p-1)/p n beta + (p-1)/p n gamma. As little sent as by a ring, in
-fewer rounds. Small tensors go whole: log2(p) (alpha + n beta + n gamma).
+n bytes, p members, a power of two: 2 log2(p) alpha + 2(p-1)/p n beta + (p-1)/p n gamma. A ring's volume in fewer
+rounds. Small tensors are sent whole: log2(p) (alpha + n beta + n gamma).
 
-Not a power of two: let 2^k be the largest below p. The first 2(p - 2^k) members are pairs, each of which acts as one:
-its members swap halves, each adds up one half, and in the first round of halving each deals with the half it has. After
-that one of them goes on. The way back is the mirror image. Adds 2 alpha + n beta + n/2 gamma, where giving all to the
-other costs 2 alpha + 2 n beta + n gamma. With many segments under way the pair's two members work side by side, and the
-busiest link carries (5/2 - 2/2^k) n each way. Small tensors: the fold is by whole tensors, 2 (alpha + n beta).
+Not a power of two: let 2^k be the largest below p. The first 2(p - 2^k) members form pairs, and each pair acts as one
+node: its members swap halves, each sums one half, and in the first round of halving each handles the half it has. After
+that only one of them continues. The way back is the mirror image. Adds 2 alpha + n beta + n/2 gamma, where sending all
+to one member would cost 2 alpha + 2 n beta + n gamma. With many segments in flight the pair's two members work side by
+side, and the busiest link carries (5/2 - 2/2^k) n each way. Small tensors are folded whole: 2 (alpha + n beta).
 
 All members end with the same bits: an element is summed by one member and copied; in recursive doubling all members
 add along the same tree, and x + y is y + x.
@@ -37,7 +37,7 @@ class HalvingDoubling(Scheduled):
     segment_bytes: int = 1 << 20
     """The tensor is cut into segments of at most this size, each halved on its own."""
     window: int = 6
-    """Segments under way. Without a bound, the first rounds keep the links from the last ones."""
+    """Segments in flight. Without a bound, the first rounds fill the links and the last rounds wait."""
     small_bytes: int = 64 << 10
     """Tensors up to this size are sent whole, in half as many rounds."""
 
@@ -57,7 +57,7 @@ class HalvingDoubling(Scheduled):
 
 
 def _double(index: int, nodes: list[tuple[int, int]], span: Span) -> Chain:
-    """Whole tensors: of a pair, the second gives all to the first and has the sum back at the end."""
+    """Whole tensors: a pair's second member sends its tensor to the first and receives the sum at the end."""
     depth = len(nodes).bit_length() - 1
     at = next(v for v, node in enumerate(nodes) if index in node)
     first, second = nodes[at]
@@ -73,7 +73,7 @@ def _double(index: int, nodes: list[tuple[int, int]], span: Span) -> Chain:
 
 
 def _halve(index: int, nodes: list[tuple[int, int]], span: Span) -> Chain:
-    """Halves, quarters … there, and back again. A pair's first member has the lower half, its second the upper."""
+    """Halves, quarters … and back. A pair's first member has the lower half, its second the upper."""
     depth = len(nodes).bit_length() - 1
     at = next(v for v, node in enumerate(nodes) if index in node)
     paired = nodes[at][0] != nodes[at][1]
@@ -86,7 +86,7 @@ def _halve(index: int, nodes: list[tuple[int, int]], span: Span) -> Chain:
     if paired:
         there += [Move("send", mate, 0, *others), Move("add", mate, 0, *mine)]
 
-    # The even node keeps the lower half, the odd one the upper; each half goes between those who have it.
+    # The even node keeps the lower half, the odd one the upper; each half travels between the members that have it.
     even, odd = nodes[at & ~1], nodes[at | 1]
     halves = ((even[0], odd[0], lower), (odd[1], even[1], upper))
     there += [Move("send", keeper, 1, *half) for keeper, giver, half in halves if index == giver]

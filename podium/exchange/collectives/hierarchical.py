@@ -1,12 +1,12 @@
-"""Hierarchical: add up inside each group, then across the groups, then hand out inside.
+"""Hierarchical: sum inside each group, then across the groups, then broadcast inside.
 
-Groups of equal size g, m of them: place j of each group adds up the j-th shard of its group, those at place j make a
-ring over the groups for their shard, and each hands its shard out inside its group. n bytes:
+Groups of equal size g, m of them: member j of each group sums the j-th shard of its group, the members j of all groups
+sum their shard around a ring, and each sends the result to its group. n bytes:
 2 (alpha + (g-1)/g n beta) + (g-1)/g n gamma inside, 2(m-1) (alpha + n/(g m) beta) + (m-1)/(g m) n gamma across.
-Only 2(m-1)/m n bytes leave a group and as many come in, whatever its size. Inside, those that wait for the first
-shard to be sent wait (g-2) s beta, for segments of s bytes.
+Only 2(m-1)/m n bytes leave a group and as many come in, whatever its size. Inside a group, members that wait until the
+first shard is sent wait (g-2) s beta, for segments of s bytes.
 
-Groups of unequal size: the first of each group is its leader, adds up all of it, and takes part in a ring of leaders:
+Groups of unequal size: the first member of each group leads it, sums all of it, and takes part in a ring of leaders:
 2 (alpha + (g-1) n beta) + (g-1) n gamma for the largest group, and 2(m-1) (alpha + n/m beta) across.
 
 Worth it where links inside a group are faster than between groups. Jia et al., 2018, arXiv:1807.11205.
@@ -46,7 +46,7 @@ class Hierarchical(Scheduled):
     groups: tuple[tuple[int, ...], ...] | None = None
     """The members of each group; the first of each leads it where sizes differ."""
     group_size: int | None = None
-    """So many members in a row are a group; the divisor nearest to the root of their number when not given."""
+    """Consecutive members per group; the divisor of their number nearest to its square root when not given."""
     segment_bytes: int = 1 << 20
     """The largest message inside a group; across, messages are smaller by the number of groups."""
 
@@ -80,7 +80,7 @@ class Hierarchical(Scheduled):
                 f"hierarchical: group_size must be at most the number of workers, {comm.size}, got {self.group_size}"
             )
         fits = self.groups is None or sum(map(len, self.groups)) == comm.size
-        return self if fits else replace(self, groups=None)  # they named members of whom some were lost
+        return self if fits else replace(self, groups=None)  # some of the named members were lost
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         groups = self.groups_of(size)
@@ -96,12 +96,12 @@ class Hierarchical(Scheduled):
 
 
 def nearest_divisor(size: int) -> int:
-    """The divisor nearest to the square root; of two as near, the smaller."""
+    """The divisor nearest to the square root; of two equally near, the smaller."""
     return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - math.sqrt(size)))
 
 
 def _two_levels(index: int, groups: Groups, place: int, span: Span) -> Chain:
-    """Those at `place` add up this segment for their groups."""
+    """Member `place` of each group sums this segment for its group."""
     mine = next(g for g, group in enumerate(groups) if index in group)
     heads = [group[place] for group in groups]
     last_round = 1 + 2 * (len(groups) - 1)

@@ -1,8 +1,8 @@
-"""What the links between the workers can do, measured by the workers themselves.
+"""The workers measure latency and bandwidth of the links between them.
 
 Every pair plays ping-pong, once with a few bytes and once with many, all pairs of a round at the same time, in p - 1
-rounds (p when it is odd). So a measurement takes the time of a few messages per worker, and it sees the network as an
-exchange between all of them will.
+rounds (p when p is odd). So a measurement takes the time of a few messages per worker, under the same load on the
+network as an exchange between all workers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from podium.comm.base import Communicator
 
 LARGE_BYTES = 256 << 10
-"""Of the larger message: 20 ms over 100 Mbit/s."""
+"""Size of the larger message: 20 ms over 100 Mbit/s."""
 _TRIES = 3
 
 
 class Links(NamedTuple):
-    """Seconds by sender and receiver, as places among the members."""
+    """Seconds by sender and receiver, by index among the members."""
 
     small: tuple[tuple[float, ...], ...]
     """For a message of a few bytes, one way."""
@@ -31,7 +31,7 @@ class Links(NamedTuple):
 
     @property
     def bandwidth(self) -> tuple[float, ...]:
-        """Bytes per second of each member's own link: the best that it reached with anyone."""
+        """Bytes per second of each member's link: its best over all partners."""
         places = range(len(self.large))
         rates = [
             [LARGE_BYTES / max(1e-9, self.large[i][j] - self.small[i][j]) for j in places if j != i] for i in places
@@ -40,11 +40,11 @@ class Links(NamedTuple):
 
 
 def measure(comm: Communicator) -> Links:
-    """All links among the workers. Collective."""
+    """Measure all links among the workers. Collective."""
     size, me = comm.size, comm.index
     mine = torch.zeros(2, size, dtype=torch.float64)
     for partner in partners(me, size):
-        for first in (True, False):  # each of the two is the one who measures once
+        for first in (True, False):  # each of the two measures once
             for row, numel in enumerate((1, LARGE_BYTES // 4)):
                 seconds = min(_ping(comm, partner, first == (me < partner), numel) for _ in range(_TRIES))
                 if partner >= 0 and first == (me < partner):
@@ -59,7 +59,7 @@ def measure(comm: Communicator) -> Links:
 
 
 def partners(index: int, size: int) -> list[int]:
-    """Whom this member plays in each round of a tournament; -1: it has nobody, and sits out."""
+    """This member's partner in each round of a round-robin tournament; -1: it sits the round out."""
     seats = size + size % 2
     found = []
     for round_ in range(seats - 1):
@@ -73,7 +73,7 @@ def partners(index: int, size: int) -> list[int]:
 
 
 def _ping(comm: Communicator, partner: int, asks: bool, numel: int) -> float:
-    """Seconds for `numel` elements to the partner and one back. One of a pair asks, the other answers."""
+    """Seconds to send `numel` elements to the partner and one back; the partner calls it with `asks` false."""
     tensor = torch.zeros(numel)
     there, back = ("send", "put") if asks else ("put", "send")
     chain = [Move(there, partner, 0, 0, numel), Move(back, partner, 1, 0, 1)]  # type: ignore[arg-type]  # two kinds

@@ -1,10 +1,10 @@
-"""What the schedules are made of: segments, a star around one member, a ring inside a chain, members folded to pairs.
+"""Building blocks of schedules: segments, a star around one member, a ring inside a chain, members folded to pairs.
 
 Chains of one exchange touch different elements, so each segment can be a chain of its own: while one segment is being
 added the next is on the wire.
 
-Elements that were sent are not added to later, since a message may be read from its place for as long as it is on its
-way. The exception is recursive doubling, which adds to them in the very next move: of those a copy must be sent.
+A move never adds to elements that were sent before, since a message may be read from the tensor until it has arrived.
+The exception is recursive doubling, which adds to them in the very next move, so a copy of them must be sent.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ def segments(start: int, stop: int, itemsize: int, segment_bytes: int) -> list[S
 
 
 def fewer_parts(parts: int, nbytes: int, least_bytes: int) -> int:
-    """So many parts, or fewer where they would be smaller than `least_bytes`: each part costs messages."""
+    """The number of parts, or fewer where they would be smaller than `least_bytes`: each part costs messages."""
     return max(1, min(parts, nbytes // least_bytes))
 
 
 def in_turn(lists: Iterable[Sequence[tuple[int, Span]]]) -> Iterator[tuple[int, Span]]:
     """The first of each list, then the second of each …
 
-    Members begin chains in their order. In turn, they send to one owner after the other, and no owner's link is idle
+    Members begin chains in list order. Interleaved, they send to one owner after the other, and no owner's link is idle
     while another's is flooded.
     """
     return (item for item in joined.from_iterable(zip_longest(*lists)) if item is not None)
 
 
 def in_window(chains: Sequence[Chain], window: int, rounds: int) -> list[Chain]:
-    """At most `window` chains under way: each of the others is joined to the one that many places before it.
+    """Keep at most `window` chains in flight: append each further chain to the one `window` places before it.
 
-    For algorithms with more than one phase: members that begin everything at once fill their links with the first
-    phase, and the second has to wait. `rounds` is the number of rounds of each chain.
+    For algorithms with more than one phase: if members begin all chains at once, the first phase fills their links and
+    the second has to wait. `rounds` is the number of rounds of each chain.
     """
     return [
         [
@@ -86,13 +86,13 @@ def star(index: int, size: int, hub: int, span: Span, *, rotated: bool = False) 
 
 
 def ring_inside(at: int, members: Sequence[int], span: Span, first_round: int) -> Chain:
-    """A ring all-reduce within one chain, step by step: `at` is one's place in `members`. Takes 2(m-1) rounds."""
+    """A ring all-reduce within one chain, in 2(m-1) rounds. `at` is this member's index in `members`."""
     m = len(members)
     cuts = [span[0] + cut for cut in element_cuts(span[1] - span[0], m)]
     after, before = members[(at + 1) % m], members[(at - 1) % m]
     moves = Chain()
     for step in range(2 * (m - 1)):
-        # The chunk that was received last goes on; after m - 1 steps it is complete, and replaces from then on.
+        # Send the chunk received last; after m - 1 steps chunks are complete and replace instead of being added.
         out, into = (at - step) % m, (at - step - 1) % m
         kind: Literal["add", "put"] = "add" if step < m - 1 else "put"
         moves.append(Move("send", after, first_round + step, cuts[out], cuts[out + 1]))
@@ -101,7 +101,7 @@ def ring_inside(at: int, members: Sequence[int], span: Span, first_round: int) -
 
 
 def folded(size: int) -> list[tuple[int, int]]:
-    """The largest power of two of nodes that the members make up; the first ones are pairs, the others one member."""
+    """Fold the members to a power of two of nodes: the first nodes are pairs, the others single members."""
     power = 1 << (size.bit_length() - 1)
     extra = size - power
     pairs = [(2 * v, 2 * v + 1) for v in range(extra)]

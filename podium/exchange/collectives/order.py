@@ -1,12 +1,12 @@
-"""In which order a ring should visit the members, given what each link costs.
+"""In which order a ring should visit the members, given the cost of each link.
 
-A ring is as slow as its slowest link, so that comes first; among orders with the same slowest link, the smallest sum.
-This is the bottleneck travelling salesman problem. Up to `EXACT` members it is solved (Held and Karp, 1962, "A dynamic
-programming approach to sequencing problems"). Beyond, orders are grown from the nearest neighbour and improved by
-reversing and by moving runs of members, until none of these helps (Croes, 1958, "A method for solving
-traveling-salesman problems"; Or, 1976), under a bound on the slowest link that is then lowered as far as it goes.
+A ring is as slow as its slowest link, so the slowest link is minimised first, then the sum of all links. This is the
+bottleneck travelling salesman problem. Up to `EXACT` members it is solved exactly (Held and Karp, 1962, "A dynamic
+programming approach to sequencing problems"). Beyond, tours are grown by nearest neighbour and improved by reversing
+and by moving runs of members, until neither helps (Croes, 1958, "A method for solving traveling-salesman problems"; Or,
+1976), under a bound on the slowest link that is then lowered as far as possible.
 
-Costs may differ by direction. All members find the same order: nothing depends on time or chance.
+Costs may differ by direction. All members find the same order: the search is deterministic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tour = NDArray[np.int64]
 
 
 def best_ring(cost: Sequence[Sequence[float]] | Matrix) -> tuple[int, ...]:
-    """The members in ring order, from 0 on. `cost[i][j]` is what it costs to send from i to j, in any unit."""
+    """The members in ring order, starting with 0. `cost[i][j]` is the cost to send from i to j, in any unit."""
     matrix = np.asarray(cost, dtype=np.float64)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
         raise ConfigError(f"best_ring: cost must have a row and a column for each member, got shape {matrix.shape}")
@@ -49,7 +49,7 @@ def ring_cost(cost: Sequence[Sequence[float]] | Matrix, order: Sequence[int]) ->
 
 
 def solved_ring(cost: Matrix) -> tuple[int, ...]:
-    """The best order of all. Time and memory grow as 2^p: for small p."""
+    """The optimal order. Time and memory grow as 2^p: for small p."""
     if len(cost) < 2:
         return tuple(range(len(cost)))
     slowest, _ = ring_cost(cost, _shortest(cost, np.maximum))
@@ -57,9 +57,9 @@ def solved_ring(cost: Matrix) -> tuple[int, ...]:
 
 
 def _shortest(cost: Matrix, join: np.ufunc) -> tuple[int, ...]:
-    """The closed way through all members that is best when links are joined by `join`: by maximum or by sum."""
+    """The best tour through all members, where `join` combines link costs: by maximum or by sum."""
     p = len(cost)
-    rest = p - 1  # member 0 is where the way begins and ends; bit i stands for member i + 1
+    rest = p - 1  # the tour begins and ends at member 0; bit i is member i + 1
     best = np.full((1 << rest, rest), np.inf)
     came = np.zeros((1 << rest, rest), dtype=np.int64)
     for i in range(rest):
@@ -81,7 +81,7 @@ def _shortest(cost: Matrix, join: np.ufunc) -> tuple[int, ...]:
 
 
 def searched_ring(cost: Matrix) -> tuple[int, ...]:
-    """A good order, never worse than that of the indices. For hundreds of members: a few seconds."""
+    """A good order, never worse than 0, 1, 2, …. Takes a few seconds for hundreds of members."""
     p = len(cost)
     if p < 5:
         return solved_ring(cost)
@@ -91,7 +91,7 @@ def searched_ring(cost: Matrix) -> tuple[int, ...]:
     best = _tightened(cost, best)
     for kick in range(min(200, 200_000 // p**2)):
         slowest = ring_cost(cost, best.tolist())[0]
-        # In turn: look for a smaller sum, and for a slowest link that is faster.
+        # Alternate: look for a smaller sum, and for a faster slowest link.
         bound = slowest if kick % 2 else math.nextafter(slowest, -math.inf)
         best = _better(cost, best, _polished(cost, _kicked(best, kick), bound))
     best = _tightened(cost, best)
@@ -103,7 +103,7 @@ def _better(cost: Matrix, a: Tour, b: Tour) -> Tour:
 
 
 def _grown(cost: Matrix) -> Iterator[Tour]:
-    """From a few members, always on to the nearest that is not in the ring yet."""
+    """Nearest-neighbour tours from a few starting members."""
     p = len(cost)
     for start in range(0, p, max(1, p // (4 if p <= 100 else 1))):
         left = np.ones(p, dtype=bool)
@@ -115,7 +115,7 @@ def _grown(cost: Matrix) -> Iterator[Tour]:
 
 
 def _kicked(tour: Tour, kick: int) -> Tour:
-    """Swap two runs of members, which reversing and moving short runs cannot undo at once; or shuffle all."""
+    """Swap two runs of members, which one reversal or move of a short run cannot undo; or shuffle all."""
     chance = np.random.default_rng(kick)
     if kick % 5 == 4:
         return chance.permutation(tour)
@@ -124,9 +124,9 @@ def _kicked(tour: Tour, kick: int) -> Tour:
 
 
 def _tightened(cost: Matrix, tour: Tour) -> Tour:
-    """Lower the bound on the slowest link by bisection, as long as an order can be found that keeps to it."""
+    """Lower the bound on the slowest link by bisection, as long as the search finds a tour within it."""
     off = np.where(np.eye(len(cost), dtype=bool), np.inf, cost)
-    least = max(off.min(axis=0).max(), off.min(axis=1).max())  # each member sends to someone, and receives
+    least = max(off.min(axis=0).max(), off.min(axis=1).max())  # each member sends once and receives once
     bounds = np.unique(cost[(cost >= least) & (off < np.inf)])
     low, high = 0, int(np.searchsorted(bounds, ring_cost(cost, tour.tolist())[0]))
     while low < high:
@@ -141,7 +141,7 @@ def _tightened(cost: Matrix, tour: Tour) -> Tour:
 
 
 def _polished(cost: Matrix, tour: Tour, bound: float = math.inf) -> Tour:
-    """Make the best change again and again, until none helps. Links above the bound weigh more than all others."""
+    """Apply the best change until none helps. A link above the bound weighs more than all others together."""
     span = float(np.ptp(cost)) or 1.0
     weight = (cost - cost.min()) / span + np.where(cost > bound, 2.0 * len(cost), 0.0)
     for _ in range(2 * len(cost)):
@@ -153,9 +153,9 @@ def _polished(cost: Matrix, tour: Tour, bound: float = math.inf) -> Tour:
 
 
 def _changed(weight: Matrix, tour: Tour) -> Tour | None:
-    """The best of all reversals of a run and moves of a short one; None where nothing is gained.
+    """Apply the best reversal of a run or move of a short run; None where nothing is gained.
 
-    In what follows w[i, j] is the weight from place i to place j of the ring.
+    Below, w[i, j] is the weight from place i to place j of the ring.
     """
     p = len(tour)
     w = weight[np.ix_(tour, tour)]
@@ -164,7 +164,9 @@ def _changed(weight: Matrix, tour: Tour) -> Tour | None:
     along, against = w[places, after], w[after, places]
     best, change = -1e-9 * p, None
 
-    turned = np.concatenate(([0.0], np.cumsum(against - along)[:-1]))  # what turning all links before a place adds
+    turned = np.concatenate(
+        ([0.0], np.cumsum(against - along)[:-1])
+    )  # added weight of reversing all links before a place
     gain = w + w[np.ix_(after, after)] - along[:, None] - along + turned - turned[after][:, None]
     gain[np.tri(p, dtype=bool)] = np.inf
     i, j = divmod(int(gain.argmin()), p)
@@ -179,7 +181,7 @@ def _changed(weight: Matrix, tour: Tour) -> Tour | None:
             gain[places, (places + inside) % p] = np.inf
         i, j = divmod(int(gain.argmin()), p)
         if gain[i, j] < best:
-            ring = np.roll(tour, -i)  # the run comes first, and then what it moves into
+            ring = np.roll(tour, -i)  # the moved run first
             cut = (j - i) % p + 1
             best, change = gain[i, j], np.concatenate((ring[length:cut], ring[:length], ring[cut:]))
     return change

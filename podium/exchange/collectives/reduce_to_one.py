@@ -1,7 +1,7 @@
-"""Reduce to one: all send to the root, which adds up in member order and sends the sum back.
+"""Reduce to one: all members send to the root, which sums in member order and sends the sum back.
 
 n bytes, p members: 2 alpha + 2(p-1) n beta + (p-1) n gamma, all of it at the root's link. For two or three members, for
-a few bytes, and as the plainest thing to compare others with.
+a few bytes, and as the simplest baseline.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ReduceToOne(Scheduled):
-    """One member adds up for all."""
+    """One member sums for all."""
 
     name: ClassVar[str] = "reduce-to-one"
 
     root: int = 0
-    """The member that adds up."""
+    """The member that sums."""
     segment_bytes: int = 1 << 20
     """The largest message."""
 
@@ -39,7 +39,7 @@ class ReduceToOne(Scheduled):
         comm.meet()
         if comm.generation == 0 and self.root >= comm.size:
             raise ConfigError(f"reduce-to-one: root must be one of the workers 0 to {comm.size - 1}, got {self.root}")
-        return self if self.root < comm.size else replace(self, root=0)  # the root may be among those that were lost
+        return self if self.root < comm.size else replace(self, root=0)  # the root may have been lost
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         if self.root >= size:

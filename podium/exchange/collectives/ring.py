@@ -1,4 +1,4 @@
-"""Ring: each chunk goes round once to be summed and once more to be handed out.
+"""Ring: each chunk travels around the ring once to be summed and once to be distributed.
 
 n bytes, p members: 2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma, where gamma is the time to add a byte. No
 algorithm sends less; the latency grows with p. A chunk travels in k segments, each a chain of its own, so that one is
@@ -41,11 +41,11 @@ class Ring(Scheduled):
     segment_bytes: int = 1 << 20
     """The largest message."""
     least_bytes: int = 4096
-    """Chunks are not smaller: a small tensor is cut into fewer chunks than there are members."""
+    """Smallest chunk: a small tensor is cut into fewer chunks than there are members."""
     order: tuple[int, ...] | None = None
     """The members in the order in which the ring visits them; by rank when not given."""
     measure: bool = False
-    """Whether to measure the links and take the best order for them: another day it may be another, and round so."""
+    """Measure the links and take the best order for them. A repeated run may measure another order and round so."""
 
     def __post_init__(self) -> None:
         require_positive("ring", segment_bytes=self.segment_bytes, least_bytes=self.least_bytes)
@@ -57,7 +57,7 @@ class Ring(Scheduled):
         if comm.generation == 0 and self.order is not None:
             require_permutation(self.name, "order", self.order, comm.size)
         order = self.order if self.order is not None and len(self.order) == comm.size else None
-        if order is None and self.measure and comm.size > 3:  # rings of three differ in nothing
+        if order is None and self.measure and comm.size > 3:  # all rings of three are alike
             links = measure(comm)
             order = best_ring(links.large)
         return replace(self, order=order)
@@ -79,11 +79,11 @@ class Ring(Scheduled):
 
 
 def _travel(hop: int, size: int, before: int, after: int, span: Span) -> Chain:
-    """A segment's way past the member that is `hop` places behind where it begins."""
+    """The moves for a segment at the member `hop` places after the one where it starts."""
     moves = Chain()
     if hop > 0:
         moves.append(Move("add", before, hop - 1, *span))
-    moves.append(Move("send", after, hop, *span))  # the last to add is the first to hand out
+    moves.append(Move("send", after, hop, *span))  # the last member to add is the first to distribute
     if hop < size - 1:
         moves.append(Move("put", before, size - 1 + hop, *span))
     if hop < size - 2:

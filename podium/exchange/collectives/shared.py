@@ -1,6 +1,6 @@
-"""All-reduce in the memory that the processes of one host share: see `podium.comm.real.shared_memory`.
+"""All-reduce in memory shared by the processes of one host: see `podium.comm.real.shared_memory`.
 
-2 n bytes of memory traffic per worker, two meetings, nothing sent. Between 5 and 10 times gloo's speed over loopback at
+2 n bytes of memory traffic per worker, two barriers, nothing sent. Between 5 and 10 times gloo's speed over loopback at
 25 to 100 MB, and more below, where gloo pays for its threads.
 """
 

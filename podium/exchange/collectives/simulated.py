@@ -1,8 +1,8 @@
-"""How long a schedule takes on given links, worked out event by event.
+"""Simulate how long a schedule takes on given links, event by event.
 
-A member has one link up, one link down and one adder, each of which serves one thing at a time, in the order in which
-it was asked. A message holds the sender's link for size / up from when it begins, and the receiver's for size / down
-from alpha later or when that is free; it has arrived when both are done.
+A member has one uplink, one downlink and one adder; each serves one request at a time, first come first served. A
+message occupies the sender's uplink for size / up, and the receiver's downlink for size / down, from alpha later or
+when the downlink is free; it has arrived when both are done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Exchange:
         self._down = [down] * members if isinstance(down, int | float) else list(down)
         self._now = 0.0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self._number = 0  # things at the same time happen in the order in which they were planned
+        self._number = 0  # events at the same time run in the order in which they were added
         self._at = [[0] * len(chains) for chains in schedules]
         self._here: set[tuple[int, int, int, int]] = set()  # to, chain, round, from
         self._queue: list[deque[tuple[int, Move]]] = [deque() for _ in range(members)]
@@ -52,7 +52,7 @@ class _Exchange:
             self._now, _, action = heapq.heappop(self._agenda)
             action()
         if any(at != [len(chain) for chain in chains] for at, chains in zip(self._at, self._schedules, strict=True)):
-            raise CommError("the schedule does not end: a message is awaited that nobody sends")
+            raise CommError("the schedule does not end: a member waits for a message that no member sends")
         return self._now
 
     def _later(self, time: float, action: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class _Exchange:
         self._number += 1
 
     def _go_on(self, member: int, c: int) -> None:
-        """Take a chain as far as it goes without waiting."""
+        """Run a chain until it has to wait."""
         chain = self._schedules[member][c]
         while self._at[member][c] < len(chain):
             move = chain[self._at[member][c]]
@@ -79,7 +79,7 @@ class _Exchange:
             self._at[member][c] += 1
 
     def _begin(self, member: int) -> None:
-        """The next message leaves."""
+        """Start to send the next message."""
         self._sending[member] = bool(self._queue[member])
         if not self._sending[member]:
             return

@@ -1,4 +1,4 @@
-"""Double tree: two binary trees, each of which sums one half of the tensor upwards and hands it out downwards.
+"""Double tree: two binary trees, each of which sums one half of the tensor upwards and broadcasts it downwards.
 
 A member that is a leaf of one tree is an inner node of the other, so links are used alike. n bytes in segments of s,
 p members, trees of depth d <= log2(p) + 1: about 2 d (alpha + s beta) + 2 n beta + n gamma; two members need n beta.
@@ -34,7 +34,7 @@ class DoubleTree(Scheduled):
     segment_bytes: int = 256 << 10
     """The largest message. Smaller ones fill the trees sooner and cost more latency."""
     window: int = 32
-    """Segments under way, of both trees. Without a bound, what goes up keeps the links from what comes down."""
+    """Segments in flight, of both trees. Without a bound, the way up fills the links and the way down waits."""
 
     def __post_init__(self) -> None:
         require_positive("tree", segment_bytes=self.segment_bytes, window=self.window)
@@ -49,9 +49,9 @@ class DoubleTree(Scheduled):
 
 
 def both_places(index: int, size: int) -> tuple[Place, Place]:
-    """Where a member is in each of the two trees.
+    """A member's neighbours in each of the two trees.
 
-    The second is the mirror image of the first where that makes odd of even, else it is moved on by one.
+    The second tree is the mirror image of the first where that turns even into odd, else it is shifted by one.
     """
     first = _place(index, size)
     if size % 2 == 0:
@@ -68,7 +68,7 @@ def depth_of(size: int) -> int:
 
 
 def _place(role: int, size: int) -> Place:
-    """One tree. The root is 0 and has one child; of the others, an even one has children and an odd one has none."""
+    """A role's neighbours in one tree. Role 0 is the root, with one child; even roles have children, odd ones none."""
     parent, node = None, 0
     while node != role:
         children = _children(node, size)
@@ -77,7 +77,7 @@ def _place(role: int, size: int) -> Place:
 
 
 def _children(role: int, size: int) -> tuple[int, ...]:
-    """A role with k trailing zero bits leads those less than 2^k away, up to the end: half on each side."""
+    """A role with k trailing zero bits is the root of the roles less than 2^k away: half on each side."""
     reach = (role & -role) // 2 or (size if role == 0 else 0)
     right = next((role + (1 << j) for j in reversed(range(reach.bit_length())) if role + (1 << j) < size), None)
     left = (role - reach,) if role and reach else ()

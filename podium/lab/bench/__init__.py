@@ -1,6 +1,6 @@
-"""Podium beside its peers, in one run: interleaved rounds, medians, ratios.
+"""Benchmarks of Podium and its peers in one run: interleaved rounds, medians, ratios.
 
-Absolute times belong to the machine; a ratio taken round by round, in one run, says more.
+Absolute times depend on the machine; ratios taken round by round in one run depend on it less.
 """
 
 from __future__ import annotations

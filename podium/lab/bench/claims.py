@@ -1,13 +1,13 @@
-"""`podium bench claims`: how often a study says what is not so, and how often it finds what is.
+"""`podium bench claims`: how often a study claims a difference that does not exist, and how often it finds a real one.
 
-Studies are simulated, a thousand of each kind, and evaluated as reports evaluate theirs: rows as `results.jsonl` has
-them, paired contrasts with Holm's correction, analysis of variance over the factors. Where nothing differs, a study
-may call something different in at most one of twenty; a difference that the formulas say is found in four of five
-studies should be. Runs of one seed share what the seed does to them, so a test that did not pair them would show here.
+Studies are simulated, a thousand of each kind, and evaluated as in reports: rows as in `results.jsonl`, paired
+contrasts with Holm's correction, analysis of variance over the factors. Where nothing differs, at most one study of
+twenty may claim a difference; a difference that by the formulas is found in four of five studies must be found that
+often. Runs of one seed share the seed's effect, so a test without pairs would fail here.
 
-Noise comes in four shapes. With `normal` (and times whose logarithms are) the assumptions hold. With `skewed`,
-`heavy-tailed` (Student's t with 3 degrees of freedom) and `unequal` (a cell's noise up to three times another's) they
-do not, and the rates say what that costs. All shapes have the same variance, averaged over cells.
+Noise comes in four shapes. With `normal` (lognormal for times) the assumptions hold. With `skewed`, `heavy-tailed`
+(Student's t with 3 degrees of freedom) and `unequal` (a cell's noise up to three times another's) they do not, and the
+rates show the effect of that. All shapes have the same variance, averaged over cells.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from podium.records.intervals import load
 SHAPES = ("normal", "skewed", "heavy-tailed", "unequal")
 
 _SURE = 0.999
-"""Dozens of rates are judged at once, and intervals of 95 % would leave out some by chance alone."""
+"""Level of the intervals by which dozens of rates are judged at once; with 95 % some would fail by chance alone."""
 
 _METRIC = "final accuracy"
 _TIME = "seconds"
-_SEED_SPREAD = 2.0  # what a seed does to all runs, in deviations of a run's own noise
+_SEED_SPREAD = 2.0  # a seed's common effect on all runs, in standard deviations of a run's noise
 _ACCURACY, _SECONDS = 0.9, 20.0
 _ACCURACY_NOISE, _LOG_TIME_NOISE = 0.002, 0.05
 _FACTORS: dict[str, list[Any]] = {"strategy": ["all-reduce", "local-sgd"], "workers": [2, 4, 8]}
@@ -43,8 +43,8 @@ _FACTORS: dict[str, list[Any]] = {"strategy": ["all-reduce", "local-sgd"], "work
 Values = NDArray[np.float64]
 
 GOAL_CORRECTED = 0.7
-"""Of a term with several degrees of freedom: what is left of four in five with five seeds once uneven spread over its
-contrasts is corrected for, which is estimated from those seeds."""
+"""The power that remains of four in five for a term with several degrees of freedom, with five seeds, after the
+correction for uneven spread over its contrasts, which is estimated from those seeds."""
 
 
 class Case(NamedTuple):
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     case: str
     measure: str
     counts: str
-    """What a study is counted for."""
+    """The event that is counted."""
     wanted: str
     """`at most` or `at least` the nominal rate."""
     nominal: float
@@ -70,7 +70,7 @@ def bench_claims(
 ) -> dict[str, Any]:
     """Rows with `case`, `shape`, `measure`, `counts`, `found` of `repetitions`, `rate`, its Wilson interval, `nominal`.
 
-    `holds` says whether an interval of 99.9 % allows the nominal rate. `rounds` is another name for `repetitions`.
+    `holds`: whether the 99.9 % interval allows the nominal rate. `rounds` is another name for `repetitions`.
     """
     check_names("peer of bench claims", peers, ())
     repetitions = rounds or repetitions
@@ -139,12 +139,12 @@ def _alike(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case, bool
 
 
 def _one_of_two(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case, bool]:
-    """Two strategies, one of which is better by what these seeds should find in four of five studies."""
+    """Two strategies, one better by a difference that these seeds should find in four of five studies."""
     return _planted(shape, 2, seeds, draw)
 
 
 def _one_of_three(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case, bool]:
-    """As before, with a third strategy that is like the first: three tests, so it takes a larger difference."""
+    """The same with a third strategy equal to the first: three tests, so the difference is larger."""
     return _planted(shape, 3, seeds, draw)
 
 
@@ -171,7 +171,7 @@ def _planted(shape: str, strategies: int, seeds: int, draw: np.random.Generator)
 
 
 def _no_factor(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case, bool]:
-    """Two factors, two and three levels, and nothing in either."""
+    """Two factors with two and three levels, both without an effect."""
     found = _terms(shape, np.zeros((2, 3)), seeds, draw)
     case = "2 × 3 factors, no effect"
     return {
@@ -181,7 +181,7 @@ def _no_factor(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case, 
 
 
 def _copies(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case, bool]:
-    """Two factors, and each run of a strategy is the same number at all levels of the other."""
+    """Two factors; for each seed, a strategy has the same value at all levels of the other factor."""
     rows = factor_rows(shape, np.zeros((2, 3)), seeds, draw)
     first = {(row["levels"]["strategy"], row["seed"]): row for row in reversed(rows)}
     for row in rows:
@@ -194,19 +194,19 @@ def _copies(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case, boo
 
 
 def _one_factor(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case, bool]:
-    """The first factor has an effect, alike at all levels of the second."""
+    """The first factor has an effect, the same at all levels of the second."""
     return _in_factors(shape, "strategy", np.array([[-1.0] * 3, [1.0] * 3]), 1, seeds, draw)
 
 
 def _interaction(shape: str, seeds: int, draw: np.random.Generator) -> dict[Case, bool]:
-    """The first factor's effect depends on the second, and neither has one on the average."""
+    """The first factor's effect depends on the second, and neither has an effect on average."""
     return _in_factors(shape, "strategy × workers", np.array([[-1.0, 0.0, 1.0], [1.0, 0.0, -1.0]]), 2, seeds, draw)
 
 
 def _in_factors(
     shape: str, term: str, pattern: Values, df: int, seeds: int, draw: np.random.Generator
 ) -> dict[Case, bool]:
-    noncentral = _noncentrality(df, df * (seeds - 1), ALPHA / 3)  # tested against itself from seed to seed
+    noncentral = _noncentrality(df, df * (seeds - 1), ALPHA / 3)  # tested against its variation over seeds
     size = math.sqrt(noncentral / (seeds * float((pattern**2).sum())))
     found = _terms(shape, size * pattern, seeds, draw)
     case = f"2 × 3 factors, {term} planted"
@@ -219,7 +219,7 @@ def _in_factors(
 
 @lru_cache
 def _noncentrality(df: int, residual_df: int, alpha: float) -> float:
-    """Of the F-test that finds an effect in four of five studies."""
+    """The noncentrality with which an F-test finds an effect in four of five studies."""
     stats = load("scipy.stats")
     bound = stats.f.isf(alpha, df, residual_df)
     return float(load("scipy.optimize").brentq(lambda x: stats.ncf.sf(bound, df, residual_df, x) - GOAL, 0.01, 1e4))
@@ -243,7 +243,7 @@ _STUDIES: tuple[Study, ...] = (_alike, _one_of_two, _one_of_three, _no_factor, _
 
 
 def strategy_rows(shape: str, shifts: Sequence[float], seeds: int, draw: np.random.Generator) -> list[Row]:
-    """Runs of strategies `s0`, `s1`, … that differ by these shifts, in deviations of a run's noise."""
+    """Runs of strategies `s0`, `s1`, … that differ by these shifts, in standard deviations of a run's noise."""
     return _make_rows([f"s{i}" for i in range(len(shifts))], [{}] * len(shifts), shape, shifts, seeds, draw)
 
 

@@ -1,24 +1,24 @@
-"""`podium bench codecs`: what compression costs a core, what it saves on a link, and what it does to accuracy.
+"""`podium bench codecs`: the cost of compression on a core, its savings on a link, and its effect on accuracy.
 
 `rows`, one per codec:
 
     ratio                   bytes of the wire / bytes of the tensor, a square matrix of 25 million float32 numbers
     encode_gbs, decode_gbs  gigabytes of the tensor per second on one core; `step_gbs`: packing with error feedback
-    accuracy                digits-mlp, 2 workers, all-reduce in virtual time, mean over seeds; `dense_accuracy` beside
-    bytes_on_wire           out of a worker's interface in a step of the `link` table, by the kernel's count, headers
-                            and acknowledgements included; `counted_bytes` by our own
+    accuracy                digits-mlp, 2 workers, all-reduce in virtual time, mean over seeds; also `dense_accuracy`
+    bytes_on_wire           sent by a worker's interface in a step of the `link` table, by the kernel's count, including
+                            headers and acknowledgements; `counted_bytes` is Podium's own count
 
-`link`, a row per system and codec: wide-mlp (25 million parameters) on 2 workers in two network namespaces, whose links
-are shaped to 100 Mbit/s, a thread each. DistributedDataParallel trains the same model on the same samples in the same
-namespaces, with its own hooks (`peers/ddp_steps.py`). `ms` is the median step after warm-up. In each round all
-contenders are measured, in an order that rotates; ratios are taken round by round. Steps of two seconds and more, which
-the link alone decides, are measured in the first round only and stand for the others.
+`link`, a row per system and codec: wide-mlp (25 million parameters) on 2 workers with one thread each, in two network
+namespaces whose links are shaped to 100 Mbit/s. DistributedDataParallel trains the same model on the same samples in
+the same namespaces, with its own hooks (`peers/ddp_steps.py`). `ms` is the median step after warm-up. In each round all
+contenders are measured, in an order that rotates; ratios are taken round by round. Steps of two seconds and more depend
+on the link alone: they are measured in the first round only, and the other rounds reuse that time.
 
     speedup_over_dense   the same system's dense time / this one's
-    best_podium          the fastest codec whose `accuracy` is at most 0.02 below that of dense, where it is known
-    fastest_podium       the fastest, whatever it does to accuracy
+    best_podium          the fastest codec whose `accuracy`, if known, is at most 0.02 below that of dense
+    fastest_podium       the fastest codec at any accuracy
     podium_over_ddp      the time of DDP's best / that of Podium's best; above 1, Podium is faster
-    like_for_like        the same by codec, for those that both have
+    like_for_like        the same ratio by codec, for codecs that both have
     auto_regret          the time of codec `auto` / that of Podium's best
 
 `loopback` shows what `auto` does where ranks share a host, and its time over that of `dense`.
@@ -70,14 +70,14 @@ NAMED = (
     "power-sgd:rank=4",
 )
 ON_LINK = tuple(name for name in NAMED if name not in ("bf16", "sign", "one-bit", "vote", NAMED[9]))
-"""What the link table compares; of the others only the bytes are counted."""
+"""Codecs of the link table; of the others only the bytes are counted."""
 _WORKERS = 2
 _LINK_MBIT = 100.0
-_CHECKED_AFTER = AutoCodec.check_after  # steps until `auto` has held its prediction against what it measured
+_CHECKED_AFTER = AutoCodec.check_after  # steps until `auto` has compared its prediction with its measurement
 _SAME = {"none": DENSE, "fp16": "fp16", "power-sgd": "power-sgd:rank=1"}  # DDP's hooks, and ours that do the same
 _TOLERANCE = 0.02  # of accuracy
-_LR = 1e-6  # the parameters hardly move, so that all steps are alike, whatever a codec leaves out
-_SECONDS, _MOST_STEPS = 2.0, 5  # of a round, and how many steps at most
+_LR = 1e-6  # the parameters hardly move, so that all steps are alike with every codec
+_SECONDS, _MOST_STEPS = 2.0, 5  # of a round, and its most steps
 
 
 def bench_codecs(
@@ -95,11 +95,10 @@ def bench_codecs(
     width: int = 2560,
     depth: int = 4,
 ) -> dict[str, Any]:
-    """`rows`: one per codec. `link`: a row per system and codec. The module says what each number means.
+    """`rows`: one per codec. `link`: a row per system and codec. The module's docstring explains each number.
 
-    `side`: of the square matrix. `link_mbit`: 0 for no link; when not given, 100 where this machine allows it.
-    `link_codecs`: those of the link table, all but a few and `auto` when not given. `features`, `width` and
-    `depth` are wide-mlp's.
+    `side`: of the square matrix. `link_mbit`: 0 for no link; the default is 100 if this machine can shape links.
+    `link_codecs`: of the link table, by default `ON_LINK` and `auto`. `features`, `width` and `depth` are wide-mlp's.
     """
     on_link = link_codecs if link_codecs is not None else (*ON_LINK, AUTO)
     _check(peers, codecs, on_link, side, epochs, seeds, link_mbit)
@@ -137,7 +136,7 @@ def _check(
     for name in {*codecs, *on_link}:
         make_packing(name)
     if AUTO in codecs:
-        raise ConfigError("bench codecs: auto chooses among codecs and is none itself: have it in link_codecs")
+        raise ConfigError("bench codecs: auto chooses among codecs and is not one itself: name it in link_codecs")
     check_at_least("codecs", 1, side=side, epochs=epochs, seeds=seeds)
     check_at_least("codecs", 0, link_mbit=link_mbit or 0.0)
 
@@ -172,7 +171,7 @@ def _kernel_row(codec: str, nbytes: int, costs: Sequence[Cost]) -> dict[str, Any
 
 
 def _accuracy(codec: str, epochs: int, seeds: int) -> dict[str, Any]:
-    """Mean over the seeds; a run that diverged counts as what it is, and says so."""
+    """Mean over the seeds; if a run diverges, the accuracy is None and `diverged` has the error."""
     found: list[float] = []
     with rendezvous_folder() as folder:
         for seed in range(seeds):
@@ -194,7 +193,7 @@ def _accuracy(codec: str, epochs: int, seeds: int) -> dict[str, Any]:
 
 
 def _keeps(accuracy: float | None, dense: float | None) -> bool:
-    """Whether as much is learnt as without packing, or nearly."""
+    """Whether the accuracy is at most `_TOLERANCE` below that of dense."""
     return dense is None or (accuracy is not None and accuracy >= dense - _TOLERANCE)
 
 
@@ -210,9 +209,9 @@ def _link(
     rounds: int,
     poor: Set[str],
 ) -> tuple[dict[str, Any], dict[str, Steps]]:
-    """The link table with what follows from it, and what each of Podium's codecs sent.
+    """The link table with its ratios, and the bytes that each of Podium's codecs sent.
 
-    `poor`: codecs that cost too much accuracy to count as the best.
+    `poor`: codecs that lose too much accuracy to count as the best.
     """
     with (
         rendezvous_folder() as folder,
@@ -244,12 +243,12 @@ class _Table:
         self.times: dict[tuple[str, str], list[float]] = {}
         """The median step of each round."""
         self.chosen: list[dict[str, Any]] = []
-        """What `auto` chose in each round."""
+        """The choices of `auto` in each round."""
 
     def measure(self, rounds: int) -> None:
         keys = {f"{system} {codec}": (system, codec) for system, codec in self._contenders}
         measures: dict[str, Callable[[], float]] = {name: partial(self._round, key) for name, key in keys.items()}
-        found = interleave(measures, rounds, warmup=0)  # each round warms up by itself
+        found = interleave(measures, rounds, warmup=0)  # each round has its own warm-up
         self.times = {keys[name]: times for name, times in found.items()}
 
     def _round(self, key: tuple[str, str]) -> float:
@@ -320,7 +319,7 @@ def _loopback(payload: Mapping[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def _compared(name: str, numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, Any]:
-    """The median of the rounds' ratios under this name, and its interval; none where one measurement stood for all."""
+    """The median of the rounds' ratios under this name, and its interval; None if one measurement served all rounds."""
     stands_for_all = len(numerator) > 1 and len(set(numerator)) == len(set(denominator)) == 1
     found = compared(name, numerator, denominator)
     return {**found, f"{name}_interval": None} if stands_for_all else found

@@ -1,10 +1,10 @@
-"""`podium bench collectives`: all-reduce by each collective, beside gloo and beside what the link allows.
+"""`podium bench collectives`: all-reduce by each collective, beside gloo and the bandwidth of the link.
 
-Every worker has a process and a thread. `host`: the workers share one machine, so Podium may use its memory; `link`:
-each lives in a network namespace of its own, whose link is shaped to `link_gbits` each way. Podium's workers and
-gloo's are different processes, set up as their users have them; on the host gloo is also measured with the allocator's
-switch that Podium's ranks set (`podium.engine.allocator`), so that this is not mistaken for better communication. Each
-collective must first show that it gives the sum (`peers/summing.py`).
+Every worker is a process with one thread. `host`: the workers share one machine, so Podium may use shared memory;
+`link`: each runs in its own network namespace, whose link is shaped to `link_gbits` each way. Podium's workers and
+gloo's are different processes, set up as their users have them; on the host gloo is also measured with the allocator
+setting of Podium's ranks (`podium.engine.allocator`), so that its effect is not mistaken for better communication. Each
+collective must first prove that it computes the sum (`peers/summing.py`).
 
 In each round all contenders are measured, in an order that rotates; the others sleep. Small messages are repeated
 within a round. Ratios are taken round by round.
@@ -12,8 +12,8 @@ within a round. Ratios are taken round by round.
     vs_gloo              gloo's time / that of the collective (`auto` at the top of the document); above 1 is faster
     share_of_bandwidth   2(p-1)/p n beta / the time of the collective: the part of the time that no algorithm can save
 
-beta is measured in the same rounds: as many bytes around a ring of bare sockets, all links both ways at once
-(`peers/bare_sockets.py`). What a token bucket lets through unshaped falls on both alike.
+beta is measured in the same rounds: the same number of bytes around a ring of bare sockets, all links both ways at once
+(`peers/bare_sockets.py`). The burst that a token bucket lets through unshaped benefits both alike.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ COLLECTIVES = ("auto", "backend", "shared", "ring", "halving-doubling", "task-gr
 _LINK_GBITS = 1.0
 _LINK_ROUNDS = 3
 _MOST_REPEATS = 200
-_HOST_BYTES, _LINK_BYTES = 64_000_000, 16_000_000  # in one round, at least one message
+_HOST_BYTES, _LINK_BYTES = 64_000_000, 16_000_000  # of a round, which has at least one message
 _BARE = "bare sockets"
-_LARGE_BYTES = 16_000_000  # from here on the bandwidth is what counts
+_LARGE_BYTES = 16_000_000  # from this size on, bandwidth dominates
 
 
 class Setting(NamedTuple):
@@ -76,8 +76,8 @@ def bench_collectives(
 ) -> dict[str, Any]:
     """Rows by where, workers, size and collective: times, `vs_gloo` and, over links, `share_of_bandwidth`.
 
-    `workers` share the host, `link_workers` have a link each. `link_gbits` is the rate of the links, 0 for none; when
-    not given, 1 where this machine allows it.
+    `workers` and `link_workers` are numbers of workers on the host and over links. `link_gbits` is the rate of the
+    links, 0 for none; the default is 1 if this machine can shape links.
     """
     _check(peers, sizes, collectives, (*workers, *link_workers), link_gbits)
     on_host, on_link = ((PLAIN, KEEPING_MEMORY), (PLAIN,)) if peers else ((), ())
@@ -86,7 +86,7 @@ def bench_collectives(
         names = tuple(n for name in collectives for n in ((name, OUTSIDE) if name == "shared" else (name,)))
         rows += _host(Setting("host", count, sizes, names, on_host, rounds or 9, _HOST_BYTES))
     document: dict[str, Any] = {"bench": "collectives", "peers": list(peers), "rows": rows}
-    gbits, reason = 0.0, "no workers asked for"
+    gbits, reason = 0.0, "link_workers is empty"
     if link_workers:
         gbits, reason = rate_or_reason("link_gbits", link_gbits, _LINK_GBITS, 2, _LINK_GBITS * 1000)
     if gbits:
@@ -133,7 +133,7 @@ def _link(setting: Setting, gbits: float) -> list[dict[str, Any]]:
 
 @contextmanager
 def _contenders(setting: Setting, folder: Path, places: tuple[Place, ...]) -> Iterator[dict[str, Summing]]:
-    """Each contender's workers by its name, ready to be measured; all of them end with the block."""
+    """Each contender's workers by its name, ready to be measured; all processes end with the block."""
     with ExitStack() as ends:
         podium = PodiumSums(folder, places, setting.collectives)
         ends.callback(podium.end)
@@ -178,7 +178,7 @@ def _rows_of(
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the rows say of `auto` against gloo, by size, and of each collective against the link."""
+    """The rows' ratios of `auto` to gloo, by size, and of each collective to the link's bandwidth."""
     found: dict[str, Any] = {}
     settings = list(dict.fromkeys((row["where"], row["workers"]) for row in rows))
     tables = []

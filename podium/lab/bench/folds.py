@@ -1,11 +1,11 @@
-"""A search with cross-validation, as a user types it, beside the same search in scikit-learn's way.
+"""A search with cross-validation, as a user types it, beside the same search in scikit-learn.
 
     podium bench folds --rounds 5
 
 The same grid, folds, model, optimizer, epochs and batch for all: Podium's `sweep` with `auto` and with one trial after
 another, and scikit-learn's `GridSearchCV` around a plain PyTorch loop, with one job and with as many as there are
-cores. Each operation has one thread, which is faster for so small a net than more. Everything from the call to the best
-score counts; imports do not. Rounds are interleaved.
+cores. Each operation has one thread, which is faster than several for so small a net. Time is measured from the call to
+the best score, without imports. Rounds are interleaved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FOLDS = 5
 def bench_folds(
     *, peers: Sequence[str] = (), rounds: int | None = None, epochs: int = 20, device: str = "cpu"
 ) -> dict[str, Any]:
-    """12 points × 5 folds on the digits; seconds for each way, and ratios to Podium's own choice."""
+    """12 points × 5 folds on the digits: seconds of each contender, and ratios to Podium's `auto`."""
     cores = len(os.sched_getaffinity(0))
     ways: list[_Way] = [_Podium(executor, epochs, device) for executor in ("auto", "sequential:threads=1")]
     ways += [_SklearnSearch(jobs, epochs) for jobs in sorted({1, cores})]
@@ -66,7 +66,7 @@ def bench_folds(
 
 
 class _Way(ABC):
-    """One way to do the search."""
+    """One contender of the search."""
 
     name: str
     best_score: float | None = None
@@ -106,7 +106,7 @@ class _SklearnSearch(_Way):
         splits = StratifiedKFold(FOLDS, shuffle=True, random_state=0)
         search = GridSearchCV(PlainTorch(epochs=self._epochs), GRID, cv=splits, n_jobs=self._jobs, refit=False)
         began = time.perf_counter()
-        with with_threads(1):  # the fastest for a net as small as this
+        with with_threads(1):  # the fastest for such a small net
             search.fit(self._x, self._y)
         took = time.perf_counter() - began
         self.best_score = float(search.best_score_)

@@ -1,4 +1,4 @@
-"""What all benches share: interleaved rounds, ratios with intervals, checks of names, shaped links where possible.
+"""What all benches share: interleaved rounds, ratios with intervals, checks of options, shaped links.
 
 Every contender runs in each round, in an order that rotates, so that drift of the machine affects all of them alike.
 """
@@ -19,7 +19,7 @@ _RESAMPLES = 2000
 
 
 def interleave(contenders: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Times of each contender, one per round; the first `warmup` rounds are thrown away."""
+    """Times of each contender, one per round; the first `warmup` rounds are discarded."""
     names = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in names}
     for n in range(warmup + rounds):
@@ -58,14 +58,14 @@ def spread_ms(times: Sequence[float]) -> dict[str, float]:
 
 
 def check_names(what: str, names: Collection[str], known: Collection[str]) -> None:
-    """Refuse a name that a bench does not know; `what`: `peer of bench step`, for one."""
+    """Raise `UnknownName` for an unknown name; `what`: for example `peer of bench step`."""
     for name in names:
         if name not in known:
             raise UnknownName(what, name, known)
 
 
 def check_at_least(bench: str, least: float, **values: float) -> None:
-    """Refuse values below `least`, all of them named."""
+    """Raise `ConfigError`, with all names and values, if a value is below `least`."""
     if min(values.values()) < least:
         names, given = _listed(list(values)), _listed([f"{value:g}" for value in values.values()])
         raise ConfigError(f"bench {bench}: {names} must be at least {least:g}, got {given}")
@@ -77,7 +77,7 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def why_no_links(nodes: int, mbit: float) -> str:
-    """Why links cannot be shaped on this machine; empty where they can."""
+    """Why links cannot be shaped on this machine; empty if they can."""
     if os.geteuid() != 0:
         return "shaped links need root (network namespaces)"
     try:
@@ -88,9 +88,9 @@ def why_no_links(nodes: int, mbit: float) -> str:
 
 
 def rate_or_reason(option: str, asked: float | None, default: float, nodes: int, mbit: float) -> tuple[float, str]:
-    """The rate of shaped links, 0 for none, and why there are none.
+    """The rate of shaped links, 0 for none, and the reason for 0.
 
-    A rate that was asked for gives links or an error. Without one, machines that cannot shape links skip them.
+    With `asked`, a machine that cannot shape links will raise an error later; without, it skips them.
     """
     if asked is not None:
         return asked, f"{option} is 0"

@@ -1,23 +1,24 @@
 """`podium bench ps`: round trips to an asynchronous parameter server, beside other systems' parameter servers.
 
-Two workers and one server, a process and a thread each, on one machine. A round trip: a worker pushes a gradient of
-the whole model's size, the server moves the parameters by plain SGD, and the worker has the parameters in its own
-buffers. No worker waits for the other. Each contender is written as its users would write it, in the best form
-found; where it has several, all run and the fastest counts. After the last round every contender must show that each
+Two workers and one server, each a process with one thread, on one machine. A round trip: a worker pushes a gradient of
+the whole model's size, the server updates the parameters by plain SGD, and the worker copies the parameters into its
+own buffers. No worker waits for the other. Each contender is written as its users would write it, in the best form
+found; where it has several, all run and the fastest counts. After the last round every contender must prove that each
 push was applied to each element once (`peers/work.py`), or the bench ends with an error.
 
 In each round every contender is measured for a second or two, in an order that rotates. The others sleep; Ray's
-helpers keep about a twentieth of a core busy even so. The first rounds warm buffers and are thrown away.
+helpers keep about a twentieth of a core busy even so. The first rounds warm buffers and are discarded.
 
 `limit` is measured in the same rounds: in one process with one thread, per round trip the SGD update of all parameters
-in place, in cuts of 2**19 elements, and one copy of them, all on warm buffers. It exchanges nothing. On a busy
+in place, in chunks of 2**19 elements, and one copy of them, all on warm buffers. It exchanges nothing. On a busy
 machine three processes get more of the processors than this one, and the share of the limit means nothing.
 
-`link` compares Podium with bare sockets where the network is what costs: server and workers in network namespaces, the
-link of each shaped to `link_gbits` each way. Bare: one TCP connection between the server and each worker, on which
-both ends `sendall` 4 MB buffers and `recv_into` as large ones, at once; the sum of what all three received per second.
-That is what goes over the server's link, in and out. Podium: two payloads, a gradient in and parameters out, times
-round trips per second of both workers. The SGD update, which the bare sockets do not do, is in Podium's time.
+`link` compares Podium with bare sockets where the network dominates: server and workers in network namespaces, the link
+of each shaped to `link_gbits` each way. Bare: one TCP connection between the server and each worker, on which both ends
+`sendall` 4 MB buffers and `recv_into` as large ones at the same time; the rate is the sum of the bytes that all three
+received per second, which is the traffic of the server's link, in and out. Podium: two payloads, a gradient in and
+parameters out, times round trips per second of both workers. Podium's time includes the SGD update, which the bare
+sockets do not do.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ PAYLOADS: dict[str, dict[str, Any]] = {
 }
 """Options of the task `wide-mlp` by name: 25 million parameters, one million, ten thousand."""
 PEERS: dict[str, str | None] = {"rpc": None, "ray": "ray", "tensorflow": "tensorflow"}
-"""A peer, and the module that the peers' environment must have for it; None: it comes with torch."""
+"""Each peer, and the module that the peers' environment must have for it; None: part of torch."""
 
 _WARMUP_ROUNDS = 3  # Ray's object store has all of its pages after about as many
 _LINK_PAYLOAD = "wide-mlp"
@@ -70,7 +71,7 @@ def bench_ps(
 ) -> dict[str, Any]:
     """A row per payload: all rates, `vs_fastest_peer` and `share_of_limit` (higher is better), and their intervals.
 
-    `link_gbits` is the rate of the shaped links, 0 for none; when not given, 1 where this machine allows it.
+    `link_gbits` is the rate of the shaped links, 0 for none; the default is 1 if this machine can shape links.
     """
     names = payloads.split(",")
     check_names("peer of bench ps", peers, PEERS)
@@ -123,7 +124,7 @@ def _row(name: str, peers: Sequence[str], rounds: int, seconds: float) -> dict[s
 
 @contextmanager
 def _contenders(name: str, peers: Sequence[str], sizes: Sequence[int]) -> Iterator[list[Contender]]:
-    """Podium, the limit and the peers, ready to be measured; all of them end with the block."""
+    """Podium, the limit and the peers, ready to be measured; all processes end with the block."""
     with rendezvous_folder() as folder, ExitStack() as ends:
         makers: list[Callable[[], Contender]] = [
             lambda: Podium(PAYLOADS[name], folder),
@@ -157,7 +158,7 @@ def bench_link(
     rounds: int = _LINK_ROUNDS,
     seconds: Mapping[str, float] = _LINK_SECONDS,
 ) -> dict[str, Any]:
-    """Podium and bare sockets over links shaped to this rate; the module says what is compared. Needs root."""
+    """Podium and bare sockets over links shaped to this rate, as the module's docstring explains. Needs root."""
     nodes = WORKERS + 1
     with (
         rendezvous_folder() as folder,

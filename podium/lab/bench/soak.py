@@ -1,4 +1,4 @@
-"""`podium bench soak`: what grows during a run, by step and by worker.
+"""`podium bench soak`: memory, files and disk that grow during a run, by step and by worker.
 
 A tiny model (`regression` without a hidden layer, 51 parameters) trains for hundreds of thousands of steps on two
 workers, as real processes of `podium train`, once per strategy. Every `every_s` seconds the bench reads from
@@ -8,17 +8,17 @@ workers, as real processes of `podium train`, once per strategy. Every `every_s`
     open files   descriptors of each of these processes
     disk         bytes of records, server snapshots, checkpoints and logs
 
-and, from the last record of the first worker, how many steps that worker has made. A row has the Theil-Sen slope over
-the samples behind the first third of the steps (buffers and caches fill before), in bytes per step, with its 95 %
-interval. What a run need not keep must be flat: its slope, or its growth over all steps, stays
-within `BOUNDS`. Records are kept by design: their slope is printed, and the ratio
-of the slopes in the second and the first half says whether growth is linear.
+and, from the last record of the first worker, that worker's number of steps. A row has the Theil-Sen slope over the
+samples after the first third of the steps (buffers and caches fill before), in bytes per step, with its 95 % interval.
+Everything but records must be flat: its slope, or its growth over all steps, stays within `BOUNDS`. Records grow by
+design: their slope is reported, and the ratio of the slopes in the second and the first half shows whether growth is
+linear.
 
-When training is over the launcher merges and sums up all records. `end` compares its peak memory with what it had
-before, per record. `by_workers` starts short runs of several sizes: what one more worker costs the launcher and each
+When training ends the launcher merges and sums up all records. `end` compares its peak memory with its memory before,
+per record. `by_workers` makes short runs of several sizes, for the cost of one more worker to the launcher and each
 rank.
 
-Rates are printed and not judged: they belong to the machine.
+Rates are reported but not judged: they depend on the machine.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ STRATEGIES = (
     "local-sgd",
 )
 END_LIMIT = 64.0
-"""Bytes per record that the launcher may need while it merges and sums up: one 8-byte number per step and field."""
+"""Bytes per record that the launcher may need to merge and sum up: one 8-byte number per step and field."""
 
-_SLACK_BYTES = 2 << 20  # glibc and Python hand memory out in arenas of up to 1 MiB
-_MOST_POINTS = 400  # Theil-Sen looks at all pairs
+_SLACK_BYTES = 2 << 20  # glibc and Python allocate memory in arenas of up to 1 MiB
+_MOST_POINTS = 400  # Theil-Sen uses all pairs
 _SHORT_STEPS = 400
 _TAIL_BYTES = 4096
 _STEP = re.compile(rb'"kind":"step".*?"step":(\d+)')
@@ -59,35 +59,35 @@ _FOLDERS = {"records": "records", "server snapshots": "servers", "checkpoints": 
 
 
 class Look(NamedTuple):
-    """How a run is watched."""
+    """How a run is observed."""
 
     checkpoint_every: int
-    """Steps between checkpoints; a server forgets its pushes at each, so none shows what a server keeps."""
+    """Steps between checkpoints; a server drops its memory of pushes at each, so 0 shows whether that grows."""
     every_s: float
     limit_s: float
-    """The longest that it may take."""
+    """The longest that the run may take."""
 
 
 class Bound(NamedTuple):
-    """How much may grow that a run need not keep."""
+    """How much something that should be flat may grow."""
 
     per_step: float
     slack: int
-    """Growth over the whole run that counts as none."""
+    """Growth over the whole run that counts as flat."""
 
 
 BOUNDS = {"memory": Bound(4.0, _SLACK_BYTES), "open files": Bound(0.0, 4), "disk": Bound(0.1, 64 << 10)}
-"""By what is looked at. A leak of one small Python object per step is ten times the bound of memory."""
+"""By kind of value. A leak of one small Python object per step is ten times the bound of memory."""
 
 
 class Sample(NamedTuple):
-    """What the bench saw at one moment."""
+    """The readings at one moment."""
 
     seconds: float
     steps: int
     """Steps of the first worker; 0 before its first."""
     values: dict[str, int]
-    """Bytes, or a number of open files, by what was looked at: `memory of worker 0`, `disk of records`."""
+    """Bytes, or a number of open files, by name: `memory of rank 0`, `disk of records`."""
 
 
 def bench_soak(
@@ -102,11 +102,12 @@ def bench_soak(
     every_s: float = 0.5,
     limit_s: float = 3600.0,
 ) -> dict[str, Any]:
-    """A row per strategy and thing that could grow; `holds` is whether all that should be flat is.
+    """A row per strategy and value that could grow; `holds`: whether everything that should be flat is flat.
 
-    `steps`: of each strategy. `strategies`: as `podium train` has them, with `;` between their options. `by_workers`:
-    sizes of the short runs; a single one means none. `checkpoint_every`: steps. `every_s`: how often the bench looks.
-    `limit_s`: the longest that one run may take. There are no rounds: every strategy runs once.
+    `steps`: of each strategy. `strategies`: as for `podium train`, with `;` between their options. `by_workers`:
+    numbers of workers of the short runs; fewer than two mean no short runs. `checkpoint_every`: in steps. `every_s`:
+    seconds between readings. `limit_s`: the longest that one run may take. There are no rounds: every strategy runs
+    once.
     """
     check_names("peer of bench soak", peers, ())
     if rounds not in (None, 1):
@@ -143,7 +144,7 @@ def _soak(strategy: str, steps: int, workers: int, look: Look) -> dict[str, Any]
 
 
 def _watched(strategy: str, steps: int, workers: int, run_dir: Path, look: Look) -> Iterator[Sample]:
-    """Run `podium train` and look at it until it ends; what it printed is in the error where it fails."""
+    """Run `podium train` and yield readings until it ends; if it fails, the error has its output."""
     epochs, batch_size = 1_000_000, 4 * workers  # `steps` ends the run
     settings = {"run_dir": run_dir, "eval_every": 0, "task.hidden": "[]", "task.samples": 500, "threads": 1}
     command = [sys.executable, "-m", "podium", "train", "regression", "--json", "--quiet", "--strategy"]
@@ -172,7 +173,7 @@ def _watched(strategy: str, steps: int, workers: int, run_dir: Path, look: Look)
 def _look(launcher: int, run_dir: Path, seconds: float) -> Sample:
     values: dict[str, int] = {}
     for pid in [launcher, *_descendants(launcher)]:
-        with contextlib.suppress(OSError, ValueError):  # a process may end while the bench looks at it
+        with contextlib.suppress(OSError, ValueError):  # a process may end during the reading
             name = "launcher" if pid == launcher else _name_of(pid)
             memory, files = _anonymous_bytes(pid), len(os.listdir(f"/proc/{pid}/fd"))
             values[f"memory of {name}"] = memory
@@ -192,7 +193,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _name_of(pid: int) -> str:
-    """A rank writes to its log; what else belongs to the launcher has no log."""
+    """The name of a process: a rank is known by its log; the launcher's helpers have none."""
     rank = _RANK_LOG.search(os.readlink(f"/proc/{pid}/fd/1"))
     if rank is not None:
         return f"rank {rank[1]}"
@@ -211,7 +212,7 @@ def _bytes_below(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(OSError):  # snapshots are replaced while the bench looks
+            with contextlib.suppress(OSError):  # snapshots are replaced during the reading
                 total += os.stat(os.path.join(parent, name)).st_size
     return total
 
@@ -230,7 +231,7 @@ def _count_lines(path: Path) -> int:
 
 
 def grown(samples: Sequence[Sample], steps: int) -> list[dict[str, Any]]:
-    """A row per thing that was looked at: its slope per step, and whether it is as flat as it should be."""
+    """A row per value: its slope per step, and whether it is as flat as it should be."""
     last = max(sample.steps for sample in samples)
     training = [s for s in samples if steps / 3 <= s.steps < last]
     rows = []
@@ -263,7 +264,7 @@ def slope_of(points: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
 
 
 def at_end(samples: Sequence[Sample], records: int) -> dict[str, Any]:
-    """What the launcher needs to merge and sum up: its peak behind the last step, over the median before."""
+    """The launcher's memory to merge and sum up: its peak after the last step, minus the median before."""
     last = max(sample.steps for sample in samples)
     memory = [(s.steps, s.values["memory of launcher"]) for s in samples if "memory of launcher" in s.values]
     before = float(np.median([m for steps, m in memory if last / 3 <= steps < last] or [memory[0][1]]))
@@ -285,7 +286,7 @@ def _rates(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _by_workers(strategy: str, sizes: Sequence[int], look: Look) -> dict[str, Any]:
-    """What one more worker costs: slopes over runs of several sizes, of the largest value seen in each."""
+    """The cost of one more worker: slopes of the peak values over runs with several numbers of workers."""
     peaks: list[Mapping[str, int]] = []
     for workers in sizes:
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:

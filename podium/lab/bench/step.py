@@ -1,13 +1,13 @@
 """`podium bench step`: one training step of all-reduce against DistributedDataParallel.
 
-All train the same model from the same start on the same batches. `podium` adds up in shared memory, as it does on one
-host; `podium_over_gloo` and DDP through gloo. Each contender has ranks of its own, set up
-as its users have them: Podium's as its launchers start them, DDP's as a plain script is. Rounds of a few steps go
-round the contenders; those that are not measured sleep. A round's time is the slowest rank's. At the end all parameters
-must agree, or the comparison would not be of the same work.
+All train the same model from the same start on the same batches. `podium` sums in shared memory, as it does on one
+host; `podium_over_gloo` and DDP sum through gloo. Each contender has its own ranks, set up as its users have them:
+Podium's as its launchers start them, DDP's as in a plain script. Contenders take turns in rounds of a few steps; those
+that are not measured sleep. A round's time is the slowest rank's. At the end `difference` compares all parameters: the
+contenders must have done the same work.
 
 Podium's ranks keep freed memory (`podium.engine.allocator`); so that this is not mistaken for better communication, DDP
-is also measured with the same switch.
+is also measured with the same setting.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _rank(rank: int, name: str, setting: Setting, folder: Path, pipe: Connection
 
 
 Contender = tuple[Callable[[], object], Callable[[], object], torch.nn.Module]
-"""Its step, its barrier, its model."""
+"""(step, barrier, model)"""
 
 
 def _podium(
@@ -192,7 +192,7 @@ def _ddp(
 
 
 def _batches(task: Task, rank: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
-    """A few fixed batches of this rank's share; random ones of the right shape where the data are missing."""
+    """A few fixed batches of this rank's share; random ones of the right shape if the data are missing."""
     share = task.batch_size // ranks
     try:
         data = task.data().train

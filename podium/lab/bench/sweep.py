@@ -1,15 +1,15 @@
-"""Ways to train many models on one device, side by side: microseconds and joules per model-step.
+"""Ways to train many models on one device, compared: microseconds per model-step and joules per trial.
 
     podium bench sweep --set data_dir=DATA --json
 
-Every arm trains the same trials (same seeds, samples, precision; the data lie on the device for all of them) and is
-timed in steady state, start-up left out and reported beside it. A row is one arm in one cell (task, number of trials,
-precision). Processes are timed at as many as run at a time, so beyond that their rows for more trials are the same
-measurement, and say so. With `energy_s` (60 or more), each arm also runs that long after its warm-up in a window that
-reads NVML's energy counter; joules per trial are those of a trial of `epochs` epochs. Arms come in random order.
+Every arm trains the same trials (same seeds, samples, precision; data on the device for all of them) and is timed in
+steady state; start-up is reported separately. A row is one arm in one cell (task, number of trials, precision). Arms in
+processes are timed with at most `most_processes` trials at a time; rows for more trials reuse that measurement and name
+it in `same_as`. With `energy_s` (60 or more), each arm also runs that long after its warm-up in a window that reads
+NVML's energy counter; joules per trial are for a trial of 10 epochs. Arms in this process come in random order.
 
-What the device cannot tell is absent, with the reason. `auto_regret` is how much slower than the fastest arm of the
-cell the one is that `auto` would have chosen.
+A value that the device cannot measure is absent, with the reason. `auto_regret` is how much slower the arm that `auto`
+would choose is than the fastest arm of the cell.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from podium.sweeps.trial import GO, Evaluation, Outcome, Trial, Verdict
 
 IN_PROCESS = ("eager", "graph", "compiled", "streams", "fused", "fused-compiled")
 APART = ("processes", "processes-graph", "mps", "mps-graph", "ray", "ray-mps")
-"""Arms that start processes: `-graph` captures each one's step."""
+"""Arms that start processes; `-graph`: each process captures its step in a CUDA graph."""
 _EPOCHS = 10
 _WARM_STEPS = 10
 _FOR_EVER = 1_000_000
@@ -75,7 +75,7 @@ class Row:
     threads: int | None = None
     """Of each operation, on the CPU."""
     start_s: float | None = None
-    """Until the first step is done: captures, compilations, processes."""
+    """Seconds until the first step is done: captures, compilations, process starts."""
     joules_per_trial: float | None = None
     joules_per_trial_over_idle: float | None = None
     reading: dict[str, Any] = field(default_factory=dict)
@@ -99,9 +99,9 @@ def bench_sweep(
     auto: bool = True,
     seed: int = 1,
 ) -> dict[str, Any]:
-    """Time the arms in every cell. `peers` are arms too; without `arms` or `peers`, all that work here.
+    """Time the arms in every cell. `peers` are arms too; without `arms` and `peers`, all arms.
 
-    `most_processes`: how many run at a time; 0 takes 16 on a GPU and the number of cores on a CPU.
+    `most_processes`: how many processes run at a time; 0 means 16 on a GPU and the number of cores on a CPU.
     """
     recipe_of = Recipes(data_dir, device)
     wanted = [*filter(None, arms.split(",")), *peers] or [*IN_PROCESS, *APART]
@@ -173,7 +173,7 @@ class Bench:
         }  # fmt: skip
 
     def measure(self, cell: Cell) -> list[Row]:
-        """All arms of a cell, in random order; those in this process in several rounds."""
+        """Measure all arms of a cell; those in this process in random order."""
         rows = {
             arm: Row(task=cell.task, trials=cell.trials, precision=cell.precision, executor=arm) for arm in self.arms
         }
@@ -204,13 +204,14 @@ class Bench:
         except (PodiumError, RuntimeError) as error:
             row.why_absent = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
         finally:
-            runner = None  # type: ignore[assignment]  # its arrays and graphs go with it
+            runner = None  # type: ignore[assignment]  # frees its arrays and graphs
             gc.collect()
             if recipe.torch_device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def _threads(self, recipe: Recipe, runner: _Runner) -> int | None:
-        """On the CPU, one thread or all, whichever is faster: small models wait for threads more than they gain."""
+        """On the CPU, one thread or all, whichever is faster: threads cost small models more than they gain."""
+
         if recipe.torch_device.type == "cuda":
             return None
         found = {}
@@ -220,7 +221,7 @@ class Bench:
         return min(found, key=lambda count: found[count])
 
     def _read(self, row: Row, parts: Any, work: Callable[[], int]) -> None:
-        """Run for a while in a window; `work` returns how many model-steps it did."""
+        """Run `work` in a measured window; it returns how many model-steps it did."""
         with Window(self.gpu, idle=self.idle) as window:
             done = work()
         assert window.reading is not None
@@ -272,7 +273,7 @@ class Bench:
         timed = [r for r in mine if r.us_per_model_step is not None]
         best = min(timed, key=lambda r: r.us_per_model_step or math.inf)
         compiled = any(r.executor == "fused-compiled" and r.us_per_model_step is not None for r in mine)
-        # The question is of steady state: trials are long enough for a compilation to pay, where one was timed.
+        # Arms are timed in steady state: if a compiled arm was timed, trials are long enough for compilation to pay.
         epochs = _EPOCHS if not compiled else _FOR_EVER
         recipe = self.recipe_of(cell.task, cell.precision, options={"epochs": epochs})
         began = time.perf_counter()
@@ -316,7 +317,7 @@ class _Runner:
             self.width = widest(recipe, made[0], device_data, len(trials))
             array = Array(recipe, made[0], device_data, self.width, compiled=arm == "fused-compiled")
             arrays = [array.fill(made[: self.width])]
-        self._step = CapturedStep(arrays).run  # samples come round again: the window is as long as an order
+        self._step = CapturedStep(arrays).run  # samples repeat: the window is as long as an order
 
     def run(self, steps: int) -> None:
         self._step(steps)
@@ -326,7 +327,7 @@ class _Runner:
         return seconds_per_step(self.run, self.recipe.wait, seconds) / self.width * 1e6
 
     def run_for(self, seconds: float) -> int:
-        """Steps for so long; how many model-steps it did."""
+        """Make steps for `seconds`; returns how many model-steps it did."""
         at_a_time = max(1, int(0.05 / (self.step_us(0.05) * self.width / 1e6)))
         end, done = time.perf_counter() + seconds, 0
         while time.perf_counter() < end:
@@ -337,7 +338,7 @@ class _Runner:
 
 
 class _Watch:
-    """A queue that gives out endless trials, watches their steps, and has enough once they were timed."""
+    """A trial queue that hands out endless trials, times their steps, and requests a stop when done."""
 
     def __init__(
         self,
@@ -409,14 +410,14 @@ class _Watch:
 
 
 def _idle(gpu: Gpu, seconds: float) -> Idle:
-    """Memory as it was before this process had a context; power with one, since every arm has one."""
+    """Memory before this process has a CUDA context; power with one, since every arm has one."""
     before = measure_idle(gpu, 0.2)
     torch.zeros(1, device="cuda")
     return measure_idle(gpu, seconds)._replace(memory_bytes=before.memory_bytes)
 
 
 def trials_of(count: int) -> list[Trial]:
-    """As many trials of different rates, small enough that none of them diverges for ever."""
+    """`count` trials of different learning rates, small enough that none of them ever diverges."""
     return [Trial(number=i, seed=i, options={"lr": 0.001 * (1 + i % 16)}) for i in range(count)]
 
 
@@ -443,7 +444,8 @@ def arm_of(executor: Any) -> str:
 
 
 def _ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """How many times faster, and how many times less energy, the best fused arm is than each other one."""
+    """Time and energy of each other arm over those of the fastest fused arm."""
+
     found = []
     for cell in sorted({(r.task, r.trials, r.precision) for r in rows}):
         mine = {r.executor: r for r in rows if (r.task, r.trials, r.precision) == cell and r.us_per_model_step}

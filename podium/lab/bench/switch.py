@@ -1,23 +1,23 @@
-"""`podium bench switch`: what it costs to go from one strategy to the next in a run that is under way.
+"""`podium bench switch`: the cost of a switch between strategies in a running training.
 
 Real processes train a synthetic task (wide-mlp, SGD with momentum, a few steps per phase) in a cycle of phases: from
 all-reduce to an asynchronous parameter server and back, to local SGD and back. Each run also has phases that begin with
-a broadcast of the parameters (`Transfer`): what one model transfer takes there, by the same clock in the same run. A
-row per change of phase and setting; times in milliseconds, medians over the cycles:
+a broadcast of the parameters (`Transfer`), to measure one model transfer with the same clock in the same run. One row
+per change of phase and setting; times in milliseconds, medians over the cycles:
 
     drain              until the steps under way are done; the same work would have been done without a switch
-    home               bringing parameters and moments home from the servers
-    hand_over, begin   changing over; setting out with the next strategy: seeding its servers, for one
-    total              all of it, of the worker that it cost most
+    home               fetching parameters and moments from the servers
+    hand_over, begin   handing over the state; starting the next strategy, such as seeding its servers
+    total              the sum of all parts, of the worker with the highest cost
     broadcast_ms       one broadcast of the parameters, in the same run
-    transfer_ms        one model transfer: the broadcast, or the bytes over the link's rate where that is less
-    beyond_transfer_ms total, less drain, less one transfer: negative where a switch takes less than a transfer
-    first_ms           the first switch of its kind in a run, less drain: new buffers and connections are in it
+    transfer_ms        one model transfer: the broadcast, or the bytes over the link's rate if that is less
+    beyond_transfer_ms total minus drain minus one transfer: negative if a switch takes less than a transfer
+    first_ms           the first switch of its kind in a run, minus drain: includes new buffers and connections
     missing, repeated  samples of the whole run that no step used, or more than one, by its records
 
-The state that moves is parameters and moments, here two models. On one host ranks share memory; `shaped` links are
-namespaces of their own, so that ranks meet over TCP at the rate that was asked for, and only there. Each worker has a
-server: beside it (`colocated`), or on a node of its own (`dedicated`).
+The transferred state is parameters and moments, here twice the model's size. On one host ranks share memory; with
+`shaped`, ranks are in their own network namespaces and exchange over TCP at the given rate. Each worker has a server:
+beside it (`colocated`), or on its own node (`dedicated`).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "25m": {"features": 1248, "width": 1248, "depth": 4},
     "100m": {},
 }
-"""Options of wide-mlp by about how many megabytes its parameters take."""
+"""Options of wide-mlp by the approximate size of its parameters in megabytes."""
 PLACES = ("local", "shaped")
 SERVERS = ("colocated", "dedicated")
 CLAIM_MS = 100.0
-"""What a switch may take beyond one model transfer."""
+"""The most that a switch may take beyond one model transfer."""
 
 Change = tuple[str, str]
-"""The strategies that a switch leads from and to."""
+"""The strategies before and after a switch."""
 
 _LINK_MBIT = 1000.0
 _LR = 1e-6  # the parameters hardly move, so that all steps are alike
@@ -66,7 +66,7 @@ _TRANSFER = "podium.lab.bench.switch:Transfer"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Transfer(Strategy[None]):
-    """All-reduce that begins with a broadcast of the parameters, to see what one takes."""
+    """All-reduce that begins with a broadcast of the parameters, to time it."""
 
     name: ClassVar[str] = "transfer"
     cadence: ClassVar[Cadence] = Cadence(survives_loss=True)
@@ -80,7 +80,7 @@ class Transfer(Strategy[None]):
         return AllReduce().step(worker, state, batch)
 
     def finish(self, worker: Worker, state: None) -> None:
-        """Nothing is kept."""
+        """There is no state."""
 
 
 class Setting(NamedTuple):
@@ -110,10 +110,10 @@ def bench_switch(
     steps: int = 2,
     snapshot_every: int = ParameterServer.snapshot_every,
 ) -> dict[str, Any]:
-    """Rows by model, workers, place and change of phase; `rounds` is the number of cycles in a run, 5 when not given.
+    """Rows by model, workers, place and change of phase; `rounds` is the number of cycles in a run, by default 5.
 
-    `places`: both when not given, `shaped` only where namespaces can be made. `steps`: of each phase. `snapshot_every`:
-    as the parameter server has it; with 0, servers write nothing to disk when they are seeded.
+    `places`: by default both, `shaped` only if this machine can make namespaces. `steps`: of each phase.
+    `snapshot_every`: the parameter server's option; with 0, servers write nothing to disk when they are seeded.
     """
     _check(peers, models, workers, places or (), servers, steps)
     if not link_mbit > 0:
@@ -181,7 +181,7 @@ def _run(setting: Setting, options: dict[str, Any]) -> tuple[dict[Change, list[l
     """The records of each switch, one per worker, by change of strategy; and the audit of the run."""
     server = f"servers={setting.workers};placement={setting.servers};snapshot_every={setting.snapshot_every}"
     relaxed = [f"parameter-server:mode=async;{server}"]
-    if setting.servers == "colocated":  # local SGD has no servers: once will do
+    if setting.servers == "colocated":  # local SGD has no servers: measuring it once is enough
         relaxed.append("local-sgd:period=2")
     phases = [name for one in relaxed for name in ("all-reduce", one)] + ["all-reduce", _TRANSFER]
     cycle = " | ".join(f"{phase} until step:after={setting.steps}" for phase in phases)
@@ -218,7 +218,7 @@ def _where(setting: Setting, folder: Path) -> dict[str, Any]:
 
 
 def _by_change(records: Sequence[Record]) -> dict[Change, list[list[Record]]]:
-    """All workers' records of each switch, in order, by the strategies that it leads from and to."""
+    """All workers' records of each switch, in order, by the strategies before and after it."""
     found: dict[Change, dict[int, list[Record]]] = {}
     for row in records:
         before, after = (_strategy_of(row[name]) for name in ("before", "after"))

@@ -1,37 +1,37 @@
-"""`podium bench uneven`: what uneven machines reach together, beside the sum of what they reach alone.
+"""`podium bench uneven`: the throughput of uneven machines together, beside the sum of what each reaches alone.
 
 `rows`, one per mix of machines, strategy and balancer:
 
     samples_per_second         over the steps after the first ones, in which a balancer learns
-    ideal_samples_per_second   the sum of the speeds: what each worker does alone, on the whole global batch, added up
+    ideal_samples_per_second   the sum over workers of what each reaches alone, on the whole global batch
     share_of_ideal             the first over the second; the ideal exchanges nothing, so no run can reach it
     against_equal              the throughput over that of the equal split under the same strategy
-    shares, changes            how the last step was divided, and how often the division was changed
-    pass_ms, wait_ms           what a step's computing and waiting took, by worker
+    shares, changes            how the last step was divided, and how often the division changed
+    pass_ms, wait_ms           a step's computing and waiting time, by worker
 
-Virtual mixes are deterministic, so one run says all. A sample takes 0.4 ms at speed 1, a pass 0.5 ms more, a global
+Virtual mixes are deterministic, so one run is enough. A sample takes 0.4 ms at speed 1, a pass 0.5 ms more, a global
 step has 256 samples, links have 1 Gbit/s and a latency of 50 us, and the model has 88 kB of parameters in buckets of
-16 kB: an exchange by ring would take 1 to 3 % of an ideal step if nothing of it were hidden, that with one server 4 to
-11 %. Servers have nodes of their own. The ideal follows from the cluster.
+16 kB: without overlap, an exchange by ring would take 1 to 3 % of an ideal step, an exchange with one server 4 to 11 %.
+Servers have their own nodes. The ideal follows from the cluster.
 
-The real mix is two workers in network namespaces with links of 1 Gbit/s, a thread each, and CPU quotas of 1 and 0.25
-(`cpus`, in periods of 10 ms): they need that many free cores, or `real_cpus` must say how much the fast one may have. A
+The real mix is two workers with one thread each, in network namespaces with links of 1 Gbit/s, and CPU quotas of 1 and
+0.25 (`cpus`, in periods of 10 ms): they need that many free cores; `real_cpus` sets another quota of the fast one. A
 global step has 12,288 samples, so that a pass takes more than 100 ms; the model's gradients, 550 kB in buckets of 128
-kB, take 4 ms of the wire's time, and processor time besides, of which the slow worker has little. The ideal is
-measured: each worker alone on its node, in the same round. `ddp` is DistributedDataParallel with its equal split, the
-same model and number of samples, in namespaces and under quotas like those; it has its batch in memory, where Podium
-gathers one for each step. In each round all contenders are measured, in an order that rotates; ratios are taken round
-by round, with intervals. `busy_cpus` is how many of the machine's `cores` were busy in each round, with us or with
-others: where others take what the quotas promise, speeds change from run to run, and no division is right. A row that
-cannot be measured says so in `why_absent`.
+kB, take 4 ms on the wire, and processor time, of which the slow worker has little. The ideal is measured: each worker
+alone on its node, in the same round. `ddp` is DistributedDataParallel with its equal split, the same model and number
+of samples, in namespaces and under quotas like those; its batch is in memory, while Podium gathers one for each step.
+In each round all contenders are measured, in an order that rotates; ratios are taken round by round, with intervals.
+`busy_cpus` is how many of the machine's `cores` were busy in each round, with any process: where other processes take
+the cores of the quotas, speeds change from run to run, and no division is right. A row that cannot be measured has the
+reason in `why_absent`.
 
 `slow_down`: four equal workers in virtual time, one of which becomes 4 times slower and recovers.
-`steps_to_90_percent_after_slowdown` counts the steps that begin after the change, up to the first from which on no step
-has less than 90 % of the ideal that now holds; `..._after_recovery` likewise. None: never.
+`steps_to_90_percent_after_slowdown` counts the steps after the change up to the first from which on every step has at
+least 90 % of the new ideal; `..._after_recovery` likewise. None: never.
 
 `noise`: passes that vary by 20 % of their time, 300 steps. A step that waits for the slowest of several such passes
-stays below the ideal, whatever the division; `share_of_known_speeds` is the throughput over that of shares fixed as the
-speeds really are, under the same noise.
+stays below the ideal with every division; `share_of_known_speeds` is the throughput over that of shares fixed by the
+true speeds, under the same noise.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def bench_uneven(
     noise: bool = True,
     noise_steps: int = 300,
 ) -> dict[str, Any]:
-    """`rows` by mix, strategy and balancer, then `slow_down` and `noise`. The module says what each number means.
+    """`rows` by mix, strategy and balancer, then `slow_down` and `noise`. The module's docstring explains each number.
 
-    `steps`, `real_steps`: how many are measured. `balances`: all that there are when not given. `real_cpus`: the fast
-    worker's quota; the slow one has a quarter of it.
+    `steps`, `real_steps`: how many are measured. `balances`: by default all. `real_cpus`: the fast worker's quota; the
+    slow one has a quarter of it.
     """
     balances = balances or tuple(name for name in _BALANCES if name in BALANCERS)
     _check(peers, mixes, (*balances, *real_balances), steps, real_steps, noise_steps)

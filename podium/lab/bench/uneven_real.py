@@ -51,7 +51,7 @@ class Setting(NamedTuple):
 
 
 def _real_cluster(setting: Setting, nodes: Sequence[str] = ()) -> str:
-    """The fast and the slow node, and one for a server; `nodes`: those that have a worker, if not both."""
+    """The fast and the slow node, and one for a server; `nodes`: which of the two have a worker, by default both."""
     nodes = nodes or tuple(setting.cpus)
     quotas = (node for name, cpus in setting.cpus.items() for node in node_lines(name, cpus=cpus))
     lines = [*quotas, *node_lines("server"), "[placement]", f"workers = {list(nodes)}", "servers = ['server']", ""]
@@ -74,7 +74,7 @@ def real_rows(setting: Setting) -> list[dict[str, Any]]:
         if "ddp" in setting.peers:
             contenders["ddp"] = ends.enter_context(_ddp(setting))
         watched = {name: partial(_watched, measure, busy.setdefault(name, [])) for name, measure in contenders.items()}
-        rates = interleave(watched, setting.rounds, warmup=0)  # each run warms up by itself
+        rates = interleave(watched, setting.rounds, warmup=0)  # each run has its own warm-up
     ideal = np.sum([rates[label] for label in alone.values()], axis=0)
     rows = []
     for pair in pairs:
@@ -89,7 +89,7 @@ def real_rows(setting: Setting) -> list[dict[str, Any]]:
 
 
 def _watched(measure: Callable[[], float], busy: list[float]) -> float:
-    """Measure, and note how many of the machine's processors were busy meanwhile, with us or with others."""
+    """Measure, and append to `busy` how many of the machine's processors were busy, with any process."""
     began, before = time.monotonic(), _busy_s()
     found = measure()
     busy.append((_busy_s() - before) / (time.monotonic() - began))
@@ -97,7 +97,7 @@ def _watched(measure: Callable[[], float], busy: list[float]) -> float:
 
 
 def _busy_s() -> float:
-    """Processor seconds that this machine has spent on anything since it was started."""
+    """Processor seconds of the whole machine since it booted."""
     user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
@@ -112,7 +112,7 @@ def _measured(
     ideal: Sequence[float],
     others: Mapping[str, Sequence[float] | None],
 ) -> dict[str, Any]:
-    """Medians, and ratios round by round."""
+    """The row with medians, and with ratios taken round by round."""
     found = {**row, "samples_per_second": float(np.median(rates)), "ideal_samples_per_second": float(np.median(ideal))}
     found |= compared("share_of_ideal", rates, ideal)
     for name, other in others.items():
@@ -122,7 +122,7 @@ def _measured(
 
 
 def _why_not(setting: Setting) -> str:
-    """Why the real mix cannot be measured here; empty where it can."""
+    """Why the real mix cannot be measured here; empty if it can."""
     if os.geteuid() != 0:
         return "shaped links and CPU quotas need root"
     try:
@@ -140,7 +140,7 @@ def _parsed(text: str) -> Cluster:
 
 
 def _real_alone(setting: Setting, node: str) -> float:
-    """One worker on this node with the whole batch to itself."""
+    """Samples per second of one worker on this node with the whole batch."""
     steps = max(2, round(setting.steps * setting.cpus[node] / setting.cpus["fast"] / 2))
     return _shaped(setting, [node], "all-reduce", EQUAL, 2, steps).samples_per_second
 
@@ -168,7 +168,7 @@ def _shaped(setting: Setting, nodes: Sequence[str], strategy: str, balance: str,
 
 @contextmanager
 def _ddp(setting: Setting) -> Iterator[Callable[[], float]]:
-    """Samples per second of DistributedDataParallel, on nodes like those of the shaped launcher."""
+    """A function that measures DistributedDataParallel's samples per second, on nodes like the shaped launcher's."""
     cluster, ranks, steps = _parsed(_real_cluster(setting)), range(len(setting.cpus)), max(2, setting.steps // 2)
     with rendezvous_folder() as folder, ShapedNetwork(cluster, folder) as network, CpuQuota(cluster, folder) as quota:
         places = places_on(network)

@@ -1,4 +1,4 @@
-"""A training on uneven machines, and what its records say of throughput, shares and waiting."""
+"""A training run on uneven machines, and its throughput, shares and waiting times from the records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOWER = 4.0
 
 @dataclass(frozen=True)
 class Run:
-    """The records of one run, and which of its steps count."""
+    """The records of one run; its first `warm` steps are not measured."""
 
     steps: Sequence[Record]
     """In order of time, of all workers."""
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def ends_s(self) -> list[float]:
-        """When each step ended: when the last worker was through with it."""
+        """When each step ended on the last worker."""
         last: dict[int, float] = {}
         for row in self.steps:
             last[row["step"]] = max(last.get(row["step"], 0.0), row["t_ns"] / 1e9)
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """How the work was divided, and what workers did meanwhile."""
+        """The division of the last step, its changes, and the workers' median times."""
         ranks = sorted({row["rank"] for row in self.steps})
         own = {rank: [r for r in self.steps if r["rank"] == rank and r["step"] > self.warm] for rank in ranks}
         return {
@@ -69,7 +69,7 @@ def _median_ms(rows: Sequence[Record], key: str) -> float:
 def run_training(
     cluster: str, strategy: str, balance: str, warm: int, steps: int, bucket_bytes: int, **options: Any
 ) -> Run:
-    """Train on these machines, and read what happened. `cluster`: the text of a cluster file."""
+    """Train on these machines, and read the records. `cluster`: the text of a cluster file."""
     with rendezvous_folder() as folder:
         file = folder / "cluster.toml"
         file.write_text(cluster)

@@ -1,4 +1,4 @@
-"""`podium bench uneven` in virtual time: mixes of machines, one that slows down and recovers, and noise."""
+"""`podium bench uneven` in virtual time: mixes of machines, a worker that slows down and recovers, and noise."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def speeds_of(mix: str) -> tuple[float, ...]:
     except ValueError:
         parts = []
     if len(parts) < 2 or min(parts) <= 0:
-        raise ConfigError(f"bench uneven: a mix must be two numbers above 0 or more, as 4:2:1:1, got {mix!r}")
+        raise ConfigError(f"bench uneven: a mix must be two or more numbers above 0, such as 4:2:1:1, got {mix!r}")
     return tuple(part / parts[0] for part in parts)
 
 
 def _cluster(speeds: Sequence[float], *, jitter: float = 0.0, changes: Sequence[tuple[float, float]] = ()) -> str:
-    """A node per worker and two for servers; `changes` of the last worker's speed: when, in seconds, and to what."""
+    """A node per worker and two for servers; `changes`: (seconds, new speed) of the last worker."""
     lines = ["[cluster]", f"jitter = {jitter}", f"seconds_per_sample = {_SECONDS_PER_SAMPLE}"]
     names = [f"worker-{n}" for n in range(len(speeds))]
     for name, speed in zip((*names, "server-0", "server-1"), (*speeds, 1.0, 1.0), strict=True):
@@ -50,7 +50,7 @@ def _cluster(speeds: Sequence[float], *, jitter: float = 0.0, changes: Sequence[
 
 
 def _alone(speed: float) -> float:
-    """Samples per second of one worker that has the whole global batch to itself, in virtual time."""
+    """Samples per second of one worker alone with the whole global batch, in virtual time."""
     return speed * BATCH / (Cluster.seconds_per_step + BATCH * _SECONDS_PER_SAMPLE)
 
 
@@ -114,9 +114,9 @@ def slow_down_row(balance: str) -> dict[str, Any]:
 def steps_until_near(
     ends_s: Sequence[float], batch: int, ideal: float, after_s: float, until_s: float = float("inf")
 ) -> int | None:
-    """The how-manieth step that begins after this time is the first from which on all are near the ideal.
+    """The number, counted from `after_s`, of the first step from which on all are near the ideal.
 
-    `ends_s`: when each step ended, and so the next began. None: the last step before `until_s` is not near.
+    `ends_s`: when each step ended, and so the next began. None if the last step before `until_s` is not near.
     """
     found = [
         batch / (end - began) >= _NEAR * ideal
@@ -129,7 +129,7 @@ def steps_until_near(
 
 
 def _share_at_end(ends_s: Sequence[float], batch: int, ideal: float, until_s: float) -> float:
-    """What part of the ideal the last ten steps before this time had."""
+    """The throughput of the last ten steps before `until_s`, over the ideal."""
     last = [end for end in ends_s if end <= until_s][-11:]
     return batch * (len(last) - 1) / (last[-1] - last[0]) / ideal
 

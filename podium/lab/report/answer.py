@@ -1,4 +1,4 @@
-"""The answer of a comparison in sentences: who was fastest, whether that is more than luck, what it does not say."""
+"""The answer of a comparison in sentences: the fastest strategy, whether that is more than chance, and the limits."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ from podium.records.metrics import lower_is_better
 
 @dataclass(frozen=True)
 class Findings:
-    """What the rows of a study show; tables, sentences and figures all start from here."""
+    """The results of a study, computed once; tables, sentences and figures are made from them."""
 
     metric: str
     target: float | None
     table: list[Summary]
     contrasts: list[Contrast]
     maximize: bool | None = None
-    """Which way the metric is better, where the study says so."""
+    """Whether a higher metric is better; None if the study does not say."""
 
     @property
     def lower(self) -> bool:
-        """Whether the metric is better when lower."""
+        """Whether a lower metric is better."""
         return lower_is_better(self.metric, self.maximize)
 
     @property
     def speed_measure(self) -> str:
-        """What speed is judged by: the time to target where nearly all reached it, else the whole time."""
+        """The measure of speed: time to target if in 80 % of cells every run reached it, else the training time."""
         reached = [line for line in self.table if line.runs and line.reached == line.runs]
         able = self.target is not None and len(reached) >= 0.8 * len(self.table)
         return "seconds to target" if able else "seconds"
 
     def pairs(self, measure: str, cell: str) -> list[Contrast]:
-        """The contrasts of one strategy with the others in one measure."""
+        """The contrasts of one cell with the others in one measure."""
         return [c for c in self.contrasts if c.measure == measure and cell in (c.first, c.second)]
 
 
 def find(rows: Sequence[Row], target: float | None = None, maximize: bool | None = None) -> Findings:
-    """Evaluate all rows. With no target, it is chosen from the results (`rows.default_target`).
+    """Evaluate all rows. Without a target, one is chosen from the results (`results.default_target`).
 
-    `maximize` is which way the metric is better; None goes by its name (`podium.records.metrics`).
+    `maximize`: whether a higher metric is better; None decides by its name (`podium.records.metrics`).
     """
     metric = metric_name(rows)
     goal = default_target(rows, metric, maximize) if target is None else target
@@ -72,12 +72,12 @@ def answer(
     study: Study | None = None,
     maximize: bool | None = None,
 ) -> str:
-    """The answer first, then on a line of its own what may not be concluded. `study` is what study.json holds."""
+    """The answer, then on a second line what may not be concluded. `study` is read from study.json."""
     return tell(find(rows, target, maximize), rows, study)
 
 
 def tell(findings: Findings, rows: Sequence[Row], study: Study | None = None) -> str:
-    """`answer` from findings that are already computed."""
+    """`answer` from findings already computed."""
     done = finished(rows)
     verdict = _by_setting(findings, done) if len(by_setting(done)) > 1 else _verdict(findings) if done else []
     parts = [*verdict, *_failures(rows), *_losses(rows)] if done else [_nothing(rows)]
@@ -85,7 +85,7 @@ def tell(findings: Findings, rows: Sequence[Row], study: Study | None = None) ->
 
 
 def limits(rows: Sequence[Row], study: Study | None = None) -> str:
-    """What the comparison may not be taken for."""
+    """What may not be concluded from the comparison."""
     done = finished(rows)
     seeds = len({row["seed"] for row in done})
     sizes = [row["parameters"] for row in done if isinstance(row.get("parameters"), int)]
@@ -106,12 +106,12 @@ def limits(rows: Sequence[Row], study: Study | None = None) -> str:
             text += f" {computed} of {len(done)} runs are simulated: their seconds are not measured."
     text += "".join(f" {sentence}" for sentence in _rules(done))
     if 1 < seeds < 6:
-        text += " So few seeds show large differences only; none found does not mean none there."
+        text += " So few seeds detect large differences only; a difference may exist where none was detected."
     return text
 
 
 def _rules(done: Sequence[Row]) -> list[str]:
-    """Of each strategy with phases: a rule that did not end its phase in every run, and where it could not."""
+    """A sentence per rule of a phase that did not fire in every run, and whether it could have."""
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in done:
         for rule in row.get("rules") or ():
@@ -119,7 +119,7 @@ def _rules(done: Sequence[Row]) -> list[str]:
                 found.setdefault((str(rule["rule"]), first_level(row)), []).append(rule)
         judged = {rule["rule"] for rule in row.get("rules") or () if rule["in_force"]}
         for switch in row.get("switches") or ():
-            if switch["rule"] not in judged:  # its phase ended before there was anything to judge
+            if switch["rule"] not in judged:  # its phase ended before the rule's first evaluation
                 found.setdefault((str(switch["rule"]), first_level(row)), []).append({"step": None})
     said = []
     for (name, strategy), rules in found.items():
@@ -133,7 +133,7 @@ def _rules(done: Sequence[Row]) -> list[str]:
 
 
 def _where(study: Study | None) -> str:
-    """What runs were measured on: GPUs where any was asked for, and the cores."""
+    """The hardware of the runs: GPUs if the study requested any, and CPU cores."""
     hardware = study.machine.hardware if study else {}
     cores, gpus = hardware.get("cores"), hardware.get("gpus") or []
     settings = [{**study.settings, **cell.settings} for cell in study.cells] if study else []
@@ -148,7 +148,7 @@ def _where(study: Study | None) -> str:
 
 
 def _by_setting(findings: Findings, done: Sequence[Row]) -> list[str]:
-    """Of a study of several factors: who comes first where. The settings themselves are in the report."""
+    """Several factors: which level wins in which settings. The numbers of each setting are in the report."""
     if not findings.contrasts:  # a fraction, or a hypercube: no two cells differ in the first factor alone
         found = [anova(done, name, ratio=is_ratio(name)) for name in (findings.metric, "seconds")]
         return [tell_anova(one) for one in found if one is not None] or ["No two cells can be compared."]
@@ -172,7 +172,7 @@ def _by_setting(findings: Findings, done: Sequence[Row]) -> list[str]:
 
 
 def _alone(findings: Findings, done: Sequence[Row]) -> list[str]:
-    """Of a cell that is in one setting only, as a baseline is: where it beats the fastest of them."""
+    """For a cell outside the settings, such as a baseline: in how many of them it beats the fastest cell."""
     inside = {str(row["cell"]) for row in crossed(done)}
     seconds = {line.cell: line.seconds.mean for line in findings.table if line.seconds}
     settings = [[str(row["cell"]) for row in some] for some in by_setting(crossed(done)).values()]
@@ -218,7 +218,7 @@ def _ranked(findings: Findings, measure: str, claim: str, times: Mapping[str, Me
         return f"{first}; with one seed there is no interval, so this is no more than one observation."
     faster = sorted((c for c in pairs if c.distinct), key=lambda c: known[_other(c, best)].mean)
     apart = {_other(c, best) for c in faster}
-    level = [cell for cell in known if cell != best and cell not in apart]  # untested ones, too
+    level = [cell for cell in known if cell != best and cell not in apart]  # untested cells, too
     if not faster:
         return f"{first}, but no difference that we can detect from {_join(level)}."
     text = f"{first}: {_times_faster(faster[0], best)}"
@@ -228,7 +228,7 @@ def _ranked(findings: Findings, measure: str, claim: str, times: Mapping[str, Me
 
 
 def _times_faster(contrast: Contrast, best: str) -> str:
-    """The ratio the other way up when the best stands first: how many times longer the other took."""
+    """How many times longer the other took: inverts the ratio if the best is its first cell."""
     ends = [contrast.value, contrast.low, contrast.high]
     if contrast.first == best:
         ends = [None if x is None else 1 / x for x in (contrast.value, contrast.high, contrast.low)]

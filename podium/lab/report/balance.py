@@ -1,7 +1,7 @@
-"""Who did how much of the steps that workers share, over all seeds of a strategy, and what would be better.
+"""Each worker's share of the steps, over all seeds of a strategy, and advice on a better division.
 
-What is here comes from `RunResult.balance`. Speeds are means over a run, without the part of a pass that does not
-depend on its samples, so what another division would save is an upper bound.
+The data come from `RunResult.balance`. Speeds are means over a run, without the fixed time of a pass, so the predicted
+saving of another division is an upper bound.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from podium.lab.study.results import cells, finished
 from podium.lab.study.store import Row
 
 MATTERS = 0.05
-"""What a change must promise to save of a step before the report advises it."""
+"""The share of a step that a change must save before the report advises it."""
 
 SURE = 2.0
-"""How many standard errors that must be beyond."""
+"""How many standard errors the saving must exceed."""
 
 UNLEARNT = (None, "equal", "fixed")
-"""Balancers that do not look at speeds; None where records do not say which."""
+"""Balancers that do not use speeds; None where records do not name one."""
 
 
 class Part(NamedTuple):
-    """One worker's part, means over the runs of a strategy."""
+    """One worker: means over the runs of a strategy."""
 
     rank: int
     samples_per_s: float
-    """While it computes."""
+    """While computing."""
     share: float
     """Of the last whole step."""
     wait_share: float
@@ -42,7 +42,7 @@ class Balanced(NamedTuple):
 
     parts: tuple[Part, ...]
     changes: tuple[tuple[int, Mapping[str, Any]], ...]
-    """Seed and what was changed."""
+    """Seed and `balance` record of each change."""
     advice: tuple[str, ...]
     """Of the first run."""
     seed: int
@@ -50,17 +50,17 @@ class Balanced(NamedTuple):
     unit: str
     """What is divided: a step's `samples`, or a round's `steps`."""
     course: Mapping[str, Any] | None
-    """None of rounds."""
+    """None if rounds are divided."""
 
 
 def balanced_by_cell(rows: Iterable[Row]) -> dict[str, Balanced]:
-    """The strategies whose workers differ: a table of equal workers says nothing."""
+    """The strategies with uneven workers; a table of equal workers would be empty of information."""
     done = [row for row in finished(rows) if is_told(row.get("balance") or {})]
     return {cell: _balanced([row for row in done if row["cell"] == cell]) for cell in cells(done)}
 
 
 def is_told(facts: Mapping[str, Any]) -> bool:
-    """Whether a run's balance is worth a word: workers differ, or parts do, or they were changed."""
+    """Whether the report shows a run's balance: workers or their shares differ, or the division changed."""
     return bool(facts.get("course") or facts.get("changes"))
 
 
@@ -89,22 +89,22 @@ def _part(rank: int, runs: Sequence[Mapping[str, Any]]) -> Part:
 
 
 MOST_PARTS = 8
-"""A division among more workers than this is shown by its least and its most."""
+"""A division among more workers is shown by its minimum and maximum."""
 
 
 def division(counts: Sequence[int]) -> str:
-    """How many samples each worker has of a step: `32/16/8/8`."""
+    """The samples of each worker in a step: `32/16/8/8`."""
     if len(counts) <= MOST_PARTS:
         return "/".join(str(count) for count in counts)
     return f"{min(counts)} to {max(counts)}"
 
 
 def advice(facts: Mapping[str, Any]) -> list[str]:
-    """What would make the steps of a run shorter, a line each; of `RunResult.balance`. Empty where nothing would."""
+    """Advice that would shorten a run's steps, a line each, from its `RunResult.balance`; may be empty."""
     division = facts.get("division") or {}
     told = [worker for worker in facts.get("workers", ()) if str(worker["rank"]) in division]
     if facts.get("unit") != "samples" or len(told) < 2 or any(not worker["per_sample_s"] for worker in told):
-        return []  # rounds have their own rule, and one that never had a part is not known
+        return []  # rounds have their own rule, and the speed of a worker without samples is unknown
     members = [
         Member(worker["rank"], Speed(fixed_s=0.0, per_sample_s=worker["per_sample_s"], error=worker["error"]))
         for worker in told
@@ -116,7 +116,7 @@ def advice(facts: Mapping[str, Any]) -> list[str]:
 
 def _better_division(members: Sequence[Member], counts: Sequence[int], facts: Mapping[str, Any]) -> str | None:
     if facts["balancer"] not in UNLEARNT:
-        return None  # it is at it already
+        return None  # this balancer divides by speed already
     before_s, after_s = finish_s(counts, members), finish_s(EqualFinish().divide(sum(counts), members), members)
     saves = (before_s - after_s) / (before_s + facts["exchange_s"])
     last = max(range(len(counts)), key=lambda i: members[i].finish_s(counts[i]))
@@ -126,7 +126,7 @@ def _better_division(members: Sequence[Member], counts: Sequence[int], facts: Ma
     slower = members[last].speed.per_sample_s / fast.speed.per_sample_s
     why = f"worker {members[last].rank} takes {slower:.1f} times as long for a sample as worker {fast.rank}"
     if slower < 1 + MATTERS:
-        why = f"worker {members[last].rank} has more samples than its speed asks for"
+        why = f"worker {members[last].rank} has too many samples for its speed"
     return f"--balance equal-finish: steps up to {100 * saves:.0f} % shorter; {why}"
 
 
@@ -141,14 +141,14 @@ def _fewer_workers(members: Sequence[Member], count: int, facts: Mapping[str, An
         return found.reason
     stay = len(members) - len(found.without)
     return (
-        f"with {stay} of {len(members)} workers, the fastest, steps would be {100 * found.gain:.0f} % more per second"
+        f"the fastest {stay} of {len(members)} workers alone would make {100 * found.gain:.0f} % more steps per second"
     )
 
 
 def exchange_of(workers: int, seconds: float, servers: bool) -> Callable[[int], float]:
-    """What an exchange of n workers takes, if one of `workers` takes so long.
+    """A model of an exchange's seconds by number of workers, if it takes `seconds` with `workers`.
 
-    Among workers by what a ring has each of them send, 2 (n - 1) / n; with servers it is taken to stay.
+    Among workers it scales with the bytes that each sends in a ring, 2 (n - 1) / n; with servers it stays constant.
     """
     if servers:
         return lambda n: seconds

@@ -1,4 +1,4 @@
-"""Sections of a report before they are written: titles, sentences and tables, which HTML and Markdown are made from."""
+"""Sections of a report as data: titles, sentences and tables, from which HTML and Markdown are rendered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from podium.lab.stats.statistics import Mean
 
 @dataclass(frozen=True)
 class Name:
-    """A level or a cell, as programs write it; one with a `cell` links to that cell's row."""
+    """A level or a cell, set as code; with a `cell` it links to that cell's row."""
 
     text: str
     cell: str = ""
@@ -18,7 +18,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Source:
-    """A link to a file beside the page that says where a number was set."""
+    """A link to the file beside the page that sets a number."""
 
     text: str
     file: str
@@ -26,7 +26,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines of `results.jsonl` that numbers were made from."""
+    """Line numbers of `results.jsonl` that a row was made from."""
 
     numbers: tuple[int, ...]
 
@@ -34,7 +34,7 @@ class Lines:
 Inline = str | Name | Source
 Text = Sequence[Inline]
 Entry = str | Name | Lines | Mean | None | Sequence[Name]
-"""One field of a table; a missing value is shown as such."""
+"""One field of a table; None is shown as a dash."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A report as a reader sees it: opened in a real browser, on a wide and on a narrow screen and on paper.
+"""Checks a report in a real browser, on a wide screen, on a narrow screen and on paper.
 
-Playwright drives the Chromium that the system has. Names of hosts are not resolved, so whatever a page asks for,
-nothing leaves the machine. Every wait ends at a deadline.
+Playwright drives the system's Chromium. Host names are not resolved, so no request leaves the machine. Every wait has a
+deadline.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTHS = (1280, 390)
-"""Of the screens that a page is looked at, in pixels: a laptop's and a telephone's."""
+"""Screen widths to check, in pixels: a laptop's and a phone's."""
 DEADLINE_S = 60.0
-"""For the browser to start, and for each thing that is asked of a page."""
+"""For the start of the browser, and for each evaluation in a page."""
 
 _OPTIONS = (
-    "--no-sandbox",  # without it, it starts neither as root nor in most containers
+    "--no-sandbox",  # with the sandbox, Chromium starts neither as root nor in most containers
     "--disable-gpu",
     "--disable-background-networking",
     "--disable-sync",
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )
 _OWN = ("data:", "blob:", "about:")
-"""Addresses that ask nobody."""
+"""Addresses that cause no network request."""
 _HEIGHT = 900
 _LONGEST = 12_000
-"""A picture's height in pixels, at most."""
+"""The greatest height of a screenshot, in pixels."""
 PAPER = 717
 """Pixels between the margins of an A4 page."""
 _MARGIN = "0.4in"
@@ -46,9 +46,9 @@ _SETTLE = (
     "await new Promise(done => setTimeout(() => requestAnimationFrame(done), "
     "document.querySelector('.js-plotly-plot') ? 250 : 30))"
 )
-"""Until scripts have drawn what they draw after a change of size: plotly waits 100 ms for the next one."""
+"""Waits until scripts have redrawn after a resize: plotly waits 100 ms for another resize."""
 _SHRINKS = 1.5
-"""A page that is wider than paper is printed smaller, down to 1 / 1.5 of its size; what is wider still is cut off."""
+"""Chromium shrinks a page wider than the paper down to 1 / 1.5 of its size, and cuts off the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +57,20 @@ class View:
 
     width: int
     overflow_px: int
-    """By how much the page is wider than its screen, so that it has to be pushed to and fro."""
+    """By how much the page is wider than its screen."""
     wide: tuple[str, ...]
-    """What sticks out, as `tag.class: text`."""
+    """Elements beyond the right edge, as `tag.class: text`."""
     figures: int
     empty: tuple[str, ...]
-    """Captions of figures in which nothing is drawn."""
+    """Captions of empty figures."""
     plots: int
-    """Figures that a script has drawn and that can be seen."""
+    """Visible figures drawn by plotly's script."""
     drawings: int
-    """Figures that were drawn beforehand and can be seen."""
+    """Visible figures embedded as SVG."""
     cut: tuple[str, ...]
-    """Labels that reach beyond their figure's edge."""
+    """Labels beyond their figure's edge."""
     characters: int
-    """Of text that can be seen."""
+    """Of visible text."""
 
     def problems(self, place: str) -> list[str]:
         found = [f"{place}: nothing is drawn in the figure {name!r}" for name in self.empty]
@@ -80,13 +80,13 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What came of opening a page."""
+    """What the browser found on a page."""
 
     path: Path
     errors: tuple[str, ...]
-    """Messages of level error in the console, and exceptions that nobody caught."""
+    """Console messages of level error, and uncaught exceptions."""
     requests: tuple[str, ...]
-    """Addresses that the page asked for, other than its own."""
+    """Addresses that the page requested, other than its own."""
     screens: Mapping[int, View]
     """By width."""
     paper: View
@@ -94,9 +94,9 @@ class Page:
     pdf_has_text: bool
 
     def problems(self) -> list[str]:
-        """What a reader would stumble over; empty when nothing."""
+        """What is wrong with the page, one line each; empty if nothing."""
         found = [f"console: {text}" for text in self.errors]
-        found += [f"asks for {address}" for address in self.requests]
+        found += [f"requests {address}" for address in self.requests]
         for width, view in self.screens.items():
             if view.overflow_px > 0:
                 found.append(f"{width} px: {view.overflow_px} px too wide: {'; '.join(view.wide) or 'unknown'}")
@@ -110,31 +110,31 @@ class Page:
 
 
 def check_report(path: str | Path) -> list[str]:
-    """What is wrong with a page in a browser; empty when nothing. Takes some seconds.
+    """What is wrong with a page in a browser; empty if nothing. Takes some seconds.
 
-    Raises ConfigError where playwright or a browser is not installed, or where there is no such file.
+    Raises ConfigError if playwright, a browser or the file is missing.
     """
     return check_page(path).problems()
 
 
 def check_page(path: str | Path, *, pictures: Path | None = None) -> Page:
-    """Open a local HTML file in a browser of its own; see `Browser.open`."""
+    """Open a local HTML file in a new browser; see `Browser.open`."""
 
     def look() -> Page:
         with Browser() as browser:
             return browser.open(path, pictures=pictures)
 
-    with ThreadPoolExecutor(1) as thread:  # Playwright refuses a thread with a running event loop, as Jupyter's is
+    with ThreadPoolExecutor(1) as thread:  # Playwright refuses a thread with a running event loop, such as Jupyter's
         return thread.submit(look).result()
 
 
 def find_browser() -> str | None:
-    """The path of a Chromium, or None where there is none."""
+    """The path of a Chromium, or None."""
     return next((found for name in PROGRAMS if (found := shutil.which(name))), None)
 
 
 class Browser:
-    """A running Chromium without a window; a context manager, which ends it."""
+    """A headless Chromium; as a context manager it closes at the end."""
 
     def __init__(self, program: str | None = None, *, deadline_s: float = DEADLINE_S) -> None:
         try:
@@ -162,19 +162,19 @@ class Browser:
         self.close()
 
     def close(self) -> None:
-        """End the browser and all that it has started; what it left on disk goes, too."""
-        with suppress(self._error):  # it may have ended by itself
+        """End the browser with its child processes and temporary files."""
+        with suppress(self._error):  # it may have ended already
             self._browser.close()
         self._playwright.stop()
 
     def open(self, path: str | Path, *, widths: Sequence[int] = WIDTHS, pictures: Path | None = None) -> Page:
-        """Load a local HTML file and look at it at these widths and on paper.
+        """Load a local HTML file and check it at these widths and on paper.
 
-        `pictures`: a folder for what was seen: `WIDTH.png`, `WIDTH-dark.png` and `paper.pdf`.
+        `pictures`: a folder for screenshots: `WIDTH.png`, `WIDTH-dark.png` and `paper.pdf`.
         """
         path = Path(path).resolve()
         if not path.is_file():
-            raise ConfigError(f"browser: an HTML file must be there, got {path}")
+            raise ConfigError(f"browser: the page must be an existing HTML file, got {path}")
         with self._told(f"{path} must open"), self._browser.new_context() as context:
             tab = context.new_page()
             tab.set_default_timeout(self._deadline_ms)
@@ -182,7 +182,7 @@ class Browser:
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Playwright's errors as ours, with what the browser itself has said."""
+        """Turn Playwright's errors into ours, with the browser's own error output."""
         try:
             yield
         except self._error as error:
@@ -216,7 +216,7 @@ def _look(tab: Tab, path: Path, widths: Sequence[int], pictures: Path | None) ->
 
 
 def _listen(tab: Tab) -> tuple[list[str], list[str]]:
-    """Lists that fill as the page is looked at: errors in the console, and addresses that were asked for."""
+    """Two lists that fill while the page runs: errors in the console, and requested addresses."""
     errors: list[str] = []
     asked: list[str] = []
     tab.on("pageerror", lambda error: errors.append(f"{error.name}: {error.message}".splitlines()[0]))
@@ -230,7 +230,7 @@ def _screen(tab: Tab, width: int, pictures: Path | None) -> View:
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
         for scheme, name in (("light", f"{width}.png"), ("dark", f"{width}-dark.png")):
-            tab.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]  # one of its words
+            tab.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]  # one of its literals
             height = min(int(_ask(tab, "document.documentElement.scrollHeight")), _LONGEST)
             clip: Any = {"x": 0, "y": 0, "width": width, "height": height}
             tab.screenshot(path=pictures / name, full_page=True, clip=clip)
@@ -246,15 +246,15 @@ def _view(tab: Tab, width: int) -> View:
 
 
 def _ask(tab: Tab, script: str) -> Any:
-    """A script's value once the page has settled, by the deadline: `Page.evaluate` would wait for a page that hangs.
+    """A script's value once the page has settled. `Page.evaluate` has no deadline, so a page that hangs would block it.
 
-    The page's own timer waits, so the page's other scripts have had their turn even on a busy machine.
+    The wait uses the page's own timer, so the page's other scripts have run before, even on a busy machine.
     """
     return tab.wait_for_function(f"async () => {{ {_SETTLE}; return {{value: {script}}}; }}").json_value()["value"]
 
 
 def _has_text(pdf: bytes) -> bool:
-    """Whether any page shows glyphs, not lines alone."""
+    """Whether any page shows glyphs, not just lines."""
     for found in re.finditer(rb"stream\r?\n", pdf):
         with suppress(zlib.error):
             if re.search(rb"\bT[jJ]\b", zlib.decompressobj().decompress(pdf[found.end() :])):

@@ -1,8 +1,8 @@
 """Results for other programs: tables as CSV or Parquet, or the same numbers for TensorBoard and MLflow.
 
-Tables are tidy: one line per run (`runs`), per validation (`history`) and, of a single run, per step of each worker
-(`steps`). Every number is the one in the records, to the last bit. What is not a number or a text (histograms, who did
-how much of a step, timelines) stays where it is, in `result.json` and `results.jsonl`.
+Tables are tidy: one row per run (`runs`), per validation (`history`) and, for a single run, per step of each worker
+(`steps`). Every number equals the one in the records, bit for bit. Values that are neither numbers nor texts
+(histograms, divisions of steps, timelines) are not exported; they are in `result.json` and `results.jsonl`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMATS = ("csv", "parquet", "tensorboard", "mlflow")
 Format = Literal["csv", "parquet", "tensorboard", "mlflow"]
 
 OUTSIDE = ("history", "param_hash", "timeline", "topology")
-"""Fields of a row that are no columns of `runs`, whatever they hold."""
+"""Fields of a row that never become columns of `runs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +40,17 @@ class Export:
     """What was written. `podium export --json` prints it."""
 
     folder: str
-    """What was exported."""
+    """The exported folder."""
     to: str
     out: str
-    """The folder it was written to, or MLflow's URI."""
+    """The folder written to, or MLflow's URI."""
     files: tuple[str, ...] = ()
     """Of tables."""
     lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """How many, by table."""
+    """Rows by table."""
     runs: int = 0
     skipped: int = 0
-    """Runs that MLflow had already."""
+    """Runs that MLflow already had."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -66,10 +66,10 @@ class Told(NamedTuple):
 
 
 def export(folder: str | Path, *, to: Format | str = "csv", out: str | Path | None = None) -> Export:
-    """Write the results in `folder`, that of a run, a comparison, a study or a sweep, for another program.
+    """Export the results in `folder`, which is that of a run, a comparison, a study or a sweep.
 
-    `out` is a folder, for MLflow also a tracking URI; without one it is `export` in the folder. Tables that are there
-    are replaced, and so is what an earlier export wrote for TensorBoard; MLflow keeps the runs that it has.
+    `out` is a folder, for MLflow also a tracking URI; the default is `export` inside `folder`. Existing tables and
+    TensorBoard files of an earlier export are replaced; MLflow keeps the runs that it already has.
     """
     source = find(Path(folder))
     if to not in FORMATS:
@@ -80,7 +80,7 @@ def export(folder: str | Path, *, to: Format | str = "csv", out: str | Path | No
 
 
 class Source(NamedTuple):
-    """What can be exported: the folder, its tables and its runs, both made when asked for."""
+    """A folder that can be exported; its tables and runs are read on demand."""
 
     folder: Path
     kind: Literal["run", "study", "sweep"]
@@ -93,7 +93,7 @@ class Source(NamedTuple):
 
 
 def find(folder: Path) -> Source:
-    """What the folder holds; refuses one that holds nothing."""
+    """Detect what the folder holds; raises `ConfigError` if it is none of the three."""
     if (folder / "trials.jsonl").is_file():
         return Source(folder, "sweep")
     if (folder / "study.json").is_file():
@@ -108,7 +108,7 @@ def find(folder: Path) -> Source:
 
 
 def run_tables(folder: Path) -> list[Table]:
-    """`runs`, `history` and `steps` of one run, also of one that failed or goes on."""
+    """`runs`, `history` and `steps` of one run, also of one that failed or is still running."""
     row, records = _run_row(folder)
     steps = [row for row in records if row["kind"] == "step"]
     keys = {"seed": row.get("seed")}
@@ -120,7 +120,7 @@ def run_tables(folder: Path) -> list[Table]:
 
 
 def study_tables(folder: Path) -> list[Table]:
-    """`runs` and `history` of a study, every try among them; `counted` are those that results stand on."""
+    """`runs` and `history` of a study, retries included; `counted` marks the runs that results are computed from."""
     study, rows = _read_study(folder)
     counted = {id(row) for row in finished(rows)}
     lines, history = [], []
@@ -134,7 +134,7 @@ def study_tables(folder: Path) -> list[Table]:
 
 
 def sweep_tables(folder: Path) -> list[Table]:
-    """`runs` (one line per trial that is over) and `history` of a sweep; its options are levels."""
+    """`runs` (one row per finished trial) and `history` of a sweep; its options are levels."""
     outcomes, config = _read_sweep(folder)
     lines, history = [], []
     for outcome in outcomes:
@@ -161,7 +161,7 @@ def sweep_tables(folder: Path) -> list[Table]:
 
 
 def _run_row(folder: Path) -> tuple[Row, list[Record]]:
-    """A run's result and records; of one without a result, what its records come to so far."""
+    """A run's result and records; without a `result.json`, the result is summarised from the records."""
     manifest, records = read_manifest(folder), list(read_records(folder))
     config = manifest["config"]
     try:
@@ -177,7 +177,7 @@ def _run_row(folder: Path) -> tuple[Row, list[Record]]:
 
 
 def _ending(records: Iterable[Record], manifest: Mapping[str, Any]) -> Row:
-    """How a run without a result ended, as far as its records tell; a script of one's own leaves no word of its end."""
+    """How a run without a result ended, from its records; the user's own script records no end."""
     failures = [row for row in records if row["kind"] == "failed"]
     if failures:
         return {"status": "failed", "error": f"{failures[-1].get('error')}: {failures[-1].get('message')}"}
@@ -202,7 +202,7 @@ def _trial_keys(outcome: Outcome) -> Row:
 
 
 def levels_of(row: Mapping[str, Any], study: Mapping[str, Any]) -> dict[str, Any]:
-    """The levels of a row's cell, by the row itself or by the design; none of a study from before there were any."""
+    """The levels of a row's cell, from the row or the design; empty in studies older than levels."""
     found = row.get("levels")
     if found is None:
         found = next((cell["levels"] for cell in study.get("cells") or () if cell["cell"] == row["cell"]), {})
@@ -210,7 +210,7 @@ def levels_of(row: Mapping[str, Any], study: Mapping[str, Any]) -> dict[str, Any
 
 
 def _line(row: Mapping[str, Any]) -> Row:
-    """A result's fields as columns: tables of numbers with a dot, and nothing that is deeper."""
+    """A result's fields as columns: tables of scalars with dotted names; deeper values are left out."""
     line: Row = {}
     for name, value in row.items():
         if name == "lost":
@@ -227,7 +227,7 @@ def _line(row: Mapping[str, Any]) -> Row:
 
 
 def _validation(point: Mapping[str, Any]) -> Row:
-    """One row of a history: what it is about by its own name, metrics as in `runs`."""
+    """One row of `history`; metrics are named as in `runs`."""
     about = ("step", "epoch", "samples", "seconds", "loss")
     metrics = {k: v for k, v in point.items() if k not in (*about, "metrics")} | dict(point.get("metrics") or {})
     line = {name: point[name] for name in about if name in point}
@@ -255,7 +255,7 @@ def _write_tables(source: Source, to: str, out: Path) -> Export:
             write_atomically(path, to_csv(table)) if to == "csv" else write_parquet(table, path)
             written[str(path)] = table
     if not written:
-        raise RecordError(f"export: {source.folder} must hold at least one run that is over or under way, got none")
+        raise RecordError(f"export: {source.folder} must hold at least one run, got none")
     lines = {table.name: len(table) for table in written.values()}
     return Export(
         folder=str(source.folder), to=to, out=str(out), files=tuple(written), lines=lines, runs=lines.get("runs", 0)
@@ -277,7 +277,7 @@ def _write_runs(source: Source, to: str, out: str) -> Export:
         page.end(told.status, told.seconds)
         written += 1
     if not written + skipped:
-        raise RecordError(f"export: {source.folder} must hold at least one run that is over or under way, got none")
+        raise RecordError(f"export: {source.folder} must hold at least one run, got none")
     return Export(folder=str(source.folder), to=to, out=out, runs=written, skipped=skipped)
 
 
@@ -314,7 +314,7 @@ def _told_study(folder: Path) -> Iterator[Told]:
 def _without_folder(
     folder: Path, number: int, row: Mapping[str, Any], study: Mapping[str, Any], levels: Mapping[str, Any]
 ) -> Run:
-    """A run of which only its row is left: the configuration is what the study's design says of it."""
+    """A run whose folder is gone: its configuration comes from the study's design."""
     cell, seed, task = str(row["cell"]), int(row["seed"]), str(row.get("task") or study.get("task") or "study")
     asked = {name: row[name] for name in ("workers", "launcher") if name in row} | dict(study.get("settings") or {})
     of_cell = next((c.get("settings") for c in study.get("cells") or () if c["cell"] == cell), None)
@@ -329,7 +329,7 @@ def _without_folder(
 
 
 def _run_dir(folder: Path, row: Mapping[str, Any]) -> Path | None:
-    """A row's own folder, if it is there: where the study has its runs, or where it was at the time."""
+    """A row's run folder, if it exists: among the study's runs, or at its recorded path."""
     asked = Path(str(row.get("run_dir") or ""))
     places = (folder / "runs" / asked.name, asked)
     return next((place for place in places if asked.name and (place / "manifest.json").is_file()), None)
@@ -359,7 +359,7 @@ def _told_sweep(folder: Path) -> Iterator[Told]:
             started_s=started,
         )
         history = [*validations(point._asdict() for point in outcome.history)]
-        # Evaluations have no time of their own; they are spread over the trial's, by steps.
+        # Evaluations have no timestamps: their times are interpolated over the trial by step.
         pace = outcome.seconds / outcome.steps if outcome.steps else 0.0
         points = [*(point._replace(seconds=point.step * pace) for point in history), *finals(result)]
         yield Told(run, points, outcome.status, outcome.seconds)

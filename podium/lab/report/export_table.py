@@ -1,9 +1,8 @@
 """A table for other programs: columns of one type each, as CSV (standard library) or Parquet (duckdb).
 
-In a CSV file an empty field means that there is no value; `nan`, `inf` and `-inf` are numbers; and a text that begins
-with = + - @ ' or white space has a ' before it, which a spreadsheet takes for text where it would else compute. A
-reader that wants the text back drops the first ' of a field that begins with one. Parquet has types and nulls, and
-needs none of this.
+In a CSV file an empty field means no value; `nan`, `inf` and `-inf` are numbers; and a text that begins with = + - @ '
+or white space gets a ' in front, so that a spreadsheet does not compute it as a formula. To get the text back, drop the
+first ' of a field that begins with one. Parquet has types and nulls, and needs none of this.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ FIRST = (
     "launcher", "executor", "metric.", "loss", "seconds", "setup_s", "samples_per_s", "steps", "epochs", "samples",
     "updates", "dropped", "sent_bytes", "wait_share", "step_ms.", "staleness.", "parameters", "lost",
 )  # fmt: skip
-"""Columns of `runs`, in this order; others follow. One that ends in a dot stands for all that begin so."""
+"""Columns of `runs`, in this order; others follow. A name that ends in a dot is a prefix."""
 LAST = ("run_dir", "model", "error")
 TEXT = ("cell", "status", "task", "strategy", "launcher", "executor", "run_dir", "model", "error")
-"""Columns of text whatever it says: elsewhere the words for what is not finite are numbers."""
+"""Columns that are always text; in others `nan`, `inf` and `-inf` become numbers."""
 GUARDED = ("=", "+", "-", "@", "'", "\t", "\r", "\n", " ")
-"""How a text begins that a spreadsheet might compute, and the mark itself."""
+"""First characters of texts that a spreadsheet might compute, and the guard ' itself."""
 
 Value = bool | int | float | str | None
 
 
 @dataclass(frozen=True)
 class Table:
-    """Lines with the same columns. Each column holds one type, and None where a line has no value."""
+    """Rows with the same columns. Each column has one type, and None where a row has no value."""
 
     name: str
     columns: Mapping[str, list[Value]]
@@ -46,10 +45,10 @@ class Table:
 
 
 def make_table(name: str, lines: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of these lines: columns in their order, each of one type. A column that nobody has a value for goes."""
+    """A table of these rows: columns in order of first appearance, each of one type, without empty columns."""
     names = list(dict.fromkeys(key for line in lines for key in line))
     if name == "runs":
-        names.sort(key=_place)  # stable: columns of one place stay in their order
+        names.sort(key=_place)  # stable: columns with the same prefix stay in their order
     columns = {column: _one_type(column, [line.get(column) for line in lines]) for column in names}
     return Table(name, {column: values for column, values in columns.items() if any(v is not None for v in values)})
 
@@ -62,7 +61,7 @@ def _place(column: str) -> int:
 
 
 def _one_type(column: str, values: list[Any]) -> list[Value]:
-    """All of a column as bool, int, float or text, whichever holds every value exactly."""
+    """A column as bool, int, float or text, the first that represents every value exactly."""
     if column not in TEXT and not column.startswith("level."):
         values = [float(value) if value in NOT_FINITE else value for value in values]
     known = [value for value in values if value is not None]
@@ -84,7 +83,7 @@ def _is_exact(value: int) -> bool:
 
 
 def as_text(value: Value) -> str:
-    """A value as CSV has it: the shortest digits that give the same number again."""
+    """A value as in CSV; a float with the fewest digits that give the same float again."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -93,7 +92,7 @@ def as_text(value: Value) -> str:
 
 
 def to_csv(table: Table) -> str:
-    """A table as CSV (RFC 4180, but lines end in a newline alone), the names of its columns first."""
+    """A table as CSV with a header (RFC 4180, but lines end in a newline alone)."""
     out = io.StringIO(newline="")
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([guarded(name) for name in table.columns])
@@ -103,17 +102,17 @@ def to_csv(table: Table) -> str:
 
 
 def guarded(text: str) -> str:
-    """A text that no spreadsheet takes for a formula."""
+    """The text, with a ' in front if a spreadsheet might take it for a formula."""
     return f"'{text}" if text.startswith(GUARDED) else text
 
 
 def unguarded(text: str) -> str:
-    """The text that `guarded` was given."""
+    """The inverse of `guarded`."""
     return text[1:] if text.startswith("'") else text
 
 
 def write_parquet(table: Table, path: Path) -> None:
-    """Write a table as Parquet, whole or not at all. Needs duckdb (`podium[study]`)."""
+    """Write a table as Parquet, atomically. Needs duckdb (`podium[study]`)."""
     try:
         import duckdb
     except ImportError:

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from podium.lab.stats.statistics import Contrast
 
 MOVED = (
-    "MB sent are those of all ranks together, collectives counted as a ring would send them: where ranks of one host "
-    "share memory, nothing is sent, and the number is what a network would have carried."
+    "MB sent is the total of all ranks; a collective counts as the bytes that a ring would send, also where ranks of "
+    "one host share memory and send nothing."
 )
-"""What the column of that name means."""
+"""Explains the column of that name."""
 ABSENT = "–"
 
 
@@ -32,7 +32,7 @@ def plain(value: float | None, digits: int = 3) -> str:
 
 
 def spread(mean: float | None, low: float | None, high: float | None) -> str:
-    """`mean ± half-width`, both to the half-width's second digit; the mean alone where there is no interval."""
+    """`mean ± half-width`, both to the half-width's second digit; the mean alone if there is no interval."""
     if mean is None:
         return ABSENT
     if low is None or high is None:
@@ -45,7 +45,7 @@ def spread(mean: float | None, low: float | None, high: float | None) -> str:
 
 
 def gap(found: Contrast | None) -> str:
-    """A paired difference or ratio, its interval and p; of what is the same in every seed, the number alone."""
+    """A paired difference or ratio, its interval and p; the number alone if it is the same in every seed."""
     if found is None:
         return ABSENT
     if found.ratio:
@@ -59,7 +59,7 @@ def gap(found: Contrast | None) -> str:
 
 
 def between(values: Sequence[float]) -> str:
-    """The median, and in brackets the lowest and the highest where they differ."""
+    """The median, and in brackets the lowest and highest value if they differ."""
     if not values:
         return ABSENT
     middle = plain(statistics.median(values))
@@ -72,7 +72,7 @@ def percent(share: float | None) -> str:
 
 
 def probability(p: float | None) -> str:
-    """A p-value as it may honestly be read: never `0`."""
+    """A p-value, never shown as `0`."""
     if p is None:
         return ABSENT
     return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
@@ -83,7 +83,7 @@ def pushes(count: int) -> str:
 
 
 def restoration(facts: Mapping[str, Any]) -> str:
-    """One entry of a result's `restored`: which server, from what, how fast, and what was lost with it."""
+    """One entry of a result's `restored`: which server, from which copy, how fast, and how many updates were lost."""
     text = f"server {facts['server']} from {facts['source']}"
     if facts["took_s"] is not None:
         text += f" in {plain(float(facts['took_s']), 2)} s"
@@ -92,7 +92,7 @@ def restoration(facts: Mapping[str, Any]) -> str:
 
 
 def mishaps(row: Mapping[str, Any]) -> list[str]:
-    """Losses, restorations and dropped pushes of a run; rows of older runs may not record all of them."""
+    """Losses, restorations and dropped pushes of a run; older rows may lack some of them."""
     lost = row.get("lost") or ()
     said = [f"lost rank {', '.join(map(str, lost))}"] if lost else []
     said += [f"restored {restoration(facts)}" for facts in row.get("restored") or ()]
@@ -100,7 +100,7 @@ def mishaps(row: Mapping[str, Any]) -> list[str]:
 
 
 def change(facts: Mapping[str, Any]) -> str:
-    """From which strategy to which: one entry of a result's `switches`."""
+    """One entry of a result's `switches`, as `before → after`."""
     return f"{_strategy(facts['before'])} → {_strategy(facts['after'])}"
 
 
@@ -110,7 +110,7 @@ def _strategy(phase: str) -> str:
 
 
 def reason(facts: Mapping[str, Any], rules: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Why a phase ended: the rule's own words, its name and, where it has them, its value and threshold."""
+    """Why a phase ended: the rule's reason, its name and, if it has them, its value and threshold."""
     text = f"{facts['why']} ({facts['rule']}"
     if facts["value"] is None:  # `epoch 2 reached` says all that `epoch:at=2.0` does
         return str(facts["why"]) if facts["rule"].partition(":")[0] in facts["why"] else text + ")"
@@ -120,7 +120,7 @@ def reason(facts: Mapping[str, Any], rules: Sequence[Mapping[str, Any]] = ()) ->
 
 
 def switch_cost(facts: Mapping[str, Any]) -> str:
-    """What a change of phase cost, by part, in milliseconds."""
+    """The cost of a switch in milliseconds, by part."""
     cost = facts["cost_ms"]
     parts = ", ".join(f"{part.replace('_', ' ')} {plain(cost[part], 2)}" for part in COST)
     return f"{plain(cost['total'], 2)} ms: {parts}"

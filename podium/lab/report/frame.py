@@ -1,8 +1,8 @@
-"""All runs of a study as one pandas table, which pages and figures start from.
+"""All runs of a study as one pandas table, from which pages and figures are made.
 
-One line per run that counts: the levels of its factors, its metrics and every other number or text of its row. A number
-inside a table of the row has a dotted name (`step_ms.p50`). `line` is the run's line in `results.jsonl`, so that a page
-can link to it.
+One row per run that counts: the levels of its factors, its metrics and every other number or text of its record. A
+nested number has a dotted name (`step_ms.p50`). `line` is the run's line in `results.jsonl`, so that a page can link to
+it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ _OUTSIDE = ("history", "timeline", "topology", "param_hash", "staleness_by")
 
 
 def frame(rows: Sequence[Row], lines: Mapping[int, int]) -> pd.DataFrame:
-    """Each cell and seed once, its finished run or else its last try; `lines` has the line of each row by its `id`."""
+    """One row per cell and seed: its finished run, else its last try. `lines`: the `id` of each row to its line."""
     return pd.DataFrame([{"line": lines[id(row)], **_flat(row)} for row in deciding_rows(rows)])
 
 
 def sessions(rows: Sequence[Row]) -> pd.DataFrame:
-    """The rows of sessions, each with its line."""
+    """The session rows, each with its line."""
     return pd.DataFrame(
         [{"line": line, **_dotted(row)} for line, row in enumerate(rows, 1) if row.get("kind") == SESSION]
     )
 
 
 def where(some: pd.DataFrame, **levels: Any) -> pd.DataFrame:
-    """The lines that have these levels; a list means any of them."""
+    """The rows with these levels; a list means any of them."""
     for name, wanted in levels.items():
         some = some[some[name].isin(wanted if isinstance(wanted, list | tuple) else [wanted])]
     return some
 
 
 def _flat(row: Row) -> dict[str, Any]:
-    """A row as columns; where names meet, a level wins over a metric, and a metric over a field."""
+    """A row as columns; if names collide, a level wins over a metric, and a metric over a field."""
     tables = ("levels", "metrics")
     plain = {name: value for name, value in row.items() if name not in (*_OUTSIDE, *tables)}
     return {**_dotted(plain), **(row.get("metrics") or {}), **(row.get("levels") or {})}
@@ -57,9 +57,10 @@ def _dotted(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def means(runs: pd.DataFrame, by: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
-    """Over the runs that share these levels: each value's `Mean` with its 95 % interval, and all lines they come from.
+    """Group the runs by the factors `by`: the `Mean` of each of `values`, and all lines it comes from.
 
-    Groups stay in the order of the table.
+    Groups keep the order of the table.
+
     """
     found = []
     for levels, some in runs.groupby(list(by), sort=False, dropna=False):

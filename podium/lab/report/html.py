@@ -1,4 +1,4 @@
-"""A Markdown page of a study as one HTML file: figures inside, no script, nothing to fetch, fit for paper."""
+"""A Markdown page of a study as one printable HTML file, with its figures inside and without scripts or requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _XML = re.compile(r"<\?xml.*?\?>|<!DOCTYPE.*?>", re.DOTALL)
 
 
 def write_html(page: str | Path) -> Path:
-    """Write `PAGE.html` beside `PAGE.md`; its figures (SVG) are looked for beside it and put inside."""
+    """Write `PAGE.html` beside `PAGE.md`; its SVG figures are embedded."""
     place = Path(page)
     try:
         text = place.read_text(encoding="utf-8")
@@ -31,8 +31,8 @@ def write_html(page: str | Path) -> Path:
 
 
 def to_html(text: str, folder: Path) -> str:
-    """The page's HTML; figures are read from `folder`."""
-    reader = MarkdownIt("commonmark", {"html": True}).enable("table")  # pages are made by us, anchors and all
+    """The HTML of a page; figures are read from `folder`."""
+    reader = MarkdownIt("commonmark", {"html": True}).enable("table")  # we make the pages, with anchors in HTML
     tokens = reader.parse(text)
     for at, token in enumerate(tokens):
         if token.type == "heading_open":
@@ -40,7 +40,7 @@ def to_html(text: str, folder: Path) -> str:
         _put_figures_in(token, folder)
     title = next((tokens[at + 1].content for at, token in enumerate(tokens) if token.type == "heading_open"), "")
     body = reader.renderer.render(tokens, reader.options, {})
-    # A wide table scrolls by itself; what we drew and wrote is markup already.
+    # Only the table scrolls if it is wide. Our own figures and text are markup already.
     body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
     return environment().get_template("page.html.j2").render(title=title, body=Markup(body))
 

@@ -1,23 +1,22 @@
-"""A study's own page: `PAGE.md` beside its records, prose with places for tables, figures and numbers of the results.
+"""A study's own page: `PAGE.md` beside its records, prose with placeholders for tables, figures and numbers.
 
-`PAGE.md` is a Jinja template, and `podium report DIR --markdown` makes `README.md` from it. Nobody types a number: the
-template asks for it, and what it gets links to the lines of `results.jsonl` that the number comes from. The names that
-a template may use:
+`PAGE.md` is a Jinja template, and `podium report DIR --markdown` makes `README.md` from it. Its author types no
+numbers: each comes from an expression and links to its lines of `results.jsonl`. The names that a template may use:
 
     runs, failed             pandas tables of the finished and the failed runs (`podium.lab.report.frame`)
-    sessions                 the same of sessions: on which machine, when and with which versions runs were made
-    missing                  names of cells that no run has been made of
-    where(frame, task="x", arm=["a", "b"])  its lines with these levels
-    means(runs, by, values)  means over seeds with 95 % intervals, one line per group
-    table(frame, columns)    a table in Markdown; `columns` has the column of each heading
+    sessions                 the same for sessions: machine, time and versions of the runs
+    missing                  names of cells without a run
+    where(frame, task="x", arm=["a", "b"])  its rows with these levels
+    means(runs, by, values)  means over seeds with 95 % intervals, one row per group
+    table(frame, columns)    a table in Markdown; `columns` maps headings to columns
     grid(frame, down, across, value)  one value by two factors
     curves(name, frame, …)   a figure: lines over a number, a panel for each level of a factor
-    bars(name, frame, …)     a figure: a bar per line of the frame
+    bars(name, frame, …)     a figure: a bar per row of the frame
     cite(text, frame)        a text that links to the first of these runs
-    plain(number, digits)    a number as tables have it
-    part.NAME                a part of the page that a study without PAGE.md gets: `part.answer`, `part.cells` …
-    part.rules               when the rules that end phases fired, and when others would have
-    study                    what `study.json` holds
+    plain(number, digits)    a number as in tables
+    part.NAME                a part of the default page: `part.answer`, `part.cells` …
+    part.rules               when the rules that end phases fired, and when watched rules would have
+    study                    the contents of `study.json`
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ TEMPLATE = "PAGE.md"
 
 
 class OwnPage:
-    """The page of one study from its template; the figures that the template asked for are in `drawings`."""
+    """The page of one study from its template; `render` puts the template's figures into `drawings`."""
 
     def __init__(self, study: Study, rows: Sequence[Row], parts: Mapping[str, str]) -> None:
         lines = {id(row): number for number, row in enumerate(rows, 1)}
@@ -60,7 +59,7 @@ class OwnPage:
         }  # fmt: skip
 
     def render(self, template: str) -> str:
-        """The page's text. An error in the template is reported with its line."""
+        """The page's text. An error in the template raises `ConfigError` with its line."""
         environment = SandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
         try:
             return environment.from_string(template).render(self._names).rstrip("\n") + "\n"
@@ -69,10 +68,10 @@ class OwnPage:
             raise ConfigError(f"{TEMPLATE}{f', line {line}' if line else ''}: {error}") from error
 
     def table(self, some: pd.DataFrame, columns: Mapping[str, str], *, places: str = "", digits: int = 3) -> str:
-        """One line per line of the frame; the last column links to the records.
+        """One row per row of the frame; the last column links to the records.
 
-        `columns` has the frame's column by its heading. With `places`, each line can be linked to by that text and
-        the line's levels: `[text](#row-all-reduce-4)`.
+        `columns` maps headings to columns of the frame. With `places`, each row has an anchor of that text and the
+        row's levels: `[text](#row-all-reduce-4)`.
         """
         told = []
         for line in some.to_dict("records"):

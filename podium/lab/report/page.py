@@ -1,8 +1,8 @@
 """A study as a Markdown page, for people who read it in the repository: `README.md` beside the records.
 
-Every measured number on it stands in a row or a sentence that links to the lines of `results.jsonl` it was made from,
-or to such a row. What the design sets links to `study.json`, and so do sentences that are quoted from elsewhere. Tables
-of others' numbers are set as plain text under the name of their source, so that they are not taken for ours.
+Every row or sentence with a measured number links to the lines of `results.jsonl` it was made from, or to such a row.
+Facts of the design and sentences quoted from elsewhere link to `study.json`. Tables of others' numbers are plain text
+under the name of their source, so that they are not mistaken for ours.
 
 The page is made from `study.json`, `results.jsonl` and the names of the files in `figures/`; the same input gives the
 same bytes.
@@ -50,9 +50,9 @@ _STUDY = "[study.json](study.json)"
 
 
 def write_page(study: str | Path | StudyResults) -> Path:
-    """Write `README.md` into a study's folder from what lies there.
+    """Write `README.md` into a study's folder, from the files there.
 
-    Figures are shown where `write_figures` has drawn them before.
+    It shows the figures that `write_figures` has drawn before.
     """
     results = StudyResults.read(study)
     path, template, figures = results.folder / PAGE, results.folder / TEMPLATE, results.folder / "figures"
@@ -69,13 +69,13 @@ def write_page(study: str | Path | StudyResults) -> Path:
 
 
 def parts(results: StudyResults, drawn: Iterable[str] = ()) -> dict[str, str]:
-    """The page in parts, in its order; a part that has nothing to say is empty.
+    """The parts of the page in order; a part may be empty.
 
-    `drawn` are the names of figures that are there, without their endings.
+    `drawn`: names of the existing figures, without file extension.
     """
     study, rows, records = results.study, results.rows, results.records
     all_records = records.whole("all records")
-    # Names in sentences are no markup.
+    # Names in sentences must not be read as markup.
     said, caution = (escape(text, quote=False) for text in results.said)
     shared: dict[str, list[str]] = {"responses": [], "winners": [], "speedups": [], "against": []}
     for section in shared_sections(results):
@@ -117,7 +117,7 @@ def _design(study: Study, rows: Sequence[Row], findings: Findings, all_records: 
 
 
 def _cells(results: StudyResults) -> list[str]:
-    """One row per cell, with the records it was made from; a cell that only failed has its failures."""
+    """One row per cell, with the records it was made from; for a cell without finished runs, its failures."""
     study, findings, records, places = results.study, results.findings, results.records, results.places()
     if not results.rows:
         return []
@@ -146,13 +146,13 @@ def _cells(results: StudyResults) -> list[str]:
 
 
 def _is_timed(study: Study, findings: Findings) -> bool:
-    """Whether the page shows time to target: not where the study sets no target and no run met the default."""
+    """Whether the page shows time to target: not if the study sets no target and no run reached the default."""
     met = study.target is not None or any(line.reached for line in findings.table)
     return findings.target is not None and met
 
 
 def _measured(names: Sequence[str], sides: str, lines: Sequence[Sequence[str]]) -> tuple[Any, str, Any]:
-    """A table without the columns in which no cell has anything."""
+    """A table without its empty columns."""
     kept = [i for i in range(len(names)) if any(line[i] != ABSENT for line in lines)]
     return [names[i] for i in kept], "".join(sides[i] for i in kept), [[line[i] for i in kept] for line in lines]
 
@@ -163,7 +163,7 @@ def _to_target(line: Summary) -> str:
 
 
 def _rules(results: StudyResults) -> str:
-    """Of cells with phases: when their rules fired, and when others would have. Only pages of their own show it."""
+    """For cells with phases: when their rules fired, and when watched rules would have. Only `PAGE.md` can show it."""
     lines = [
         [
             code(cell),
@@ -220,7 +220,7 @@ def _verdict(term: Term) -> str:
 
 
 def _references(tables: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Others' numbers, under the name of their source: text in columns, not a table of ours."""
+    """Others' numbers under the name of their source, as text in columns, not as a table."""
     found = []
     for table in tables:
         lines = [[str(value) for value in line] for line in (table["columns"], *table["rows"])]
@@ -239,7 +239,7 @@ def _references(tables: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _chosen(study: Study, rows: Sequence[Row], findings: Findings, drawn: set[str]) -> list[str]:
-    """At most six figures that are there: trade-offs, interactions, then what can be read of convergence and cost."""
+    """At most six of the drawn figures: trade-offs, interactions, then convergence and cost if legible."""
     responses = dict.fromkeys([findings.metric, "seconds", *study.responses])
     wanted = [figure.name for figure in tradeoffs(study, rows, findings.metric)]
     wanted += [
@@ -283,7 +283,7 @@ def _reproduce(study: Study) -> list[str]:
 
 
 def _linked(text: str, link: str) -> list[str]:
-    """A text's sentences, each that has a number with a link to where the number is from."""
+    """The sentences of a text; each one with a number gets the link."""
     return [_with_link(sentence, link) for sentence in _SENTENCE.split(text.strip())] if text.strip() else []
 
 

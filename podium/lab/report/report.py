@@ -66,11 +66,11 @@ from podium.records.disk import write_atomically
 from podium.records.staleness import Staleness
 
 _BLANK = dict.fromkeys(("error", "loss", "seconds", "steps"))
-"""What a row may lack: a failed run measured little, and older rows know fewer fields."""
+"""Fields that a row may lack: failed runs and rows of older versions have fewer."""
 
 
 def write_report(study: str | Path | StudyResults, *, include_plotly: bool = True) -> Path:
-    """Write `report.html` into a study's folder from what lies there; `include_plotly=False` saves 4.8 MB."""
+    """Write `report.html` into a study's folder, from the files there; `include_plotly=False` saves 4.8 MB."""
     results = StudyResults.read(study)
     path = results.folder / "report.html"
     write_atomically(path, render(results, include_plotly=include_plotly))
@@ -78,7 +78,6 @@ def write_report(study: str | Path | StudyResults, *, include_plotly: bool = Tru
 
 
 def render(results: StudyResults, *, include_plotly: bool = True) -> str:
-    """The report's HTML."""
     study, rows, findings = results.study, results.rows, results.findings
     script = plotly_script() if include_plotly and rows else None
     order = _order(study, rows)
@@ -163,7 +162,7 @@ def _figure(figure: Figure, order: Mapping[str, int], *, screen: bool) -> dict[s
 
 
 def _stale_cell(cell: str, tables: Staleness, figures: list[dict[str, Any]]) -> dict[str, Any]:
-    workers = sorted({*tables.workers, *tables.dropped})  # all that a worker pushed may have been dropped
+    workers = sorted({*tables.workers, *tables.dropped})  # all pushes of a worker may have been dropped
     return {
         "cell": cell,
         "figures": figures,
@@ -182,7 +181,7 @@ def _stale_cell(cell: str, tables: Staleness, figures: list[dict[str, Any]]) -> 
 
 
 def _phased(cell: str, rows: Sequence[Row], rules: Sequence[RuleLine], figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the section on phases says of one strategy."""
+    """One strategy's part of the section on phases."""
     return {
         "cell": cell,
         "figures": figures,
@@ -202,7 +201,7 @@ def _phased(cell: str, rows: Sequence[Row], rules: Sequence[RuleLine], figures: 
 
 
 def _balanced(cell: str, found: Balanced, figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the section on uneven workers says of one strategy."""
+    """One strategy's part of the section on uneven workers."""
     return {
         "cell": cell,
         "figures": figures,
@@ -228,7 +227,7 @@ def _rule(line: RuleLine) -> dict[str, Any]:
 
 
 def _script_json(value: Any) -> Markup:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot close the script element around it."""
     text = json.dumps(value, separators=(",", ":"), sort_keys=True)
     return Markup(text.replace("<", "\\u003c"))
 
@@ -256,12 +255,12 @@ def _environment() -> Environment:
 
 
 def _plain(value: Any, digits: int = 3) -> str:
-    """A number as tables have it; what is no number (`nan` of a run that went wrong) as it stands."""
+    """A number as in tables; a text (`nan` of a diverged run) unchanged."""
     return written.plain(value, digits) if value is None or isinstance(value, int | float) else str(value)
 
 
 def _mean(value: Mean | None) -> Markup:
-    """The mean, and under it the half-width of its interval."""
+    """The mean, with the half-width of its interval below it."""
     if value is None:
         return Markup(written.ABSENT)
     mean, sign, half = written.spread(value.mean, value.low, value.high).partition(" ± ")

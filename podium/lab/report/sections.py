@@ -1,4 +1,4 @@
-"""Parts of a report on a study of several factors: its design in words, settings side by side, analyses, pictures."""
+"""Sections of a report on a study of several factors: design, settings side by side, analyses, figures."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from podium.lab.study.store import Row
 from podium.lab.study.study import Study
 
 MOST_CURVES = 8
-"""Cells that one panel can show; of more, each setting gets panels of its own."""
+"""The most cells in one panel; with more, each setting gets its own panels."""
 MOST_BARS = 16
 MOST_PICTURED = 6
-"""Cells of a large study that get figures of their own; those of the others can be drawn from their rows."""
+"""The number of cells of a large study that get their own figures; the rows have the data for the others."""
 
 
 def title_of(study: Study) -> str:
@@ -37,7 +37,7 @@ def title_of(study: Study) -> str:
 
 
 def records_of(rows: Sequence[Row], records: Records) -> dict[str, list[int]]:
-    """For each cell the lines of `results.jsonl` that its numbers come from."""
+    """By cell, the lines of `results.jsonl` that its numbers come from."""
     found: dict[str, list[int]] = {cell: [] for cell in cells(rows)}
     for row in finished(rows):
         found[str(row["cell"])].append(records.line(row))
@@ -52,7 +52,7 @@ def winners_of(rows: Sequence[Row], findings: Findings) -> list[Winner]:
 
 
 def responses_of(study: Study, rows: Sequence[Row], findings: Findings) -> list[dict[str, Any]]:
-    """Each cell's means of what the study looks at besides the table's own columns."""
+    """Each cell's means of the study's responses that are not columns of the main table."""
     shown = {findings.metric, "seconds", "seconds to target", "samples_per_s", "sent_bytes", "wait_share"}
     absent = missing_of(study, rows, findings)
     names = [name for name in study.responses if name not in shown and name not in absent]
@@ -68,7 +68,7 @@ def responses_of(study: Study, rows: Sequence[Row], findings: Findings) -> list[
 
 
 def missing_of(study: Study, rows: Sequence[Row], findings: Findings) -> list[str]:
-    """Responses that no finished run has; none as long as no run has finished."""
+    """Responses that no finished run has; empty while no run has finished."""
     done = finished(rows)
 
     def known(row: Row, name: str) -> bool:
@@ -105,7 +105,7 @@ class AgainstTable:
 
 
 def against_tables(study: Study, rows: Sequence[Row], findings: Findings) -> list[AgainstTable]:
-    """The study's own comparisons with a reference, those that have anything to show."""
+    """The study's `[[against]]` tables, without empty ones."""
     names = list(dict.fromkeys([findings.metric, "seconds", *study.responses]))
     found = []
     for table in study.against:
@@ -145,7 +145,7 @@ def ending_of(study: Study) -> str:
 
 
 def curves_by_setting(rows: Sequence[Row], findings: Findings, drawn: Any) -> list[dict[str, Any]]:
-    """Convergence of each setting's runs, the first factor's levels as curves in the same colours throughout."""
+    """Convergence in each setting: one curve per level of the first factor, with the same colour in all settings."""
     levels = {level: place for place, level in enumerate(dict.fromkeys(first_level(row) for row in rows))}
     found = []
     for setting, some in by_setting(finished(rows)).items():
@@ -170,7 +170,7 @@ def interactions_of(study: Study, rows: Sequence[Row], metric: str, drawn: Any) 
 
 
 def views_of(rows: Sequence[Row], findings: Findings) -> list[dict[str, Any]]:
-    """The views of each setting by itself: what is equal must be all but the first factor."""
+    """The views of each setting separately: they compare runs that differ only in the first factor."""
     found = []
     for setting, some in by_setting(rows).items():
         named = [{**row, "cell": first_level(row)} for row in some] if setting else some
@@ -180,7 +180,7 @@ def views_of(rows: Sequence[Row], findings: Findings) -> list[dict[str, Any]]:
 
 
 def analyses_of(study: Study, rows: Sequence[Row], findings: Findings) -> list[Analysis]:
-    """The analysis of variance of each response, with the checks of what it assumes; none where one factor is all."""
+    """The analysis of variance of each response with its checks; empty for a single factor."""
     if len(study.factors) < 2:
         return []
     return analyse(
@@ -195,11 +195,11 @@ def analyses_of(study: Study, rows: Sequence[Row], findings: Findings) -> list[A
 
 
 def pictured(found: Mapping[str, Any], count: int) -> Mapping[str, Any]:
-    """Figures by cell: all of a small study, of a large one those of the first cells."""
+    """Figures by cell: all of a small study, those of the first cells of a large one."""
     return found if count <= MOST_BARS else dict(list(found.items())[:MOST_PICTURED])
 
 
 def timelines_of(rows: Sequence[Row], drawn: Any) -> list[dict[str, Any]]:
-    """Of the first cells: when ranks computed and waited, who sent what to whom, and where the trace is."""
+    """For the first cells: when ranks computed and waited, the traffic between ranks, and the path of the trace."""
     names = cells(row for row in finished(rows) if row.get("timeline") or row.get("topology"))[:MOST_PICTURED]
     return timeline_items([row for row in rows if row["cell"] in names], drawn)

@@ -1,4 +1,4 @@
-"""Sections that the report and the page of a repository share, from one text."""
+"""Sections that the HTML report and the Markdown page share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STUDY = Source("study.json", "study.json")
 
 
 def shared_sections(results: StudyResults) -> list[Section]:
-    """Those that have anything to say, in their order."""
+    """All sections that are not empty, in order."""
     return [*_responses(results), *_winners(results), *_speedups(results), *_against(results)]
 
 
@@ -23,7 +23,7 @@ def _responses(results: StudyResults) -> Iterator[Section]:
     if found:
         names = list(found[0]["means"])
         rows = tuple((Name(one["cell"], one["cell"]), *one["means"].values()) for one in found)
-        blocks += [["What else the study looks at: means over seeds."]]
+        blocks += [["The study's other responses: means over seeds."]]
         blocks += [Table(("cell", *names), "l" + "r" * len(names), rows)]
     blocks += [[Name(name), ": no run has it."] for name in results.missing]
     if blocks:
@@ -46,9 +46,10 @@ def _winners(results: StudyResults) -> Iterator[Section]:
         for won in found
     )
     lead = (
-        f"By {measure}. Ahead: the second's mean over the first's. Not told apart: by paired tests, Holm's correction."
+        f"By {measure}. Ahead: the second's mean over the first's. Tied: no difference detected by paired tests with "
+        "Holm's correction."
     )
-    names = ("setting", "first", measure, "second", "ahead", "not told apart from")
+    names = ("setting", "first", measure, "second", "ahead", "tied with")
     yield Section("winners", "Who comes first where", ([lead], Table(names, "llrlrl", rows)))
 
 
@@ -58,8 +59,8 @@ def _speedups(results: StudyResults) -> Iterator[Section]:
     lead: Text = [
         "Seconds of ",
         Name(found.baseline, found.baseline),
-        " over the cell's, seed by seed: geometric mean and its 95 % t-interval. Efficiency: speed-up over how many "
-        "times the baseline's machines it has (workers, and servers apart from them).",
+        " over the cell's, seed by seed: geometric mean and its 95 % t-interval. Efficiency: speed-up over the ratio "
+        "of machines, the cell's to the baseline's (workers, and servers on machines of their own).",
     ]
     rows = tuple(
         (
@@ -88,7 +89,6 @@ def _row(results: StudyResults, table: AgainstTable, one: Pairing) -> tuple[Entr
 
 
 def _beside(table: AgainstTable) -> Text:
-    """Cells beside a reference, seed by seed."""
     names = [inline for level in table.levels for inline in (", ", Name(level))][1:]
     said: Text = [
         "Each cell beside the one with ",
@@ -101,4 +101,4 @@ def _beside(table: AgainstTable) -> Text:
     if table.margin is None:
         return said
     within = f" Within: at most {table.margin:g} worse by the mean ("
-    return [*said, within, STUDY, "). Not settled: the interval reaches over that line."]
+    return [*said, within, STUDY, "). Not settled: the interval crosses that margin."]

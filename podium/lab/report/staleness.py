@@ -1,4 +1,4 @@
-"""How stale the updates of each strategy were, over all its seeds: what the figure and its tables are made from."""
+"""Staleness of each strategy's updates over all its seeds, for the figure and the tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Place = TypeVar("Place", int, tuple[int, int])
 
 
 def staleness_by_cell(rows: Sequence[Row]) -> dict[str, Staleness]:
-    """The tables of each strategy that made any updates, its runs put together; a bound is that of all of them."""
+    """The tables of each strategy that made updates, its runs pooled; the bound is the largest of its runs."""
     done = [row for row in finished(rows) if row.get("staleness_by")]  # older rows do not have it
     found = {}
     for cell in cells(done):

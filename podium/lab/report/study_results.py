@@ -1,4 +1,4 @@
-"""The results of a study: its specification, its rows, and the findings from them, each computed once for all pages."""
+"""The results of a study: specification, rows and findings, each computed once for all pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from podium.lab.study.study import Study
 
 
 class StudyResults:
-    """A study with all rows of its file. Nothing of it changes."""
+    """A study with all rows of its file; immutable."""
 
     def __init__(self, study: Study, rows: Sequence[Row]) -> None:
         self.study, self.file_rows = study, rows
@@ -31,9 +31,9 @@ class StudyResults:
 
     @classmethod
     def read(cls, folder: str | Path | StudyResults, maximize: bool | None = None) -> StudyResults:
-        """Of a study's folder; results that are read already are taken as they are.
+        """Read a study's folder; a `StudyResults` is returned unchanged.
 
-        `maximize` says which way the metric is better, whatever the study says.
+        `maximize`: whether a higher metric is better; it overrides the study.
         """
         if isinstance(folder, StudyResults):
             return folder
@@ -79,14 +79,14 @@ class StudyResults:
         return analyses_of(self.study, self.rows, self.findings)
 
     def counting(self, cell: str) -> list[Row]:
-        """A cell's finished runs; its failures where it has none."""
+        """A cell's finished runs; if it has none, its failures."""
         own = [row for row in self.rows if row["cell"] == cell]
         return finished(own) or own
 
     def lines(self, *cells: str) -> tuple[int, ...]:
-        """The lines of the records that these cells' numbers are made from."""
+        """The line numbers of the records of these cells."""
         return tuple(self.records.line(row) for cell in cells for row in self.counting(cell))
 
     def places(self) -> Mapping[str, int]:
-        """The number of each cell that has a row."""
+        """The index of each cell in the main table."""
         return {line.cell: place for place, line in enumerate(self.findings.table)}

@@ -1,4 +1,4 @@
-"""Where pages of HTML come from: the templates beside this file, everything escaped, nothing undefined let through."""
+"""The Jinja environment of all HTML pages: values are escaped, and an undefined name is an error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 
 def environment() -> Environment:
-    """A fresh one, so that a page may add filters of its own."""
+    """A new environment, to which a page may add filters."""
     return Environment(
         loader=PackageLoader("podium.lab.report"),
         autoescape=select_autoescape(["html", "html.j2"]),

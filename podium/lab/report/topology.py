@@ -1,9 +1,9 @@
-"""Where a run's ranks lived, what they sent, and who talked to whom as far as its records and manifest tell.
+"""The nodes of a run's ranks, the bytes they sent, and which pairs communicated, from its records and manifest.
 
-Bytes are counted, by each rank. Placement follows from the cluster in the manifest; without one all ranks shared a
-machine. Records of asynchronous servers name the worker behind every push, so those pairs are counted; other pairs are
-what the strategy and the collective do by their nature, and are marked as inferred. A backend may sum by another route
-than the ring that its bytes are counted by.
+Each rank counts its bytes. Placement follows from the cluster in the manifest; without one all ranks shared a machine.
+Records of asynchronous servers name the worker of every push, so those pairs are counted; other pairs follow from the
+strategy and the collective, and are marked as inferred. A backend may sum by another route than the ring by which its
+bytes are counted.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from podium.strategies.base import Strategy
 from podium.strategies.phases import phases_of
 
 MOST_EDGES = 300
-"""Pairs that a pattern lists; of more, only their number."""
+"""The most pairs that a pattern lists; of more, only their number."""
 
 RINGS = ("default", "auto", "backend", "ring", "shared")
 """Collectives whose bytes are those of a ring."""
 
 
 def topology(records: Iterable[Record], manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts for a figure and a table; empty where no rank began.
+    """Data for a figure and a table; empty if no rank began.
 
-    `nodes`: name, and where a cluster was described `speed`, `up_mbit`, `down_mbit`, `latency_us` (null: unshaped).
-    `links`: what holds between a pair of nodes instead (`between`, `mbit`, `latency_us`). `ranks`: `rank`, `role`,
-    `node` (an index; null where it joined later), `device`, `sent` and `received` in bytes (null where unknown),
-    `whole` (false: of the steps up to its loss alone). `patterns`, one per phase: `phase`, `pattern` (a word),
-    `counted` (messages were counted, rather than inferred from the strategy), `edges` ([from, to, messages or null],
-    both directions as one), `pairs` (how many there are, were all listed). `colocated`: servers live with workers.
+    `nodes`: name, and if a cluster was described `speed`, `up_mbit`, `down_mbit`, `latency_us` (null: unshaped).
+    `links`: overrides for a pair of nodes (`between`, `mbit`, `latency_us`). `ranks`: `rank`, `role`, `node` (an index;
+    null if it joined later), `device`, `sent` and `received` in bytes (null if unknown), `whole` (false: only of the
+    steps before its loss). `patterns`, one per phase: `phase`, `pattern` (its description), `counted` (messages were
+    counted, not inferred from the strategy), `edges` ([from, to, messages or null], both directions as one), `pairs`
+    (their number, also if they are too many to list). `colocated`: servers run beside workers.
+
     """
     rows = list(records)
     begun = {row["rank"]: row for row in rows if row["kind"] == "begin"}
@@ -61,7 +62,7 @@ def topology(records: Iterable[Record], manifest: Mapping[str, Any]) -> dict[str
 
 
 def _strategy(config: Mapping[str, Any]) -> Strategy[Any] | None:
-    """As it was asked for; None where it cannot be found any more, such as one in a file of the user's."""
+    """The run's strategy; None if it cannot be loaded any more, such as one from a user's file."""
     try:
         found: Strategy[Any] = make_strategy(
             config["strategy"], config.get("strategy_options") or {}, config["workers"]
@@ -86,7 +87,7 @@ def _places(
 
 
 def _cluster(described: Mapping[str, Any]) -> Cluster:
-    """What `Cluster.to_dict` made a dict of, as far as placement asks."""
+    """The inverse of `Cluster.to_dict`, as far as placement needs it."""
     nodes = tuple(Node(**node) for node in described["nodes"])
     index = {node.name: place for place, node in enumerate(nodes)}
     links = {
@@ -104,7 +105,7 @@ def _cluster(described: Mapping[str, Any]) -> Cluster:
 
 
 def _bytes(rows: Sequence[Record], rank: int) -> dict[str, Any]:
-    """A rank's own counters at its end; of one that was lost, those of its steps."""
+    """A rank's counters at its end; for a lost rank, the sum over its steps."""
     own = [row for row in rows if row["rank"] == rank]
     for row in own:
         if row["kind"] == "end":
@@ -144,7 +145,7 @@ def _patterns(
 
 
 def _messages(rows: Sequence[Record], workers: set[int]) -> Counter[tuple[int, int]]:
-    """Pushes by worker and server, as the servers wrote them down."""
+    """Pushes by worker and server, from the servers' records."""
     counts: Counter[tuple[int, int]] = Counter()
     for row in rows:
         source = row.get("worker") if row["kind"] in ("update", "dropped") else None
@@ -157,7 +158,8 @@ def _messages(rows: Sequence[Record], workers: set[int]) -> Counter[tuple[int, i
 def _inferred(
     strategy: Strategy[Any], workers: Sequence[int], servers: Sequence[int], collective: str
 ) -> tuple[str, list[tuple[int, int]]]:
-    """What a strategy does by its nature: a word for it, and the pairs that talk."""
+    """A strategy's communication pattern: a short description, and the pairs that communicate."""
+
     if not strategy.payload.is_sent or len(workers) + len(servers) < 2:
         return "nobody talks", []
     if strategy.server_spec and strategy.server_spec.role != "lender":

@@ -1,9 +1,9 @@
-"""The same runs on equal terms: what each strategy had after equal samples, equal seconds, equal bytes, on equal nodes.
+"""The same runs on equal terms: each strategy's metric after equal samples, seconds or bytes, and on equal nodes.
 
-A budget is the largest amount that every run reached, so that none is judged beyond its end. A run counts by its last
-validation at or before the budget; nothing is interpolated, so a run is judged by what it had up to one validation
-earlier, and `Standing.at` says where. The best is chosen by the same numbers that are tested, so Holm's correction runs
-over all pairs, not only over those with the best.
+A budget is the largest amount that every run reached, so that no run is judged beyond its end. A run counts by its last
+validation at or before the budget; nothing is interpolated, so that validation may lie almost one interval earlier, and
+`Standing.at` gives its position. The best is chosen by the same numbers that are tested, so Holm's correction runs over
+all pairs, not only over those with the best.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ _SLACK = 1 + 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What one strategy had at the budget."""
+    """One strategy's results at the budget."""
 
     cell: str
     n: int
     metric: Mean | None
     seconds: Mean | None
     at: Mean | None = None
-    """How much of the budget its last validation had used; None on equal nodes, where runs count whole."""
+    """The amount used at its last validation; None on equal nodes, where whole runs are compared."""
     node_seconds: Mean | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """One kind of equality; of equal nodes there is one view for each number of nodes."""
+    """One kind of equality; for equal nodes there is one view per number of nodes."""
 
     name: str
     """`equal samples`, `equal seconds`, `equal bytes` or `equal nodes`."""
     unit: str
     budget: float | None
-    """None where there is none to speak of: `said` tells why."""
+    """None if there is no common budget; `said` gives the reason."""
     standings: tuple[Standing, ...]
     best: str | None
     """By the metric."""
     contrasts: tuple[Contrast, ...]
-    """Those with the best, in the metric and, where it is not the budget, in seconds."""
+    """Pairs with the best, in the metric and, unless seconds are the budget, in seconds."""
     left_out: Mapping[str, str]
-    """Strategies that have no number here, and why."""
+    """Strategies without a number here, and why."""
     assumed: bool
     """Whether bytes were spread evenly over a run's samples, because validations did not record them."""
     said: str
@@ -64,7 +64,7 @@ class _Point(NamedTuple):
 
     used: float
     metric: float | None
-    """None where it was not finite."""
+    """None if it was not finite."""
     seconds: float | None
 
 
@@ -72,9 +72,9 @@ Amount = Callable[[Row, Mapping[str, Any]], float | None]
 
 
 def views(rows: Sequence[Row], metric: str, maximize: bool | None = None) -> list[View]:
-    """All views of the finished runs; empty where fewer than two strategies have any.
+    """All views of the finished runs; empty if fewer than two strategies have any.
 
-    `maximize` is which way the metric is better; None goes by its name.
+    `maximize`: whether a higher metric is better; None decides by its name.
     """
     lower = lower_is_better(metric, maximize)
     done = finished(rows)
@@ -120,9 +120,7 @@ def _at_budget(
         if course[0].used > budget * _SLACK:
             early[str(row["cell"])] = max(early.get(str(row["cell"]), 0.0), course[0].used)
     for cell, first in early.items():
-        out[cell] = (
-            f"its first validation lies at {_amount(first, unit)}, beyond the budget: validations are too coarse"
-        )
+        out[cell] = f"its first validation is at {_amount(first, unit)}, beyond the budget: validations are too coarse"
     reached = {
         (str(row["cell"]), int(row["seed"])): [point for point in course if point.used <= budget * _SLACK][-1]
         for row, course in kept
@@ -190,7 +188,7 @@ def _judged(view: View, metric: str, lower: bool, pairs: Sequence[Contrast]) -> 
     own = tuple(c for c in pairs if best in (c.first, c.second))
     mean = known[best]
     budget = _amount(view.budget or 0.0, view.unit)
-    text = f"{_title(view.name)} ({budget}): best {metric} has {best}, {_mean(mean)}"
+    text = f"{_title(view.name)} ({budget}): {best} has the best {metric}, {_mean(mean)}"
     by_metric = [c for c in own if c.measure == metric]
     behind = [f"{_other(c, best)} (Holm p {_p(c)})" for c in by_metric if c.distinct]
     level = [_other(c, best) for c in by_metric if not c.distinct and c.p is not None]
@@ -215,7 +213,7 @@ def _judged(view: View, metric: str, lower: bool, pairs: Sequence[Contrast]) -> 
 
 
 def _course(row: Row, metric: str, amount: Amount) -> list[_Point]:
-    """A run's validations that have the metric, by how much of the budget each had used."""
+    """A run's validations with the metric, sorted by the amount used."""
     found = []
     for point in row.get("history") or ():
         used = amount(row, point)
@@ -251,7 +249,7 @@ def _by_cell(known: Mapping[tuple[str, int], Any], value: Callable[[Any], float 
 
 
 def _megabytes(row: Row, point: Mapping[str, Any]) -> float | None:
-    """Sent up to a validation: as recorded, else the run's total in proportion to samples."""
+    """MB sent up to a validation: as recorded, else the run's total in proportion to samples."""
     recorded = at_validation(point, "sent_bytes")
     if recorded is not None:
         return recorded / 1e6
@@ -268,7 +266,7 @@ def _sent(row: Row) -> float:
 
 
 def _nodes(rows: Sequence[Row]) -> int | None:
-    """Workers and servers of a strategy; older rows know their workers only."""
+    """Number of workers and servers of a strategy; older rows have workers only."""
     known = [number(row.get("nodes", row.get("workers"))) for row in rows]
     return next((int(count) for count in known if count is not None), None)
 

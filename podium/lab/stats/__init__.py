@@ -1,1 +1,1 @@
-"""What results allow to be said: intervals, tests, analysis of variance, power."""
+"""What may be concluded from results: intervals, tests, analysis of variance, power."""

@@ -1,4 +1,4 @@
-"""Cells held against others with the same seeds: what a codec costs against none, what a switch saves over no switch.
+"""Cells compared with reference cells at the same seeds, such as a codec with none, or a switch with no switch.
 
 Two cells are a pair when they differ only in the factors that the reference names. Times, rates and bytes are compared
 by their ratio, everything else by its difference, with the paired tests of `statistics`. Holm's correction runs over
@@ -25,15 +25,15 @@ class Pairing:
     cell: str
     reference: str
     gaps: Mapping[str, Contrast]
-    """By response; only what both have."""
+    """By response; only responses that both cells have."""
     verdict: str = ""
-    """Where there is a margin: on which side of it the metric lies, and whether the seeds settle that."""
+    """With a margin: on which side of it the metric lies, and whether the whole interval lies on that side."""
 
 
 def against(
     rows: Sequence[Row], asked: Against, responses: Sequence[str], metric: str, *, lower: bool = False
 ) -> list[Pairing]:
-    """All cells that one `[[against]]` of a study compares; it may name responses of its own."""
+    """All cells that one `[[against]]` table of a study compares; its own `responses` replace the study's."""
     responses = asked.responses or responses
     done = finished(rows)
     levels = {cell: next(row["levels"] for row in done if row["cell"] == cell) for cell in cells(done)}
@@ -53,7 +53,7 @@ def against(
 
 
 def _are_pair(at: Mapping[str, Any], base: Mapping[str, Any], asked: Against) -> bool:
-    """Whether the second is the reference of the first."""
+    """Whether `base` is the reference of `at`."""
     if any(base[name] != level for name, level in asked.levels.items()) or at == base:
         return False
     return asked.chooses(at) and all(at[name] == level for name, level in base.items() if name not in asked.levels)
@@ -65,7 +65,7 @@ def _by_seed(rows: Sequence[Row], cell: str, name: str) -> dict[int, float]:
 
 
 def _verdict(gap: Contrast | None, margin: float | None, lower: bool) -> str:
-    """Whether the metric is at most `margin` worse, by the mean, and whether the whole interval says the same."""
+    """Whether the mean of the metric is at most `margin` worse, and whether its whole interval agrees."""
     if gap is None or margin is None:
         return ""
     sign = -1 if lower else 1

@@ -1,15 +1,15 @@
 """Which factors of a study matter, and whether the effect of one depends on another: analysis of variance.
 
-Each seed is a block: what a seed does to all cells alike is taken out before factors are looked at, as in the paired
-tests. Factors are categories, also when their levels are numbers, and interactions are in the model as far as the runs
-allow. What the model has no place for is in the residual, and `Anova.notes` says so. Times are analysed as logarithms,
-so that effects are ratios.
+Each seed is a block: a seed's common effect on all cells is removed before factors are tested, as in the paired tests.
+Factors are categories, also when their levels are numbers, and interactions are in the model as far as the runs allow.
+Interactions left out of the model are in the residual, and `Anova.notes` says so. Times are analysed as logarithms, so
+that effects are ratios.
 
 Sums of squares are differences between the residuals of models with and without a term (statsmodels fits them), with
 sum-to-zero contrasts. Where terms are orthogonal, all types of sums agree. Where runs are missing, a term is adjusted
 for all that do not contain it (type II) or, with interactions and no empty cell, for all others (type III).
 
-What is not known here: whether residuals are normal and equally spread (`podium.lab.stats.checks` looks), and whether a
+Not known here: whether residuals are normal and equally spread (`podium.lab.stats.checks` tests that), and whether a
 seed changes the order of cells, which is what the residual consists of.
 """
 
@@ -50,7 +50,7 @@ BLOCK = "seed"
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One line of the table: a factor, or factors joined by ` × ` for their interaction."""
+    """One row of the table: a factor, or factors joined by ` × ` for their interaction."""
 
     name: str
     factors: tuple[str, ...]
@@ -58,46 +58,46 @@ class Term:
     sum_sq: float
     f: float | None = None
     error_df: int | None = None
-    """Of what it is tested against: how the term itself varies from seed to seed, or the residual."""
+    """Of the error term: the term's own variation from seed to seed, or the residual."""
     shape: float | None = None
-    """Huynh and Feldt's correction, by which both degrees of freedom were multiplied; 1 where it was not needed."""
+    """Huynh and Feldt's correction, by which both degrees of freedom are multiplied; 1 where it is not needed."""
     p: float | None = None
     p_holm: float | None = None
     """Corrected over all terms of this response."""
     partial_eta_squared: float | None = None
-    """Share of what is left when all other terms are taken out. Too high with few runs, since it is never below 0."""
+    """Share of the variation that the other terms leave. Too high with few runs, since it is never below 0."""
     omega_squared: float | None = None
-    """Share of all variation, blocks included, corrected for what chance alone would give; 0 where that is more."""
+    """Share of all variation, blocks included, less the share that chance alone would give; at least 0."""
     aliases: tuple[str, ...] = ()
-    """Effects that these runs cannot tell from this one: the line is about their sum."""
+    """Effects that these runs cannot tell from this one: the row is about their sum."""
     exact: bool | None = None
     """Where runs repeat exactly: whether the term has any effect. None where it is tested."""
 
     @property
     def found(self) -> bool:
-        """Whether the term has an effect that is more than luck."""
+        """Whether the term has an effect that is more than chance."""
         return bool(self.exact) if self.exact is not None else self.p_holm is not None and self.p_holm < ALPHA
 
 
 @dataclass(frozen=True, kw_only=True)
 class LevelMean:
-    """One level of a factor: its mean with all levels of the other factors weighed alike, and its distance from the
-    first level."""
+    """One level of a factor: its mean, with equal weight for all levels of the other factors, and its distance from
+    the first level."""
 
     factor: str
     level: str
     runs: int
     mean: Mean
-    """Geometric where responses are compared by ratio. The interval is over seeds, so one seed has none."""
+    """Geometric where responses are compared by ratio. The interval is over seeds, so with one seed there is none."""
     against_first: float | None = None
-    """This level minus the first, or this over the first; None for the first."""
+    """This level minus the first, or over the first for ratios; None for the first."""
     low: float | None = None
     high: float | None = None
-    """95 % interval of `against_first`, from the residual: what a seed does to all levels alike is not in it."""
+    """95 % interval of `against_first`, from the residual, without the seeds' common effect on all levels."""
 
 
 class Fit(NamedTuple):
-    """One run beside what the model says of it, on the scale that was analysed."""
+    """One run and its fitted value, on the analysed scale."""
 
     cell: str
     seed: int
@@ -105,7 +105,7 @@ class Fit(NamedTuple):
     fitted: float
     residual: float
     studentized: float | None
-    """Residual over its standard error, had this run not been used; None where nothing is left to estimate that."""
+    """Residual over its standard error in a fit without this run; None where the other runs cannot estimate that."""
     levels: dict[str, str]
 
 
@@ -121,20 +121,20 @@ class Anova:
     overall: Term
     """All terms together: whether cells differ at all."""
     block: Term | None
-    """The seeds; None where there is one, or where seeds and cells cannot be told apart. It has no test."""
+    """The seeds; None with one seed, or where seeds and cells cannot be told apart. It has no test."""
     residual_df: int
     residual_sum_sq: float
     type: Literal["II", "III"]
     balanced: bool
     """Whether all terms are orthogonal, so that the types of sums of squares agree."""
     exact: bool
-    """Whether seeds leave nothing to chance: there is no F, and what differs does so for certain."""
+    """Whether runs repeat exactly: there is no F, and every difference is certain."""
     levels: tuple[LevelMean, ...]
     fits: tuple[Fit, ...]
     notes: tuple[str, ...]
     """What to know before reading the table, a sentence each."""
     design: Matrix = field(repr=False, compare=False)
-    """The model's columns, a line for each fit."""
+    """The model's columns, a row for each fit."""
 
     def to_dict(self) -> dict[str, Any]:
         """Without fits and design, which repeat the rows."""
@@ -154,10 +154,10 @@ def anova(
 ) -> Anova | None:
     """Analyse one response (`responses.response_of`) over the `levels` of the finished runs.
 
-    `factors` gives the order of levels, of which the first is what others are compared with; else numbers are sorted
-    and texts come as they first appear. `aliases` names what a fraction cannot tell apart; what runs show to be one is
-    found without it. `maximize` is which way the metric of `seconds to target` is better, by its name where it is None.
-    None where there are not two cells with a number, or no factor has two levels.
+    `factors` gives the order of levels, the first being the reference; by default numbers are sorted and texts come as
+    they first appear. `aliases` names effects that a fraction cannot tell apart; those that the runs show are found
+    without it. `maximize`: whether a higher metric is better, for `seconds to target`; None decides by its name.
+    Returns None with fewer than two cells that have a number, or where no factor has two levels.
     """
     data = read(rows, response, ratio, target, factors, maximize)
     if data is None:
@@ -165,7 +165,7 @@ def anova(
     exact = is_exact(data)
     model = choose(data, exact)
     if model.lines and model.repeated:
-        # What a line misses is the same in all runs of a cell: as runs of their own they would seem to prove it.
+        # All runs of a cell lie off the line by the same amount: counted as independent runs they would inflate n.
         data, exact = averaged(data), False
         model = choose(data, exact)
     if not model.terms:
@@ -174,7 +174,7 @@ def anova(
 
 
 def tell(found: Anova) -> str:
-    """What the analysis comes to, in a sentence or two."""
+    """The result of the analysis, in a sentence or two."""
     name = f"{found.response}{' (ratios)' if found.ratio else ''}"
     some = [term for term in found.terms if term.found]
     none = [term for term in found.terms if not term.found and (term.p is not None or term.exact is not None)]
@@ -273,20 +273,20 @@ def _analyse(data: Data, model: Model, exact: bool, response: str, aliases: Mapp
 
 
 class _Stratum(NamedTuple):
-    """What a term is tested against: how it varies from seed to seed."""
+    """The error term of a term: how it varies from seed to seed."""
 
     sum_sq: float
     df: int
     shape: float
-    """Between 1 / (the term's df) and 1: how evenly that is spread over the term's contrasts (Huynh and Feldt). Both
-    degrees of freedom are taken times it: where all of the variation is in one contrast, it is one contrast's test."""
+    """Between 1 / (the term's df) and 1: how evenly the variation is spread over the term's contrasts (Huynh and
+    Feldt). Both degrees of freedom are multiplied by it: with all variation in one contrast, they are those of one."""
 
 
 def _from_seed_to_seed(data: Data, model: Model, some: Effect) -> _Stratum:
     """A term's own variation over seeds, from one score per contrast and seed.
 
-    One residual for all terms would take the cells of a seed for independent. They are not: in virtual time a strategy
-    may learn the same on every link, number by number, and copies of a run prove no more than the run.
+    One residual for all terms would treat the cells of a seed as independent. They are not: in virtual time a strategy
+    may learn exactly the same on every link, and copies of a run prove no more than the run.
     """
     order = sorted(range(len(data.cells)), key=lambda k: (data.seeds[k], data.cells[k]))
     seeds = len(set(data.seeds))
@@ -308,11 +308,9 @@ def _from_seed_to_seed(data: Data, model: Model, some: Effect) -> _Stratum:
 
 def _tested_against(strata: bool, terms: Sequence[Term]) -> list[str]:
     if strata:
-        return [
-            "Each term is tested against how it varies from seed to seed, so copies of a run prove no more than it."
-        ]
+        return ["Each term is tested against its variation over seeds, so copies of a run prove no more than the run."]
     if any(term.p is not None for term in terms):
-        return ["All terms are tested against one residual, which takes the cells of a seed for independent."]
+        return ["All terms are tested against one residual, which treats the cells of a seed as independent."]
     return []
 
 
@@ -342,16 +340,16 @@ def _more_notes(
         how = "all other terms" if kind == "III" else "all terms that do not contain it"
         notes.append(f"The runs are not balanced: sums of squares are of type {kind}, each adjusted for {how}.")
     if exact:
-        notes.append("Seeds change nothing but what they change in all cells alike: effects are exact, there is no F.")
+        notes.append("A seed changes all cells by the same amount: effects are exact, there is no F.")
     elif residual_df == 0:
         notes.append("The runs leave nothing to compare the terms with: there is no test.")
     if len(set(data.seeds)) == 1 and not data.averaged:
-        notes.append("There is one seed: what is called chance here is what the model leaves out.")
+        notes.append("There is one seed: the residual, taken for chance here, is what the model leaves out.")
     return notes
 
 
 class _Sums:
-    """Residual sums of squares of models with fewer terms, each fitted once."""
+    """Residual sums of squares of submodels, each fitted once."""
 
     def __init__(self, data: Data, model: Model) -> None:
         self._data, self._terms = data, model.terms
@@ -382,7 +380,7 @@ class _Sums:
 
 
 def _level_means(data: Data, model: Model, full: Any, sums: _Sums, exact: bool, strata: bool) -> list[LevelMean]:
-    """Marginal means. With sum-to-zero contrasts they are the intercept and the level's own columns."""
+    """Marginal means. With sum-to-zero contrasts they are the intercept plus the level's columns."""
     start, place = 1, {}
     for some, columns in sums.columns.items():
         place[some] = slice(start, start + columns.shape[1])
@@ -420,7 +418,7 @@ def _level_means(data: Data, model: Model, full: Any, sums: _Sums, exact: bool, 
 
 
 def _shown(data: Data, model: Model, name: str) -> list[int]:
-    """The levels that a table shows: all, or of a line its ends."""
+    """The levels that a table shows: all, or the two ends of a straight line."""
     if name not in model.lines:
         return list(range(len(data.levels[name])))
     order = sorted(range(len(data.levels[name])), key=lambda k: data.numbers[name][k])
@@ -428,7 +426,8 @@ def _shown(data: Data, model: Model, name: str) -> list[int]:
 
 
 def _around(mean: float, values: Sequence[float], ratio: bool) -> Mean:
-    """The model's mean with the width that seeds give it."""
+    """The model's mean, with the interval over seeds moved to it."""
+
     interval = mean_interval(values)
     assert interval is not None
     shown = math.exp(mean) if ratio else mean

@@ -1,9 +1,8 @@
 """Which combinations of levels a study tries: all of them, a planned fraction, or points spread through a space.
 
 A *full* factorial has every combination. A *fraction* of factors with two levels each sets some factors by the product
-of others (`c = a*b`), which halves the runs each time; what it cannot tell apart is its alias structure, and that is
-worked out here, not left to the reader. A *Latin hypercube* spreads points so that each factor's range is covered
-evenly, for factors that are numbers.
+of others (`c = a*b`), which halves the runs each time; `Fraction.aliases` lists the effects that it cannot tell apart.
+A *Latin hypercube* spreads points so that each factor's range is covered evenly, for factors that are numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from podium.sweeps.search.space import Range
 
 Level = str | int | float | bool
 Levels = dict[str, Level]
-"""One combination: each factor's level."""
+"""One combination: factor name to level."""
 
 MOST_CELLS = 100_000
-"""A design beyond this is a slip of the pen, and would fill the memory before anyone noticed."""
+"""A larger design is a mistake in the file, and would fill the memory."""
 
 
 Factor = Sequence[Level] | Range
@@ -30,13 +29,13 @@ Factor = Sequence[Level] | Range
 
 @dataclass(frozen=True)
 class Fraction:
-    """What a fractional factorial gives and what it takes: runs, and which effects cannot be told apart."""
+    """A fractional factorial: its combinations, and which effects they cannot tell apart."""
 
     combinations: tuple[Levels, ...]
     resolution: int
     """Length of the shortest word of the defining relation: 3 mixes main effects with pairs, 5 mixes no pairs."""
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Each main effect and pair, to the mains and pairs that it is one with; those alone are left out."""
+    """Main effect or pair to the main effects and pairs confounded with it; unconfounded effects are left out."""
 
 
 def full(factors: Mapping[str, Sequence[Level]]) -> list[Levels]:
@@ -69,9 +68,9 @@ def fractional(factors: Mapping[str, Sequence[Level]], generators: Iterable[str]
 
 
 def latin_hypercube(factors: Mapping[str, Factor], points: int, seed: int) -> list[Levels]:
-    """As many points as asked for, each factor's range cut into as many equal parts and each part used once.
+    """Cut each factor's range into `points` equal parts and use each part once.
 
-    A factor with listed levels has each of them as often as any other, within one.
+    The levels of a factor with listed levels occur equally often, to within one.
     """
     if points < 2:
         raise ConfigError(f"design: a Latin hypercube needs at least 2 points, got {points}")
@@ -95,7 +94,7 @@ def latin_hypercube(factors: Mapping[str, Factor], points: int, seed: int) -> li
 
 def _level(factor: Factor, share: float) -> Level:
     if isinstance(factor, Range):
-        # Six digits: a level is a name as well, which people type and files repeat.
+        # Six digits: a level is also a name, which users type and which appears in files.
         return factor.at(share) if factor.whole else float(f"{factor.at(share):.6g}")
     return factor[min(int(share * len(factor)), len(factor) - 1)]
 
@@ -136,7 +135,7 @@ def _relation(words: Sequence[frozenset[str]]) -> list[frozenset[str]]:
                 product ^= word
             found.append(product)
     if not all(found):
-        raise ConfigError("design: two generators say the same, so that a factor would be one with itself")
+        raise ConfigError("design: generators must be independent, got two that say the same")
     return found
 
 

@@ -1,10 +1,10 @@
-"""What so many seeds could have found, and what may be ruled out.
+"""Power: which differences a study's seeds can detect, and which they rule out.
 
-A test that finds nothing says little until one knows what it would have found. For each pair of strategies: the
-smallest difference that these seeds find four times in five, the chance of finding a difference *worth* knowing, and
-the seeds that it takes. All three take the spread of the pairs' differences as it was observed, and the level of the
-strictest step of Holm's correction, so they err on the side of caution. The difference that was observed is not used:
-"power" computed from it says nothing that p does not.
+A test that finds nothing means little unless its power is known. For each pair of strategies: the smallest difference
+that these seeds detect four times in five, the chance of detecting a difference *worth* knowing, and the number of
+seeds needed for that. All three use the observed spread of the pairs' differences, and the level of the strictest step
+of Holm's correction, so they err on the side of caution. The observed difference is not used: "power" computed from it
+adds nothing to p.
 
 The other direction is equivalence, by two one-sided tests (Schuirmann, 1987): where both ends of the interval lie
 inside a margin, a difference larger than it is ruled out.
@@ -27,21 +27,21 @@ from podium.lab.stats.statistics import ALPHA, Contrast
 from podium.records.intervals import load
 
 GOAL = 0.8
-"""Power is called enough from here on."""
+"""Power that counts as enough."""
 
 POINT = 0.01
-"""What is worth knowing of a metric that is a share, such as accuracy."""
+"""The smallest difference worth knowing in a metric between 0 and 1, such as accuracy."""
 
 SHARE = 0.05
-"""What is worth knowing of times and of all other metrics, as a share of them."""
+"""The smallest relative difference worth knowing in times and in all other metrics."""
 
 MOST_SEEDS = 1000
-"""Beyond this many, the answer is that seeds will not do."""
+"""If more seeds than this are needed, no number is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Power:
-    """What one paired contrast could find. Differences are above 0; of ratios, those above 1."""
+    """What one paired contrast can detect. Differences are given above 0, ratios above 1."""
 
     measure: str
     first: str
@@ -53,15 +53,15 @@ class Power:
     deviation: float
     """Standard deviation of the pairs' differences (of their logarithms, for ratios)."""
     smallest_effect: float
-    """Found with 80 % power, in standard deviations of the pairs' differences."""
+    """Detected with 80 % power, in standard deviations of the pairs' differences."""
     smallest: float
     """The same as a difference or a ratio."""
     worth: float
-    """The difference or ratio that is asked about."""
+    """The difference or ratio worth knowing."""
     power: float
-    """The chance of finding `worth`, were it there."""
+    """The chance of detecting a true difference of `worth`."""
     seeds_needed: int | None
-    """For 80 % power at `worth`; None where 1,000 would not do."""
+    """For 80 % power at `worth`; None where 1,000 are not enough."""
     within: float
     """A difference larger than this, or a ratio beyond it on either side, is ruled out."""
     p_equivalent: float
@@ -69,7 +69,7 @@ class Power:
 
     @property
     def enough(self) -> bool:
-        """Whether a difference worth knowing would have been found."""
+        """Whether a difference worth knowing would have been detected."""
         return self.power >= GOAL
 
     @property
@@ -82,9 +82,9 @@ class Power:
 
 
 def power(findings: Findings, worth: Mapping[str, float] | None = None) -> list[Power]:
-    """For each contrast with an interval. `worth` gives, by measure, the difference or ratio that is worth knowing.
+    """The power of each contrast with an interval. `worth`: by measure, the difference or ratio worth knowing.
 
-    By default that is one point of a share such as accuracy, and 5 % of times and of other metrics.
+    The default is one point of a metric between 0 and 1, such as accuracy, and 5 % of times and of other metrics.
     """
     asked = {measure: worth_of(findings, measure) for measure in dict.fromkeys(c.measure for c in findings.contrasts)}
     for measure, value in (worth or {}).items():
@@ -102,7 +102,7 @@ def power(findings: Findings, worth: Mapping[str, float] | None = None) -> list[
 
 
 def worth_of(findings: Findings, measure: str) -> float:
-    """What is worth knowing of a measure unless somebody says otherwise."""
+    """The default difference or ratio worth knowing in a measure."""
     if any(c.ratio for c in findings.contrasts if c.measure == measure):
         return 1 + SHARE
     means = [abs(line.metric.mean) for line in findings.table if line.metric is not None]
@@ -112,7 +112,7 @@ def worth_of(findings: Findings, measure: str) -> float:
 
 
 def of_contrast(contrast: Contrast, tests: int, worth: float) -> Power | None:
-    """One contrast among so many tests; None where one pair of runs shows no spread."""
+    """The power of one contrast in a family of `tests`; None where a single pair of runs shows no spread."""
     if contrast.p is None or contrast.low is None or contrast.high is None:
         return None
     n, alpha = contrast.n, ALPHA / tests
@@ -120,7 +120,7 @@ def of_contrast(contrast: Contrast, tests: int, worth: float) -> Power | None:
     if contrast.ratio:
         value, low, high, asked = (math.log(x) for x in (value, low, high, asked))
     t = load("scipy.stats").t
-    error = (high - low) / 2 / float(t.ppf(0.975, n - 1))  # the interval's own standard error of the mean
+    error = (high - low) / 2 / float(t.ppf(0.975, n - 1))  # standard error of the mean, from the interval
     deviation = error * math.sqrt(n)
     effect = smallest_effect(n, alpha)
     within = abs(value) + error * float(t.ppf(1 - alpha, n - 1))
@@ -161,17 +161,17 @@ def tell(found: Power) -> str:
 
 
 def chance(effect: float, n: int, alpha: float) -> float:
-    """The chance that a paired t-test finds an effect of so many standard deviations, in the right direction."""
+    """The chance that a paired t-test detects `effect` (in standard deviations) in the right direction."""
     if n < 2:
         return 0.0
-    # One-sided at half the level: the other tail would count finding the opposite, and is where scipy returns nan.
+    # One-sided at half the level: the other tail would count detecting the opposite, and scipy returns nan there.
     solver = load("statsmodels.stats.power").TTestPower()
     return float(solver.power(effect, n, alpha / 2, alternative="larger"))
 
 
 @lru_cache(maxsize=1024)
 def smallest_effect(n: int, alpha: float, goal: float = GOAL) -> float:
-    """The smallest effect, in standard deviations, that n pairs find with this power."""
+    """The smallest effect, in standard deviations, that n pairs detect with power `goal`."""
     low, high = 0.0, 1.0
     while chance(high, n, alpha) < goal:
         low, high = high, 2 * high
@@ -182,7 +182,8 @@ def smallest_effect(n: int, alpha: float, goal: float = GOAL) -> float:
 
 
 def seeds_for(effect: float, alpha: float, goal: float = GOAL) -> int | None:
-    """How many pairs it takes to find an effect with this power; None where `MOST_SEEDS` would not do."""
+    """How many pairs detect `effect` with power `goal`; None where `MOST_SEEDS` are not enough."""
+
     low, high = 1, 2
     while chance(effect, high, alpha) < goal:
         if high >= MOST_SEEDS:

@@ -1,4 +1,4 @@
-"""How many times faster than a baseline each cell is, and how much of that each of its machines earns."""
+"""How many times faster than a baseline each cell is, and its parallel efficiency."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from podium.lab.study.store import Row
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """One cell: seconds of the baseline over its own, paired by seed."""
+    """One cell: seconds of the baseline over the cell's, paired by seed."""
 
     cell: str
     nodes: int
@@ -22,11 +22,11 @@ class SpeedUp:
     low: float | None
     high: float | None
     machines: float
-    """How many times as many machines it has as the baseline."""
+    """Machines of the cell over machines of the baseline."""
 
     @property
     def efficiency(self) -> float:
-        """Speed-up over how many times the machines: 1 where nothing is lost by sharing."""
+        """Speed-up over the ratio of machines: 1 is perfect scaling."""
         return self.value / self.machines
 
 
@@ -39,7 +39,7 @@ class SpeedUps:
 
 
 def speedups(rows: Sequence[Row], baseline: Mapping[str, Any]) -> SpeedUps | None:
-    """Speed-ups over the cell with these levels; None where it has no finished run, or several cells have them."""
+    """Speed-ups over the one cell with these levels; None unless exactly one cell with them has a finished run."""
     done = finished(rows)
     base = cells(row for row in done if _has(row, baseline))
     if not baseline or len(base) != 1:

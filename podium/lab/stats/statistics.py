@@ -1,11 +1,11 @@
-"""Means with intervals, and which differences between strategies are more than luck.
+"""Means with intervals, and which differences between strategies are more than chance.
 
 Runs of different strategies with the same seed start from the same parameters and see the same samples, so they are
 compared in pairs, seed by seed: a paired t-test, all pairs of strategies, Holm's correction within each measure.
 Times are compared by their ratio (the test runs on logarithms), everything else by its difference.
 
-scipy and statsmodels do the arithmetic. What is not known here: whether the differences are normal, which a handful of
-seeds cannot show. With three seeds only large effects can be told from luck, and that is said where results are told.
+scipy and statsmodels do the arithmetic. Not checked: whether the differences are normal, which a handful of seeds
+cannot show. With three seeds only large effects can be told from chance; reports state that.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 TO_TARGET = "seconds to target"
 
 ALPHA = 0.05
-"""A difference is told as one when its Holm-corrected p is below this."""
+"""A difference is reported as one when its Holm-corrected p is below this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One strategy's line of the table; None where nothing was measured."""
+    """One strategy's row of the table; None where nothing was measured."""
 
     cell: str
     runs: int
-    """How many runs finished."""
+    """Finished runs."""
     failed: int
     workers: int | None
     metric: Mean | None
@@ -87,18 +87,18 @@ class Contrast:
     p: float | None = None
     p_holm: float | None = None
     setting: str = ""
-    """In a study of several factors: the levels of the others, which both have."""
+    """In a study of several factors: the levels of the other factors, which both cells share."""
     effect: float | None = None
     """Mean over standard deviation of the pairs' differences, corrected for few pairs (Hedges)."""
 
     @property
     def exact(self) -> bool:
-        """Whether the difference is the same in every seed, as where time is computed: there is nothing to test."""
+        """Whether the difference is the same in every seed, as with simulated time: there is nothing to test."""
         return self.n > 1 and self.low is not None and self.low == self.high
 
     @property
     def distinct(self) -> bool:
-        """Whether the two can be told apart."""
+        """Whether a difference was detected."""
         return self.p_holm is not None and self.p_holm < ALPHA
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,13 +106,13 @@ class Contrast:
 
 
 def require_statistics() -> None:
-    """Say at once, not after an hour of runs, that statistics are not installed."""
+    """Raise before the first run, not after an hour of runs, if scipy or statsmodels is missing."""
     for module in ("scipy.stats", "statsmodels.stats.multitest"):
         load(module, "comparing strategies")
 
 
 def summarise(rows: Sequence[Row], metric: str, target: float | None, maximize: bool | None = None) -> list[Summary]:
-    """The table: one line per strategy, in the order of the rows."""
+    """One summary per strategy, in the order of the rows."""
     by_cell = {cell: [row for row in rows if row["cell"] == cell] for cell in cells(rows)}
     return [_summary(cell, some, metric, target, maximize) for cell, some in by_cell.items()]
 
@@ -163,7 +163,7 @@ def _in_setting(
     found = compare_pairs(f"final {metric}", _by_seed(done, lambda row: final_value(row, metric)), ratio=False)
     if target is not None:
         times = _by_seed(done, lambda row: time_to_target(row, metric, target, maximize))
-        # Seeds that never got there cannot be averaged away: a strategy takes part when all its runs did.
+        # A mean without the seeds that missed the target would be too low: compare only cells that always reached it.
         whole = {cell: values for cell, values in times.items() if len(values) == _count(done, cell)}
         found += compare_pairs(TO_TARGET, whole, ratio=True)
     found += compare_pairs("seconds", _by_seed(done, lambda row: number(row.get("seconds"))), ratio=True)
@@ -185,7 +185,7 @@ def compare_pairs(measure: str, values: Mapping[str, Mapping[int, float]], *, ra
 
 
 def corrected(contrasts: Sequence[Contrast]) -> list[Contrast]:
-    """Contrasts that are one family, with Holm's correction over all that were tested."""
+    """Contrasts of one family, with Holm's correction over all that were tested."""
     found = list(contrasts)
     tested = [i for i, contrast in enumerate(found) if contrast.p is not None]
     for i, p_holm in zip(tested, holm([_p(found[i]) for i in tested]), strict=True):
@@ -194,9 +194,9 @@ def corrected(contrasts: Sequence[Contrast]) -> list[Contrast]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for how many there are, by Holm's step-down procedure.
+    """Holm's step-down correction.
 
-    The same numbers as statsmodels' `multipletests`, to the bit, without the hundredths of a second that it takes.
+    Bitwise the same numbers as statsmodels' `multipletests`, which takes hundredths of a second.
     """
     corrected, largest = [0.0] * len(p_values), 0.0
     for tested, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
@@ -216,15 +216,15 @@ def _contrast(blank: Contrast, pairs: Sequence[tuple[float, float]]) -> Contrast
     contrast = replace(blank, n=n, value=math.exp(mean) if blank.ratio else mean, low=low, high=high)
     if n < 2:
         return contrast
-    # Sums of the same numbers in another order differ in their last digits. That is no gap.
+    # Sums of the same numbers in another order differ in their last digits: that is no difference.
     size = 1.0 if blank.ratio else max(abs(x) for pair in pairs for x in pair)
     if max(map(abs, gaps)) <= ROUNDING * size:
         none = 1.0 if blank.ratio else 0.0
         return replace(contrast, value=none, low=none, high=none, p=1.0, effect=0.0)
     if not varies(gaps, mean):
-        # The same gap in every seed: no t exists. Of a clock that is computed it is beyond doubt. Accuracies come in
-        # steps of one test sample and times to a target in steps of one validation: they agree by chance, so only the
-        # sign counts.
+        # The same gap in every seed: no t exists. With simulated time the gap is certain. Accuracies come in steps of
+        # one test sample and times to a target in steps of one validation: they agree by chance, so only the sign
+        # counts.
         if blank.ratio and blank.measure != TO_TARGET:
             return replace(contrast, p=0.0, effect=math.copysign(math.inf, mean))
         return replace(contrast, p=min(1.0, 2.0 ** (1 - n)), low=None, high=None)

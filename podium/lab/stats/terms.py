@@ -1,7 +1,7 @@
-"""The model behind an analysis of factors: runs as arrays, terms as columns, and how many terms the runs can carry.
+"""The linear model of an analysis of variance: runs as arrays, terms as columns, and which terms the runs can estimate.
 
 Contrasts add up to zero over the levels of a factor, so a column of an interaction is a product of the factors'
-columns, and the intercept is the mean with all levels weighed alike.
+columns, and the intercept is the mean with equal weight for all levels.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ NOTHING = 1e-10
 
 @dataclass(frozen=True)
 class Data:
-    """The runs that count, as arrays; `notes` tells of those that do not."""
+    """The runs that are analysed, as arrays; `notes` lists those left out."""
 
     cells: list[str]
     seeds: list[int]
     values: Matrix
     ratio: bool
     levels: dict[str, list[str]]
-    """Each factor's levels in order; those with one are left out."""
+    """Each factor's levels in order; factors with one level are left out."""
     at: dict[str, list[int]]
-    """Each factor's level in each run, as a place in `levels`."""
+    """Each factor's level in each run, as an index into `levels`."""
     numbers: dict[str, list[float]]
-    """The levels as numbers, for factors of which all are."""
+    """The levels as numbers, for factors whose levels are all numbers."""
     missing: int
-    """How many runs it would take for every cell to have every seed."""
+    """How many runs are missing for every cell to have every seed."""
     notes: tuple[str, ...]
     averaged: bool = False
-    """Whether each cell stands here once, by its mean over seeds."""
+    """Whether each cell appears once, as its mean over seeds."""
 
 
 def read(
@@ -59,7 +59,7 @@ def read(
     factors: Mapping[str, Sequence[Any]] | None,
     maximize: bool | None = None,
 ) -> Data | None:
-    """The finished runs that have levels and the number; None where two cells or two levels are not there."""
+    """The finished runs that have levels and the response; None if they have fewer than two cells or levels."""
     done = [row for row in finished(rows) if row.get("levels")]
     names = list(dict.fromkeys([*(factors or {}), *(name for row in done for name in row["levels"])]))
     whole = [row for row in done if all(name in row["levels"] for name in names)]
@@ -111,44 +111,44 @@ def _as_numbers(raw: Sequence[Any], levels: Sequence[str]) -> list[float]:
 
 
 def is_exact(data: Data) -> bool:
-    """Whether cells and seeds together leave no residual although runs could show one."""
+    """Whether cells and seeds together explain every value, although there are runs enough to show a residual."""
     combos = [tuple(data.at[name][i] for name in data.levels) for i in range(len(data.seeds))]
     places = {combo: k for k, combo in enumerate(dict.fromkeys(combos))}
     columns = [ones(data), _sum_columns([places[combo] for combo in combos], len(places)), _block(data)]
     design = np.hstack(columns)
-    # Not `ols`, which warns where each run has a seed of its own and columns are sums of others.
+    # Not `ols`, which warns about collinear columns where each run has its own seed.
     weights, _, rank, _ = np.linalg.lstsq(design, data.values, rcond=None)
     return bool(rank < len(design) and np.abs(data.values - design @ weights).max() <= rounding(data.values))
 
 
 def rounding(values: Matrix) -> float:
-    """Below this a residual is none."""
+    """The size below which a residual is rounding."""
     return NOTHING * float(np.abs(values).max() + np.ptp(values))
 
 
 class Model:
-    """Which terms are in, as columns of the design."""
+    """The terms of the model, as columns of the design matrix."""
 
     def __init__(self, data: Data) -> None:
         self.data = data
         self.notes = list(data.notes)
         self.block: Matrix | None = _block(data) if len(set(data.seeds)) > 1 else None
         self.columns = {name: _sum_columns(data.at[name], len(data.levels[name])) for name in data.levels}
-        """Of each factor."""
+        """By factor."""
         self.terms: dict[Effect, Matrix] = {}
         self.aliases: dict[Effect, list[str]] = {}
         self.lines: list[str] = []
-        """Factors that a straight line stands for."""
+        """Factors modelled as a straight line over their levels."""
 
     def design(self, more: Mapping[Effect, Matrix] | None = None) -> Matrix:
-        """All columns: one of ones, the blocks, the terms, and more terms to try."""
+        """All columns: the intercept, the blocks, the terms, and `more` terms to try."""
         block = [] if self.block is None else [self.block]
         return np.hstack([ones(self.data), *block, *self.terms.values(), *(more or {}).values()])
 
     def admit(self, some: Effect, columns: Matrix, *, partly: bool = False) -> None:
-        """Take a term in, unless it is one with what is there already; then say so.
+        """Add a term, unless it is confounded with terms of the model; then add an alias or a note.
 
-        `partly`: of a term that empty combinations leave incomplete, what there is.
+        `partly`: where empty combinations leave a term incomplete, add the columns that can be estimated.
         """
         before = self.design()
         rank = int(np.linalg.matrix_rank(np.hstack([before, columns])))
@@ -172,14 +172,14 @@ class Model:
         return len(set(self.data.cells)) < len(self.data.cells)
 
     def effects(self, sizes: Sequence[int]) -> dict[Effect, Matrix]:
-        """The interactions of so many factors each, of those that are in."""
+        """The interactions of `sizes` factors each, among the factors of the model."""
         names = [some[0] for some in self.terms if len(some) == 1]
         chosen: list[Effect] = [some for size in sizes for some in combinations(names, size)]
         return {some: product_of([self.columns[name] for name in some]) for some in chosen}
 
 
 def choose(data: Data, exact: bool) -> Model:
-    """The largest model that the runs can carry: all interactions, else pairs, else factors alone."""
+    """The largest model that the runs can estimate: all interactions, else pairs, else factors alone."""
     model = Model(data)
     _make_room(model)
     for name in data.levels:
@@ -192,31 +192,31 @@ def choose(data: Data, exact: bool) -> Model:
         model.terms |= every
         return model
     if model.repeated and not model.lines:
-        # Seeds say what chance does, so all that cells show beyond it must be in the model, not in the residual.
+        # Seeds measure chance, so every other difference between cells must be in the model, not in the residual.
         fuller = copy.deepcopy(model)
         for some, columns in every.items():
             if len(some) == 2 or _new_in(fuller.design(), columns).size:
                 fuller.admit(some, columns, partly=True)
         if fuller.design().shape[1] + spare <= len(whole):
             return fuller
-    # All pairs that can be told apart, or none: which of them to leave out would be a choice made after the fact.
+    # All pairs that can be told apart, or none: choosing which to leave out after seeing results would bias the tests.
     pairs, wider = model.effects([2]), copy.deepcopy(model)
     for some, columns in pairs.items():
         wider.admit(some, columns)
     if wider.design().shape[1] + spare <= len(whole):
         if count > 2:
-            wider.notes.append("Interactions of three or more factors are not in the model, but in the residual.")
+            wider.notes.append("Interactions of three or more factors are in the residual, not in the model.")
         return wider
     model.aliases = {some: same for some, same in wider.aliases.items() if some in model.terms}
     model.notes.append(
-        "There are too few runs to test interactions: they are in the residual, and a test of a factor takes them for "
+        "There are too few runs to test interactions: they are in the residual, and the tests of factors count them as "
         "chance."
     )
     return model
 
 
 def _make_room(model: Model) -> None:
-    """Where factors and blocks are too much for the runs: numbers as straight lines, then no blocks."""
+    """Where the runs cannot estimate all factors and blocks: model numbers as straight lines, then drop the blocks."""
     data = model.data
     mains: dict[Effect, Matrix] = {(name,): columns for name, columns in model.columns.items()}
     if _told_apart(model.design(mains)):
@@ -227,19 +227,19 @@ def _make_room(model: Model) -> None:
         model.columns |= {name: _line(data, name) for name in lines}
         mains |= {(name,): model.columns[name] for name in lines}
         model.notes.append(
-            f"{', '.join(lines)}: too many levels for these cells, so a straight line through them stands for all."
+            f"{', '.join(lines)}: too many levels for these cells, so a straight line is fitted through them."
         )
     block, model.block = model.block, None
     if block is not None and _told_apart(model.design(mains)):
         whole = np.hstack([model.design(mains), block])
         if not _told_apart(whole):
-            model.notes.append("Seeds and cells cannot be told apart here, so seeds are no blocks.")
+            model.notes.append("Seeds and cells cannot be told apart here, so seeds are not blocks.")
             return
     model.block = block
 
 
 def _new_in(before: Matrix, columns: Matrix) -> Matrix:
-    """Those of the columns that are no sums of what is there already."""
+    """The columns that are linearly independent of `before` and of each other."""
     kept = before
     for column in columns.T:
         wider = np.hstack([kept, column.reshape(-1, 1)])
@@ -249,7 +249,7 @@ def _new_in(before: Matrix, columns: Matrix) -> Matrix:
 
 
 def averaged(data: Data) -> Data:
-    """Each cell once, by its mean over the seeds that all cells have (or over its own, where they share none)."""
+    """Each cell once, as its mean over the seeds that all cells share (over its own seeds, if they share none)."""
     by_cell = {cell: {s for c, s in zip(data.cells, data.seeds, strict=True) if c == cell} for cell in data.cells}
     shared = set.intersection(*by_cell.values())
     first = {cell: data.cells.index(cell) for cell in by_cell}
@@ -258,7 +258,7 @@ def averaged(data: Data) -> Data:
         runs_of = [k for k, c in enumerate(data.cells) if c == cell and (not shared or data.seeds[k] in shared)]
         values.append(float(data.values[runs_of].mean()))
     note = (
-        f"Cells differ by more than lines can say, so each counts once, by its mean over {len(shared) or 'its'} seeds."
+        f"Straight lines do not explain all cells, so each counts once, as its mean over {len(shared) or 'its'} seeds."
     )
     return Data(
         list(first),
@@ -284,15 +284,15 @@ def _block(data: Data) -> Matrix:
 
 
 def _sum_columns(at: Sequence[int], levels: int) -> Matrix:
-    """Contrasts that add up to zero over the levels: the last level is minus all others."""
+    """Sum-to-zero contrasts: the last level is minus the sum of all others."""
     table = np.vstack([np.eye(levels - 1), -np.ones((1, levels - 1))])
     return np.asarray(table[list(at)])
 
 
 def _line(data: Data, name: str) -> Matrix:
-    """A factor as one number, centred over its levels; its range is 1.
+    """A factor as one number, centred over its levels, with range 1.
 
-    By its logarithm, where that is the scale on which levels are spread evenly.
+    Uses the logarithm where that spreads the levels more evenly.
     """
     levels = np.array(data.numbers[name])
     if levels.min() > 0 and _leaning(np.log(levels)) < _leaning(levels):
@@ -301,7 +301,7 @@ def _line(data: Data, name: str) -> Matrix:
 
 
 def _leaning(levels: Matrix) -> float:
-    """How far the median lies from the middle of the range, in parts of it."""
+    """How far the median lies from the middle of the range, as a share of the range."""
     middle = (float(levels.min()) + float(levels.max())) / 2
     return abs(float(np.median(levels)) - middle) / float(np.ptp(levels))
 
@@ -315,7 +315,7 @@ def product_of(parts: Sequence[Matrix]) -> Matrix:
 
 
 def _told_apart(design: Matrix) -> bool:
-    """Whether no column is a sum of others."""
+    """Whether all columns are linearly independent."""
     return bool(design.shape[1] <= len(design) and np.linalg.matrix_rank(design) == design.shape[1])
 
 
@@ -325,7 +325,7 @@ def _within(columns: Matrix, others: Matrix) -> bool:
 
 
 def orthogonal(parts: Sequence[Matrix]) -> bool:
-    """Whether no part of a design says anything about another."""
+    """Whether the parts of a design are orthogonal to each other."""
     return all(float(np.abs(a.T @ b).max()) < 1e-9 * len(a) for a, b in combinations(parts, 2))
 
 

@@ -1,10 +1,10 @@
-"""Forms of how long data-parallel training takes, to be fitted by `regress`.
+"""Models of how long data-parallel training takes, which `regress` fits.
 
-    linear       a number for each factor
-    quadratic    squares and products besides
+    linear       a slope for each factor
+    quadratic    also squares and products
     power        the quadratic model of logarithms: products of powers
-    physical     what has a reason to take time: samples, passes, updates, bytes on the link, messages; none below zero
-    overlapped   the same, where an exchange hides behind the backward pass and only what sticks out takes time
+    physical     one term per cause: samples, passes, updates, bytes on the link, messages; no coefficient below zero
+    overlapped   the same, but an exchange overlaps the backward pass and only its exposed part takes time
 
 The ring's part (bytes, messages) follows Thakur, Rabenseifner and Gropp, 2005, "Optimization of Collective
 Communication Operations in MPICH". Not known here: what else ran on the machines.
@@ -25,9 +25,9 @@ from podium.lab.stats.regress import Array, Columns, Model, Term
 def training_numbers(
     *, kind: str, parameters: int, batch: float, nodes: float, every: float, mbit: float, latency_s: float, samples: int
 ) -> dict[str, float]:
-    """What is known of training over these samples before it starts, under the names that the models use.
+    """The inputs of the models for one training run, all known before it starts.
 
-    `batch` is a node's, `every` the batches of each node between two exchanges, `kind` the name of the trained model.
+    `batch` is per node, `every` the batches of each node between two exchanges, `kind` the name of the trained model.
     """
     passes = samples / (nodes * batch)
     return {
@@ -51,7 +51,7 @@ def linear(factors: Sequence[str]) -> Model:
 
 
 def quadratic(factors: Sequence[str]) -> Model:
-    """Squares and products besides; a square of a factor with two levels is aliased and left out when fitted."""
+    """Also squares and products; the square of a factor with two levels is aliased, and the fit leaves it out."""
     return Model(name="quadratic", terms=_products(factors))
 
 
@@ -61,7 +61,7 @@ def power(factors: Sequence[str]) -> Model:
 
 
 def physical(kinds: Sequence[str]) -> Model:
-    """Terms with a reason, for models of these kinds, which compute at their own speeds.
+    """One term per cause of time; each kind of model computes at its own speed.
 
     Uses the numbers `is KIND` (1 or 0), `samples`, `passes` and `exchanges` (each of one node), `nodes`, `bytes` (of
     gradients), `bytes_per_s` and `latency_s`. An exchange takes 2 (N - 1) / N * bytes / rate, so that its coefficient
@@ -77,9 +77,9 @@ def physical(kinds: Sequence[str]) -> Model:
 def overlapped(kinds: Sequence[str]) -> Model:
     """The physical model where an exchange of C seconds costs max(last * C, C - hidden * P) of them.
 
-    P is one pass; buckets travel while the backward pass still runs, all but the last one. `hidden` is how much of a
-    pass an exchange can hide behind, `last` the part of the exchange that cannot begin before the pass ends; both
-    depend on a model's buckets.
+    P is the seconds of one pass; all buckets but the last are sent while the backward pass still runs. `hidden` is the
+    part of a pass that an exchange can overlap, `last` the part of the exchange that cannot begin before the pass ends;
+    both depend on a model's buckets.
     """
     terms = {**_own(kinds), "exchange": physical(kinds).terms["exchange"]}
     more = {f"{what} of {kind}": start for what, start in (("hidden", 0.6), ("last", 0.1)) for kind in kinds}
@@ -100,7 +100,7 @@ def overlapped(kinds: Sequence[str]) -> Model:
 
 
 def wire_s(x: Any) -> Any:
-    """Seconds that a ring needs for the gradients once, at the link's full rate; of one run, or of columns of them."""
+    """Seconds of one ring all-reduce of the gradients at the link's full rate; for one run, or for columns of runs."""
     return 2 * (x["nodes"] - 1) / x["nodes"] * x["bytes"] / x["bytes_per_s"]
 
 
@@ -115,7 +115,7 @@ def _own(kinds: Sequence[str]) -> dict[str, Term]:
 
 
 def _products(factors: Sequence[str], *, squares: bool = True, log: bool = False) -> dict[str, Term]:
-    """A constant, each factor, and where asked for their squares and products; or those of their logarithms."""
+    """A constant, each factor, with `squares` their squares and products; with `log`, of the factors' logarithms."""
     chosen: list[tuple[str, ...]] = [(), *((name,) for name in factors)]
     if squares:
         chosen += [(name, name) for name in factors] + list(itertools.combinations(factors, 2))

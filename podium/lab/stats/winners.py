@@ -1,4 +1,4 @@
-"""Which level of the first factor comes first in each setting: what a study of several factors is asked most."""
+"""The best level of the first factor in each setting: the most common question to a study of several factors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from podium.records.metrics import lower_is_better
 
 @dataclass(frozen=True)
 class Winner:
-    """The best of one setting, and whether it can be told from the others."""
+    """The best level in one setting, and the levels tied with it."""
 
     setting: str
     cell: str
@@ -21,12 +21,12 @@ class Winner:
     value: Mean
     measure: str
     of: int
-    """How many had a value to compare."""
+    """How many levels had a value to compare."""
     level_with: tuple[str, ...]
-    """Levels from which it cannot be told apart."""
+    """Levels tied with it: no difference was detected."""
     runner_up: str = ""
     ratio: float | None = None
-    """The second's mean over the best's."""
+    """The runner-up's mean over the best's."""
 
 
 def winners(
@@ -38,7 +38,7 @@ def winners(
     *,
     maximize: bool | None = None,
 ) -> list[Winner]:
-    """For each setting the best by a measure: `seconds to target`, `seconds` or `final METRIC`."""
+    """The best level of each setting. `measure` is `seconds to target`, `seconds` or `final METRIC`."""
     lines = {line.cell: line for line in table}
     found = []
     for setting, some in by_setting(crossed(rows)).items():
@@ -51,7 +51,7 @@ def winners(
         best = order[0]
         pairs = [c for c in contrasts if c.measure == measure and c.setting == setting and best in (c.first, c.second)]
         apart = {c.second if c.first == best else c.first for c in pairs if c.distinct}
-        alike = [cell for cell in order[1:] if cell not in apart]  # untested ones, too
+        alike = [cell for cell in order[1:] if cell not in apart]  # untested levels, too
         found.append(
             Winner(
                 setting,
@@ -69,7 +69,7 @@ def winners(
 
 
 def tell(found: Sequence[Winner], claim: str, settings: int) -> str:
-    """`claim`: who comes first where beyond doubt, where nobody does, and in how many settings there is no saying."""
+    """A sentence: in which settings each level wins, in which the best is tied, how many cannot be compared."""
     if not found:
         return f"{claim}: no setting has two to compare."
     ranked: dict[str, list[str]] = {}
@@ -87,7 +87,7 @@ def tell(found: Sequence[Winner], claim: str, settings: int) -> str:
 
 
 def _where(settings: Sequence[str], total: int) -> str:
-    """In how many settings, and in which while they are few."""
+    """The number of settings, with their names if there are at most three."""
     if len(settings) == total:
         one = f"in the one setting that has two to compare ({settings[0]})"
         return one if total == 1 else "in both settings" if total == 2 else f"in all {total} settings"

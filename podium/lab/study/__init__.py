@@ -1,1 +1,1 @@
-"""Studies: what is asked, which runs that takes, and their results on disk."""
+"""Studies: specifications, their runs, and the results on disk."""

@@ -1,4 +1,4 @@
-"""`python -m podium.lab.study PARENT`: runs of a study, in a process of their own. Reads their folders, a line each."""
+"""`python -m podium.lab.study PARENT`: a process for runs of a study. Reads their folders from stdin, one per line."""
 
 from __future__ import annotations
 

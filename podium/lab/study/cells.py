@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def planned(study: Study) -> Study:
-    """The study with its cells, and with all levels in the spelling that cells have them in."""
+    """The study with its cells, and with all levels in the cells' spelling."""
     factors = {name: _levels(name, given) for name, given in study.factors.items()}
     combinations, plan = _combinations(study, factors)
     where = [replace(rule, levels=_known(study, rule.levels, factors, "where")) for rule in study.where]
@@ -46,7 +46,7 @@ def planned(study: Study) -> Study:
 
 
 def _fewer(cells: Sequence[Cell], where: Sequence[Where]) -> dict[str, int]:
-    """Seeds of the cells that rules give fewer; of two rules the later one holds."""
+    """The number of seeds of cells for which a rule sets one; a later rule wins."""
     return {cell.cell: rule.seeds for rule in where for cell in cells if rule.seeds and rule.holds(dict(cell.levels))}
 
 
@@ -55,7 +55,7 @@ def _combinations(study: Study, factors: Mapping[str, Factor]) -> tuple[Sequence
         if study.points is None:
             raise ConfigError(f"study {study.name}: a Latin hypercube needs points, the number of its cells")
         return latin_hypercube(factors, study.points, study.order_seed), Plan()
-    # `full` refuses a range, with the reason.
+    # `full` refuses a range with an explanation.
     listed: Any = factors
     if study.kind == "full":
         return full(listed), Plan()
@@ -64,13 +64,13 @@ def _combinations(study: Study, factors: Mapping[str, Factor]) -> tuple[Sequence
 
 
 def _known(study: Study, levels: Mapping[str, Any], factors: Mapping[str, Factor], what: str) -> dict[str, Any]:
-    """Levels in the spelling that cells have them in; one that no cell can have is a slip, and is refused."""
+    """Levels in the cells' spelling; raises `UnknownName` for a level that no cell can have."""
     found: dict[str, Any] = {}
     for name, wanted in levels.items():
         factor = factors[name]
         some = [label(str(level)) if name == "strategy" else level for level in as_list(wanted)]
         for level in some:
-            # A size may have fewer levels than the rules of its file know.
+            # A size may have fewer levels than the rules of its file name.
             if not isinstance(factor, Range) and level not in factor and not study.size:
                 raise UnknownName(f"level of {name} in {what} of study {study.name}:", str(level), map(str, factor))
         found[name] = some
@@ -78,7 +78,7 @@ def _known(study: Study, levels: Mapping[str, Any], factors: Mapping[str, Factor
 
 
 def _baseline(study: Study, factors: Mapping[str, Factor], chosen: Sequence[Levels]) -> dict[str, Level]:
-    """The baseline's levels, once it is sure that one cell has them."""
+    """The baseline's levels; raises unless exactly one cell has them."""
     known = _known(study, study.baseline, factors, "baseline")
     cells = [at for at in chosen if all(at[name] in some for name, some in known.items())]
     if study.baseline and len(cells) != 1:
@@ -95,7 +95,7 @@ def _against(study: Study, table: Against, factors: Mapping[str, Factor]) -> Aga
 
 
 def _settings(study: Study, at: Levels, where: Sequence[Where]) -> dict[str, Any]:
-    """What a cell sets: its levels, then the rules that hold there, then what follows from the levels."""
+    """A cell's settings: from its levels, then from `where` rules, then from `derive`; later ones win."""
     settings: dict[str, Any] = {}
     for name, level in at.items():
         factor: Any = study.factors[name]
@@ -113,7 +113,7 @@ def _settings(study: Study, at: Levels, where: Sequence[Where]) -> dict[str, Any
 
 
 def _beside(file: str | Path, name: str) -> str:
-    """A cluster file, or a task's, beside the study's own, named from here: results hold nobody's folders."""
+    """A cluster or task file beside the study's, relative to the working folder: results contain no absolute paths."""
     path, colon, function = name.partition(".py:")
     path += ".py" * bool(colon)
     folder = Path(file).parent
@@ -142,7 +142,7 @@ def _levels(name: str, given: FactorGiven) -> Factor:
 
 
 def _named_by_rules(study: Study, where: Sequence[Where], chosen: Sequence[Levels]) -> list[str]:
-    """What each cell is called: by a rule that names it, else by its levels."""
+    """Each cell's name: from a rule that names it, else from its levels."""
     names = _names(chosen)
     for rule in where:
         found = [place for place, at in enumerate(chosen) if rule.name and rule.holds(at)]
@@ -154,7 +154,7 @@ def _named_by_rules(study: Study, where: Sequence[Where], chosen: Sequence[Level
 
 
 def _names(combinations: Sequence[Levels]) -> list[str]:
-    """What each cell is called: texts as they are, numbers with their factor, unless that would be ambiguous."""
+    """Each cell's name: texts alone, numbers with their factor; all with their factor if that would be ambiguous."""
 
     def name_of(at: Levels, plain: bool) -> str:
         if len(at) == 1 and isinstance(next(iter(at.values())), str):

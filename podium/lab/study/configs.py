@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def config_of(study: Study, name: str, seed: int) -> RunConfig:
-    """The configuration of one run. Solo is one worker by nature, whatever the others get."""
+    """The configuration of one run. A strategy's `max_workers` (1 for solo) caps the study's workers."""
     from podium.strategies import find_strategy, make_strategy  # imports torch
 
     values = {**study.settings, **study.at(name).settings}
@@ -41,7 +41,7 @@ def config_of(study: Study, name: str, seed: int) -> RunConfig:
 
 
 def nodes_of(config: RunConfig) -> int:
-    """Machines that a run takes: its workers, and servers that have no worker beside them."""
+    """The number of machines of a run: its workers, and servers that are not colocated with workers."""
     from podium.strategies import make_strategy
 
     strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
@@ -49,7 +49,7 @@ def nodes_of(config: RunConfig) -> int:
 
 
 def checked(study: Study) -> Study:
-    """The study, once every run's configuration has been checked and every worker has as many threads as any other."""
+    """Check every run's configuration; returns the study with equal threads for all workers."""
     if len(set(study.names)) != len(study.names):
         twice = sorted({name for name in study.names if study.names.count(name) > 1})
         raise ConfigError(f"compare: cells must differ from each other, got {', '.join(twice)} more than once")
@@ -65,7 +65,7 @@ def checked(study: Study) -> Study:
 
 
 def _with_common(plan: Plan, configs: Sequence[RunConfig]) -> Plan:
-    """The plan with what all runs have in common."""
+    """The plan with the settings that all runs have in common."""
     names = [cell.cell for cell in plan.cells]
     return replace(
         plan,
@@ -80,7 +80,7 @@ def _with_common(plan: Plan, configs: Sequence[RunConfig]) -> Plan:
 def _check_metrics(study: Study, configs: Sequence[RunConfig]) -> None:
     """Refuse responses that no run can have, and tasks that are judged by different metrics.
 
-    Tasks are built only where the answer depends on them. A task that cannot be built here fails when it is run.
+    Tasks are built only if the checks need them. A task that cannot be built here fails when it is run.
     """
     if study.own_task:
         return
@@ -114,21 +114,21 @@ def _check_metrics(study: Study, configs: Sequence[RunConfig]) -> None:
 
 
 def _metrics(config: RunConfig) -> list[str] | None:
-    """The names of a task's metrics; None where it cannot be made here."""
+    """The names of a task's metrics; None if the task cannot be built here."""
     from podium.task import load_task  # imports torch
 
     try:
         return list(load_task(config.task, config.task_options, config.data_dir).metrics)
-    except (Exception, SystemExit):  # the user's own code may raise anything; runs will say what
+    except (Exception, SystemExit):  # the user's code may raise anything; its runs will report it
         return None
 
 
 def _with_equal_threads(study: Study) -> Study:
-    """Give every worker the same number of threads, whichever strategy it runs under, unless the caller chose.
+    """Give every worker the same number of threads under every strategy, unless the caller chose one.
 
-    Left to itself a run divides the cores by its ranks, so that solo's one worker would get more of them than the
-    others' workers. The comparison would then be of threads too: on a small model and busy cores we saw two threads
-    take 37 times as long as one.
+    By default a run divides the cores by its ranks, so solo's one worker would get more than the workers of other
+    strategies, and the comparison would also be one of threads: on a small model and busy cores two threads took 37
+    times as long as one.
     """
     configs = [study.config(name, 0) for name in study.names]
     if {config.launcher for config in configs} != {"local"} or any(config.threads is not None for config in configs):
@@ -138,12 +138,12 @@ def _with_equal_threads(study: Study) -> Study:
 
 
 def _digest(path: str | None) -> str | None:
-    """A checksum of what a file says; None where there is none."""
+    """A checksum of a file; None if there is none."""
     if path is None or not Path(path).is_file():
         return None
     return f"{zlib.crc32(Path(path).read_bytes()):08x}"
 
 
 def _only(values: set[Any]) -> Any:
-    """What all runs have in common; None where they differ, or where there is none."""
+    """The one value that all runs share; None if they differ or there is none."""
     return values.pop() if len(values) == 1 else None

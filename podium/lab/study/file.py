@@ -1,11 +1,11 @@
-"""Study files: TOML for what a table can say, Python for the rest.
+"""Study files: TOML, or Python where tables are not enough.
 
     [study]
     name = "links"
     question = "Which strategy wins on which link?"
     replications = 5            # or { least = 3, most = 10, half_width = 0.05, response = "seconds" }
 
-    [settings]                  # of all runs, in the words of --set
+    [settings]                  # of all runs, as for --set
     task = "digits-mlp"
     launcher = "virtual"
 
@@ -18,7 +18,7 @@
     levels = { strategy = "solo" }
     settings = { workers = 1 }
 
-    [sizes.small.factors]       # what `--size small` has instead
+    [sizes.small.factors]       # overrides for `--size small`
     workers = [2]
 
 A Python file has a function `study(size)` that returns a `podium.Study`, or a Study named `STUDY`.
@@ -52,16 +52,16 @@ _HEAD = (
 )  # fmt: skip
 """Fields of a Study that `[study]` sets."""
 _SHAPE = ("kind", "generators", "points")
-"""Those that `[design]` sets."""
+"""Fields of a Study that `[design]` sets."""
 
 
 def is_study_file(text: str) -> bool:
-    """Whether a name is that of a study file, not of a task (`file.py:function` has a colon)."""
+    """Whether a text names a study file, not a task (`file.py:function` has a colon)."""
     return text.endswith(SUFFIXES)
 
 
 def read_study(path: str | Path, size: str | None = None) -> Study:
-    """The study in a file; `size` is one of those that it knows (without one, the study as it stands)."""
+    """The study in a file; `size` is one of the file's `[sizes]`, None the study without overrides."""
     place = Path(path)
     if not place.is_file():
         raise ConfigError(f"{place}: no such study file")
@@ -105,7 +105,7 @@ def _from_toml(path: Path, size: str | None) -> Study:
 def _study(table: Mapping[str, Any], path: Path) -> Study:
     given = {"name": path.stem, **table.get("study", {})}
     if isinstance(given.get("notes"), str):
-        given["notes"] = [given["notes"]]  # its commas are no borders
+        given["notes"] = [given["notes"]]  # a note may contain commas
     return Study(
         **_fields(given, _HEAD, "study"),
         **_fields(table.get("design", {}), _SHAPE, "design"),
@@ -119,7 +119,7 @@ def _study(table: Mapping[str, Any], path: Path) -> Study:
 
 
 def _fields(table: Mapping[str, Any], names: tuple[str, ...], who: str) -> dict[str, Any]:
-    """Fields of a Study from a table of the file, each as the Study's own annotation has it."""
+    """Fields of a Study from a table of the file, converted to the types of the Study's annotations."""
     hints, found = typing.get_type_hints(Study), {}
     for name, value in table.items():
         field = name.replace("-", "_")
@@ -138,7 +138,7 @@ def _replications(asked: Any) -> int | Replications:
 
 
 _OWN: Mapping[str, Callable[[Any], Any]] = {"replications": _replications, "kind": str, "runs": str}
-"""Fields that the Study itself says more about than their annotation."""
+"""Fields with their own conversion; the Study checks them."""
 
 
 def _factor(name: str, given: Any) -> Any:
@@ -154,7 +154,7 @@ def _where(rule: Mapping[str, Any]) -> Where:
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two tables as one; what stands above wins, key by key. Factors and lists are taken whole."""
+    """Merge two tables; `above` wins, key by key. Each factor and each list is replaced as a whole."""
     merged = dict(below)
     for table, value in above.items():
         merged[table] = {**below.get(table, {}), **value} if isinstance(value, Mapping) else value
@@ -162,7 +162,7 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_tables(table: Any, known: tuple[str, ...], path: Path, what: str) -> None:
-    """Refuse tables that no study has, and what is no table where one should be."""
+    """Refuse unknown tables, and values where a table is needed."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{path}: {what} must be a table, got {table!r}")
     for name, value in table.items():

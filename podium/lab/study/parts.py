@@ -1,4 +1,4 @@
-"""What a study's specification is made of: rules for some cells, replications, a stopping rule, cells, the machine."""
+"""The parts of a study's specification: rules for some cells, replications, a stopping rule, cells, the machine."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from podium.records.manifest import git_commit, hardware, versions
 
 Settings = Mapping[str, Any]
 FromRecords = Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], Mapping[str, Any]]
-"""From the row of a finished run and its records to what the row gets besides."""
+"""(row of a finished run, its records) to further fields of the row."""
 
 ORDER_SEED = 20_240_501
-"""Fixes the order of runs; any number would do, as long as it stays the same."""
+"""The default seed for the order of runs; any constant will do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Settings of the cells with these levels, over all others; or those cells are left out."""
+    """Settings for the cells with these levels, which override all others; or leaves those cells out."""
 
     levels: Mapping[str, Level | Sequence[Level]]
     settings: Settings = field(default_factory=dict)
     leave_out: bool = False
     seeds: int | None = None
-    """How many of the study's seeds they are run with; None is all of them."""
+    """How many of the study's seeds these cells run with; None is all of them."""
     name: str = ""
-    """What the one cell with these levels is called, where they do not say it well."""
+    """A name for the one cell with these levels, instead of one made from its levels."""
 
     def holds(self, at: Levels) -> bool:
         return all(at[name] in as_list(wanted) for name, wanted in self.levels.items())
@@ -40,52 +40,52 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class Against:
-    """A table of the report: cells beside those with these levels, seed by seed, all other levels being equal."""
+    """A table of the report: cells compared seed by seed with the reference cells that differ only in these levels."""
 
     levels: Mapping[str, Level]
     """Of the reference: `{"codec": "dense"}`."""
     only: Mapping[str, Level | Sequence[Level]] = field(default_factory=dict)
-    """Levels of the cells that are compared; all of them where it is empty."""
+    """Levels of the compared cells; empty means all cells."""
     responses: Sequence[str] = ()
-    """What is compared; the metric, seconds and the study's responses where it is empty."""
+    """What is compared; empty means the metric, seconds and the study's responses."""
     margin: float | None = None
-    """How much worse than the reference the metric may be to be called within it."""
+    """How much worse than the reference the metric may be to count as `within`."""
     title: str = ""
 
     def chooses(self, at: Mapping[str, Any]) -> bool:
-        """Whether a cell with these levels is one of those that are compared."""
+        """Whether a cell with these levels is compared."""
         return all(at[name] in as_list(wanted) for name, wanted in self.only.items())
 
 
 def as_list(wanted: Level | Sequence[Level]) -> Sequence[Level]:
-    """One level, or several, as several."""
+    """One level becomes a sequence of one."""
     return wanted if isinstance(wanted, list | tuple) else (wanted,)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of levels, and its settings (over the study's own)."""
+    """One combination of levels, and its settings, which override the study's."""
 
     cell: str
-    """Its name, by which its rows are found."""
+    """Its name, which its rows carry."""
     levels: Mapping[str, Level]
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replications:
-    """How often each cell is run: `least` seeds, then more until its mean is known well enough, `most` at most.
+    """How often each cell is run: `least` seeds, then more until its mean is precise enough, `most` at most.
 
-    Precision, not significance, decides: a rule that stops at the first small p finds differences that are not there.
+    Precision, not significance, decides: a rule that stops at the first small p finds differences that do not exist.
     """
 
     least: int = 3
     most: int = 3
     half_width: float | None = None
-    """Add seeds until every cell's 95 % interval of `response` reaches no further than this share of its mean."""
+    """Add seeds until half of every cell's 95 % interval of `response` is at most this share of its mean."""
     response: str = "seconds"
     listed: tuple[int, ...] = ()
-    """The seeds themselves, where they are not 0, 1, 2 …"""
+    """The seeds, if they are not 0, 1, 2 …"""
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -101,16 +101,16 @@ class Replications:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """All seeds that may come."""
+        """All seeds that may be run."""
         return self.listed or tuple(range(self.most))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """Ends a run before its last epoch: at the first validation with one of these reached."""
+    """Ends a run early, at the first validation that has reached one of these."""
 
     seconds: float | None = None
-    """Of training, on the run's own clock."""
+    """Of training, on the run's clock."""
     target: bool = False
     """Whether the study's target ends a run."""
 
@@ -120,31 +120,31 @@ class Stop:
 
 
 NO_STOP = Stop()
-"""Runs go to the end of their epochs or steps."""
+"""Runs train all their epochs or steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What follows from a specification: its cells, and what all their runs have in common."""
+    """What follows from a specification: its cells, and the settings that all runs have in common."""
 
     cells: tuple[Cell, ...] = ()
     fewer: Mapping[str, int] = field(default_factory=dict)
-    """Cells that are not run with all seeds, and with how many."""
+    """Cells that are not run with all seeds, and their number of seeds."""
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Of a fraction: effects that cannot be told apart."""
     resolution: int | None = None
     task: str | None = None
-    """None where runs differ in it, as below."""
+    """None if runs differ in it; so are `workers` and `launcher`."""
     workers: int | None = None
     launcher: str | None = None
     same_batch: bool = False
     clusters: Mapping[str, str | None] = field(default_factory=dict)
-    """By cell: a checksum of what its cluster file says."""
+    """By cell: a checksum of its cluster file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where a study was begun, for the reader who wants to repeat it."""
+    """The machine and versions with which a study began, for repeating it."""
 
     versions: Mapping[str, str] = field(default_factory=lambda: {"podium": "?"})
     hardware: Mapping[str, Any] = field(default_factory=dict)
@@ -161,7 +161,7 @@ def this_machine() -> Machine:
 
 
 def label(strategy: str) -> str:
-    """A strategy's text in one spelling, so that the same one is recognised again."""
+    """A strategy's text in canonical spelling, so that equal strategies are recognised."""
     name, options = parse_strategy(strategy)
     if not name:
         raise ConfigError(f"compare: a strategy needs a name, got {strategy!r}")
@@ -169,7 +169,7 @@ def label(strategy: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as `--set` takes it."""
+    """A value in the syntax of `--set`."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""How to run a study again, in the words of the command line and of Python."""
+"""How to run a study again, as a command and in Python."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def python_call(study: Study) -> str:
     options = {"strategies": _strategies(study), "seeds": seeds, **_settings(study), "target": study.target}
     options["maximize"] = study.maximize
     arguments = "".join(f"    {name}={value!r},\n" for name, value in options.items() if value is not None)
-    # A Task that was handed over lives in the caller's program; its name alone does not bring it back.
+    # A Task object exists only in the caller's program; its name alone cannot restore it.
     task = f"task,  # the Task object named {study.name}" if study.own_task else f"{study.name!r},"
     return f"import podium\n\npodium.compare(\n    {task}\n{arguments})"
 
 
 def command(study: Study) -> str | None:
-    """The same as one command; None for what only Python can say (a Task object, chosen seeds)."""
+    """The study as one command; None if it takes Python (a Task object, chosen seeds)."""
     if study.file:
         changes = study.changes
         words = ["podium", "compare", str(study.file), *(["--size", study.size] if study.size else [])]

@@ -1,4 +1,4 @@
-"""What a study looks at: one number of a run, by its name."""
+"""Responses of a study: one number of a run, by its name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _RATIOS = ("seconds", TO_TARGET, "node_seconds", "samples_per_s", "sent_bytes")
 _TIME_ENDINGS = ("_s", "_ms")
 
 _ADDED = ("nodes", "wall_s", "parameters", "setup_s")
-"""Numbers that a study's rows have besides a result's own."""
+"""Numbers of a study's rows that `RunResult` does not have."""
 _INSIDE = {"step_ms": ("p50", "p90"), "staleness": ("mean", "max", "count"), "audit": ("missing", "repeated")}
 _OPEN = ("balance", "codec_choice", "staleness_by")
-"""Tables of a row that may hold any name."""
+"""Tables of a row with arbitrary names."""
 
 
 def response_of(
@@ -28,11 +28,10 @@ def response_of(
     metric: str | None = None,
     maximize: bool | None = None,
 ) -> float | None:
-    """One run's number: a metric at the last validation, a field (`wait_share`), or one inside it (`step_ms.p50`).
+    """One run's number: a metric at the last validation, a field (`wait_share`), or a nested one (`step_ms.p50`).
 
-    `seconds to target` needs a target, and takes the metric that strategies are judged by unless one is named, and
-    the direction of its name unless `maximize` says.
-    None where the run does not have the number, or where it is not finite.
+    `seconds to target` needs a target. Its default metric is the one that strategies are judged by; `maximize` None
+    decides by the metric's name. Returns None if the run lacks the number or it is not finite.
     """
     if name == TO_TARGET:
         judged = metric or metric_name([dict(row)])
@@ -47,7 +46,7 @@ def response_of(
 
 
 def known_responses() -> list[str]:
-    """Names that any run may have, besides `seconds to target` and its task's metrics."""
+    """Names of numbers that any run may have, besides `seconds to target` and its task's metrics."""
     hints = get_type_hints(RunResult)
     own = [field.name for field in fields(RunResult) if hints[field.name] in (int, float)]
     inside = [f"{name}.{part}" for name, parts in _INSIDE.items() for part in parts]
@@ -66,5 +65,5 @@ def is_response(name: str, metrics: Collection[str] = ()) -> bool:
 
 
 def is_ratio(name: str) -> bool:
-    """Whether two values of this name are compared by their ratio: times, rates and bytes are, metrics are not."""
+    """Whether values of this name are compared by their ratio: times, rates and bytes are, metrics are not."""
     return name in _RATIOS or name.partition(".")[0].endswith(_TIME_ENDINGS)

@@ -1,6 +1,6 @@
-"""What result rows say: which runs count, which number is the metric, when a target was reached.
+"""Reading result rows: which runs count, which number is the metric, when a target was reached.
 
-Rows come from a file, so numbers that are not finite are text and a metric may be absent; both read as "unknown".
+Rows come from a file, so numbers that are not finite are text and a metric may be absent; both become None.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ def deciding_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def finished(rows: Iterable[Row]) -> list[Row]:
-    """The runs that count: one per cell and seed, through to the end."""
+    """The runs that count: one finished run per cell and seed."""
     return [row for row in deciding_rows(rows) if row.get("status") == "finished"]
 
 
 def cells(rows: Iterable[Row]) -> list[str]:
-    """The strategies, in order of first appearance."""
+    """The names of cells, in order of first appearance."""
     return list(dict.fromkeys(str(row["cell"]) for row in rows))
 
 
 def setting_of(row: Mapping[str, Any]) -> str:
-    """The levels of all factors but the first, as text; empty where there is one factor."""
+    """The levels of all factors but the first, as text; empty if there is one factor."""
     levels = dict(row.get("levels") or {})
     levels.pop(next(iter(levels), ""), None)
-    # With its factor's name where it could be taken for two levels, or for a number of nothing.
+    # With its factor's name where a comma would look like two levels, or a number would have no meaning.
     bare = {name: isinstance(level, str) and "," not in level for name, level in levels.items()}
     return ", ".join(str(level) if bare[name] else f"{name} {level}" for name, level in levels.items())
 
 
 def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows whose levels differ in the first factor alone; one group where there is no other."""
+    """Groups of rows that differ in the first factor alone; one group if there is no other factor."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(setting_of(row), []).append(row)
@@ -70,13 +70,13 @@ def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def first_level(row: Mapping[str, Any]) -> str:
-    """What a row is called among those of its setting: its level of the first factor."""
+    """A row's name within its setting: its level of the first factor."""
     levels = row.get("levels") or {}
     return str(next(iter(levels.values()), row["cell"]))
 
 
 def crossed(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose level of the first factor is in every setting: a baseline that stands alone would upset the table."""
+    """Rows whose level of the first factor is in several settings: leaves out a baseline that is in one only."""
     settings = by_setting(finished(rows))
     counts = Counter(level for some in settings.values() for level in {first_level(row) for row in some})
     most = max(counts.values(), default=0)
@@ -84,37 +84,36 @@ def crossed(rows: Sequence[Row]) -> list[Row]:
 
 
 def arranged(rows: Iterable[Row], strategies: Sequence[str]) -> list[Row]:
-    """Rows in the order in which strategies were asked for, not in which they happened to run."""
+    """Rows in the order of `strategies`, not in the order of the runs."""
     place = {cell: i for i, cell in enumerate(strategies)}
     return sorted(rows, key=lambda row: place.get(str(row["cell"]), len(place)))  # stable: tries stay in order
 
 
 def metric_name(rows: Iterable[Row]) -> str:
-    """What strategies are judged by: `accuracy` where there is one, else the task's first metric, else the loss."""
+    """The metric that strategies are judged by: `accuracy`, else the task's first metric, else the loss."""
     return judged_by(list(dict.fromkeys(name for row in finished(rows) for name in row.get("metrics") or {})))
 
 
 def judged_by(metrics: Sequence[str]) -> str:
-    """Of these metrics the one that strategies are judged by."""
     if "accuracy" in metrics:
         return "accuracy"
     return metrics[0] if metrics else "loss"
 
 
 def final_value(row: Mapping[str, Any], metric: str) -> float | None:
-    """A run's value of the metric (or of any other field) at its last validation."""
+    """A run's metric at its last validation, or any other field."""
     return number((row.get("metrics") or {}).get(metric, row.get(metric)))
 
 
 def at_validation(point: Mapping[str, Any], name: str) -> float | None:
-    """A number from one row of a run's history; metrics may lie flat in it or in a table of their own."""
+    """A number from one row of a run's history; metrics may be fields of it or of its table `metrics`."""
     return number(point.get(name, (point.get("metrics") or {}).get(name)))
 
 
 def time_to_target(row: Mapping[str, Any], metric: str, target: float, maximize: bool | None = None) -> float | None:
-    """Training seconds at the first validation that met the target; None when none did.
+    """Training seconds at the first validation that reached the target; None if none did.
 
-    Nothing is interpolated, so the answer is late by up to the time between two validations.
+    Nothing is interpolated, so the result is late by up to the time between two validations.
     """
     lower = lower_is_better(metric, maximize)
     for point in row.get("history") or ():
@@ -125,10 +124,10 @@ def time_to_target(row: Mapping[str, Any], metric: str, target: float, maximize:
 
 
 def default_target(rows: Sequence[Row], metric: str, maximize: bool | None = None) -> float | None:
-    """Five per cent short of the best strategy's mean final metric, to three significant digits.
+    """Five per cent worse than the best strategy's mean final metric, to three significant digits.
 
-    Short of, not a share of: so it also means something for a metric that is better when lower, or below zero.
-    It is chosen after the fact; a claim made in advance needs a target given in advance.
+    Worse, not 95 % of it, so that it also works for metrics that are better when lower, or below zero. It is chosen
+    after the fact; a claim made in advance needs a target given in advance.
     """
     means = []
     for cell in cells(rows):
@@ -145,18 +144,18 @@ def default_target(rows: Sequence[Row], metric: str, maximize: bool | None = Non
 
 
 class Others(NamedTuple):
-    """What the rules that were not in force had to say of a run with phases."""
+    """The rules that were not in force in a run with phases."""
 
     fired: tuple[Mapping[str, Any], ...]
-    """In order of firing, as `RunResult.rules` has them."""
+    """In order of firing, as in `RunResult.rules`."""
     silent: tuple[str, ...]
     """Evaluated, and never fired."""
     unmeasured: tuple[str, ...]
-    """What they look at was not measured: that costs an exchange, and no rule in force asked for it."""
+    """Not evaluated: their values cost an exchange, and no rule in force needed them."""
 
 
 def other_rules(row: Mapping[str, Any]) -> Others:
-    """A run's rules besides those in force. A rule in force is listed only if it would have fired later."""
+    """A run's rules that were not in force. A rule in force is listed only if it would have fired later."""
     rules = row.get("rules") or ()
     if not rules:
         return Others((), (), ())
@@ -164,7 +163,7 @@ def other_rules(row: Mapping[str, Any]) -> Others:
     others = [rule for rule in rules if not rule["in_force"]]
     fired = tuple(rule for rule in others if rule["step"] is not None and own.get(rule["rule"]) is None)
     told = {*own, *(rule["rule"] for rule in fired)}
-    # Most rules leave a reading only when they fire.
+    # Most rules record a reading only when they fire.
     rest = [name for name in dict.fromkeys([*(rule["rule"] for rule in others), *WATCHED]) if name not in told]
     measured = {need for rule in rules for need in _needs(rule["rule"])}
     unmeasured = tuple(name for name in rest if _needs(name) - measured)
@@ -172,7 +171,7 @@ def other_rules(row: Mapping[str, Any]) -> Others:
 
 
 def _needs(rule: str) -> set[str]:
-    """What must be measured for one of our own rules."""
+    """What must be measured for one of Podium's rules."""
     name = rule.partition(":")[0]
     if name not in TRIGGERS:
         return set()
@@ -187,14 +186,14 @@ class RuleLine(NamedTuple):
     in_force: bool
     runs: int
     epochs: tuple[float, ...]
-    """Where it fired, for each run in which it did."""
+    """The epoch at which it fired, for each run in which it did."""
     late: int
-    """In how many of them only after the run had switched."""
+    """In how many runs it fired only after the run had switched."""
     measured: bool = True
 
 
 def rules_by_cell(rows: Iterable[Row]) -> dict[str, list[RuleLine]]:
-    """The rules of each strategy with phases: those in force first, then others in order of firing, then the rest."""
+    """The rules of each strategy with phases: rules in force, then watched rules in order of firing, then the rest."""
     done = [row for row in finished(rows) if row.get("rules")]
     return {cell: _rule_lines([row for row in done if row["cell"] == cell]) for cell in cells(done)}
 

@@ -1,12 +1,12 @@
-"""Run a study: every cell with every seed, and make the report.
+"""Run a study: every cell with every seed, then the report.
 
     comparison = podium.compare("digits-mlp", strategies=["solo", "all-reduce"], seeds=5, workers=2)
     print(comparison.answer)
     podium.run_study("studies/strategies.toml", size="small")
 
-Real runs never overlap: two at once would take each other's cores, and their seconds would measure that. Runs in
-virtual time may overlap (`jobs`). A run that fails leaves a row that says so. The same call with the same `out` resumes
-a study that was killed: finished runs are read, failed and unfinished ones are retried.
+Real runs never overlap: two at once would compete for cores, which would change their seconds. Runs in virtual time may
+overlap (`jobs`). A run that fails gets a row with its error. The same call with the same `out` resumes a study that was
+killed: finished runs are read, failed and unfinished ones are retried.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class Comparison:
     status: Literal["finished", "stopped"]
     """`stopped` when the user ended it early; the same call resumes it."""
     name: str
-    """The study's; of a comparison of strategies the task's."""
+    """The study's name; for a comparison of strategies, the task's."""
     task: str | None
-    """None where cells have tasks of their own."""
+    """None if cells differ in it."""
     metric: str
     target: float | None
-    """What "time to target" means here, in terms of the metric."""
+    """The value of the metric for "time to target"."""
     answer: str
     """The answer, then on a second line what may not be concluded."""
     table: tuple[Summary, ...]
     rows: tuple[Row, ...]
-    """All rows, cell by cell, failures and repeated tries among them."""
+    """All rows by cell, including failures and retries."""
     report: str
 
     @property
     def failed(self) -> int:
-        """How many cells and seeds ended in a failure."""
+        """How many runs (cell and seed) ended in a failure."""
         return sum(line.failed for line in self.table)
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,14 +83,15 @@ def compare(
     jobs: int = 1,
     **run_options: Any,
 ) -> Comparison:
-    """Train `task` with each strategy and each seed, and say what differs.
+    """Train `task` with each strategy and each seed, and report what differs.
 
-    `seeds` is how many (0, 1, 2 …) or which. `target` is the value of the task's metric that "time to target" waits
-    for; without one it lies 5 % short of the best strategy's mean. `maximize` is whether that metric is better when
-    higher; without it, losses and errors are better when lower and all else when higher. Other options are fields of
-    RunConfig. `on_event` gets the launcher's events with `cell` and `seed` added, and around each run
-    `{"event": "cell"}` (with `number`, `total`) and `{"event": "cell-end"}` (with `status`). Setting `stop` ends the
-    comparison after the run in progress has been saved. `jobs` runs in virtual time may run in parallel.
+    `seeds` is a number of seeds (0, 1, 2 …) or a list of them. `target` is the value of the task's metric for "time to
+    target"; the default is 5 % worse than the best strategy's mean. `maximize`: whether a higher metric is better; by
+    default, lower is better for losses and errors, and higher for all else. Other options are fields of RunConfig.
+    `on_event` receives the launcher's events with `cell` and `seed` added, and around each run `{"event": "cell"}`
+    (with `number`, `total`) and `{"event": "cell-end"}` (with `status`). Setting `stop` ends the comparison after the
+    current run has been saved. `jobs` is the number of parallel runs, in virtual time only; of these, `on_event`
+    receives `cell-end` alone.
     """
     name = task if isinstance(task, str) else task.name
     own_task = None if isinstance(task, str) else task
@@ -121,11 +122,11 @@ def run_study(
     budget_s: float | None = None,
     **settings: Any,
 ) -> Comparison:
-    """Run a study, or the one in a file, and make its report; other options are settings of all its runs.
+    """Run a study or a study file, and make its report; other options are settings of all its runs.
 
-    Results go to `out`, or to a folder under `runs` named after the study, where the same call continues from what is
-    there. `only` leaves all cells but those with these levels to a later call, and `budget_s` all runs that have not
-    begun after that many seconds.
+    Results go to `out`, by default to a folder under `runs` named after the study; the same call resumes there. `only`
+    runs just the cells with these levels, and `budget_s` starts no run after that many seconds; a later call does the
+    rest.
     """
     chosen = study if isinstance(study, Study) else read_study(study, size)
     resolved = (chosen.changed(settings) if settings else chosen).resolved()
@@ -147,12 +148,12 @@ def run_resolved(
     only: Mapping[str, Sequence[Any]] | None = None,
     budget_s: float | None = None,
 ) -> Comparison:
-    """Run what has not been run of a resolved study, and conclude."""
+    """Make the missing runs of a resolved study, and evaluate all of them."""
     require_statistics()
     _check_jobs(study, jobs, task, launch)
     store = Store(out)
     with store.locked():
-        study = replace(_open_study(store, study), measure=study.measure)  # no file holds code
+        study = replace(_open_study(store, study), measure=study.measure)  # `study.json` contains no code
         part = Part.of(study, only or {}, budget_s)
         hear = on_event or _Notices()
         runs = Runs(study, store, launch or _default_launch(), task, hear, stop or Event(), jobs, part)
@@ -161,7 +162,7 @@ def run_resolved(
 
 
 def study_folder(study: Study) -> Path:
-    """The default folder of a study's results: the same each time."""
+    """The default folder of a study's results, the same each time."""
     return Path("runs") / _stem(f"{study.name}-{study.size}" if study.size else study.name)
 
 
@@ -174,11 +175,11 @@ def _check_jobs(study: Study, jobs: int, task: Task | None, launch: Launch | Non
     real = [name for name in study.names if not trainings or study.config(name, 0).launcher != "virtual"]
     if real:
         raise ConfigError(
-            f"compare: jobs={jobs}: only runs in virtual time may go on at once, since real ones would take each "
-            f"other's cores; {real[0]} is real"
+            f"compare: jobs={jobs}: only runs in virtual time may run in parallel, since real ones would compete for "
+            f"cores; {real[0]} is real"
         )
     if task is not None or launch is not None:
-        raise ConfigError(f"compare: jobs={jobs} needs a task that can be named, since each run gets its own process")
+        raise ConfigError(f"compare: jobs={jobs} needs a task given by name, since each run gets its own process")
 
 
 def _conclude(store: Store, status: Literal["finished", "stopped"]) -> Comparison:
@@ -199,15 +200,15 @@ def _conclude(store: Store, status: Literal["finished", "stopped"]) -> Compariso
 
 
 def _open_study(store: Store, study: Study) -> Study:
-    """The study in this folder, if it is this one; a new one otherwise."""
+    """The study in this folder, which must be the same; written there if the folder is new."""
     if not store.study.is_file():
-        if (store.folder / "manifest.json").is_file():  # of a run or a sweep
-            raise ConfigError(f"compare: {store.folder} must be a new folder or a study's, and holds other results")
+        if (store.folder / "manifest.json").is_file():  # the folder of a run or a sweep
+            raise ConfigError(f"compare: {store.folder} must be a new folder or a study's, got one with other results")
         begun = replace(study, machine=this_machine())
         store.write_study(begun.to_dict())
         return begun
     found = Study.read(store)
-    # Compared as JSON has them: a tuple written is a list read.
+    # Compared as JSON: a tuple that was written is read as a list.
     check_same(_as_json(found.to_dict()), _as_json(study.to_dict()), str(store.folder))
     now = replace(found, **{name: getattr(study, name) for name in TOLD})
     if _as_json(now.to_dict()) != _as_json(found.to_dict()):
@@ -230,7 +231,7 @@ def _default_launch() -> Launch:
 
 
 class _Notices:
-    """The default listener: logs notices that come before a run, each text once."""
+    """The default listener: logs the notices before a run, each text once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()

@@ -1,4 +1,4 @@
-"""All runs of a study, block by block: which are left, in which order, with how many retries."""
+"""All runs of a study, block by block: which are missing, in which order, with how many retries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """Which runs this call does: those of some cells, and as many as begin in time."""
+    """Which runs this call makes: those of `cells` that start before `until`."""
 
     cells: frozenset[str]
     until: float
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of one study, and all that each of them needs."""
+    """The runs of one study."""
 
     study: Study
     store: Store
@@ -64,7 +64,7 @@ class Runs:
     """Runs that need no retry: finished, or failed with no retry left."""
 
     def go(self) -> Literal["finished", "stopped"]:
-        """Run what has not been run, block by block; each row is on disk before the next run starts."""
+        """Make the missing runs, block by block; each row is on disk before the next run starts."""
         if "setup_s" in self.study.responses and self.study.runs == "trainings":
             self._warm_up()
         self.done.update(finished_keys(self.store.runs()))
@@ -79,11 +79,11 @@ class Runs:
         return "finished"
 
     def _warm_up(self) -> None:
-        """One step without a row: else the first run would pay for what is loaded once."""
+        """One step without a row: otherwise the first run's `setup_s` would include one-time loading."""
         with rendezvous_folder() as folder:
             asked = self._request(self.study.order()[0], f"{folder}/run")
             asked = replace(asked, config=replace(asked.config, steps=1, eval_every=0), pictured=False)
-            # An error is reported when the run itself comes.
+            # Ignores errors: the run itself will report them.
             run_one(asked, launch=self.launch, task=self.task, on_event=_ignore, stop=self.stop)
 
     def _one_by_one(self, keys: Sequence[Key]) -> Literal["finished", "stopped"]:
@@ -117,7 +117,7 @@ class Runs:
         return "finished"
 
     def _request(self, key: Key, run_dir: str | None = None) -> RunRequest:
-        """One run; its records go to a new folder of the study, unless another is given."""
+        """The request of one run; its records go to `run_dir`, by default a new folder of the study."""
         cell = self.study.at(key[0])
         config = self.study.config(*key)
         return RunRequest(
@@ -143,7 +143,7 @@ class Runs:
         self._tell(key, event="cell-end", status=row["status"] + retried)
 
     def _is_precise(self) -> bool:
-        """Whether every cell's mean is as precise as the study asks; False where it asks for a number of seeds only."""
+        """Whether every cell's mean has the study's precision; False if the study sets none."""
         asked = self.study.repeated
         if asked.half_width is None:
             return False
@@ -156,7 +156,7 @@ class Runs:
             if mean is None or mean.low is None or mean.high is None:
                 if runs:
                     return False
-                continue  # the cell fails with every seed, so more seeds would not help
+                continue  # the cell has failed with every seed, so more seeds would not help
             if (mean.high - mean.low) / 2 > asked.half_width * abs(mean.mean):
                 return False
         return True
@@ -171,4 +171,4 @@ class Runs:
 
 
 def _ignore(event: dict[str, Any]) -> None:
-    """A listener that does nothing."""
+    """Does nothing with an event."""

@@ -1,4 +1,4 @@
-"""One run of a study: from a configuration to its row. Also the process of its own that a run may get."""
+"""One run of a study: from a configuration to its row. Also the main function of a process for runs."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class RunRequest:
     stop: Stop
     target: float | None
     maximize: bool | None = None
-    """Which way the metric is better; None goes by its name."""
+    """Whether a higher metric is better; None decides by its name."""
     pictured: bool
-    """Whether its row is to hold what its timeline and topology are drawn from."""
+    """Whether its row contains the data of its timeline and topology."""
 
     @property
     def identity(self) -> Row:
-        """The fields that every row has, however its run ended."""
+        """The fields of every row, however its run ended."""
         return {"cell": self.cell, "levels": dict(self.levels), "seed": self.seed, "nodes": self.nodes}
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class RunRequest:
 
 
 def run_one(asked: RunRequest, *, launch: Launch, task: Task | None, on_event: OnEvent, stop: Event) -> Row:
-    """Launch the run and return its row; the row of a run that fails says why."""
+    """Launch the run and return its row; the row of a failed run has the error."""
     began, ending = time.monotonic(), _Ending(asked, stop)
     energy = _Energy(asked.config)
     heard = _both(ending.hear, energy.hear, on_event)
@@ -72,7 +72,7 @@ def run_one(asked: RunRequest, *, launch: Launch, task: Task | None, on_event: O
         result = launch(asked.config, task=task, on_event=heard, stop=ending)
     except Interrupted:
         raise
-    except Exception as error:  # of a user's own task, too: one bad cell must not end the study
+    except Exception as error:  # also from the user's task: one bad cell must not end the study
         return failed_row_of(asked, f"{type(error).__name__}: {error}")
     finally:
         energy.close()
@@ -84,7 +84,7 @@ def run_one(asked: RunRequest, *, launch: Launch, task: Task | None, on_event: O
 
 
 def run_other(study: Study, key: Key, folder: Path, stop: Event) -> Row:
-    """A run that is no training: a sweep, or whatever the study's own function measures."""
+    """A run that is not a training: a sweep, or a call of the study's own function."""
     cell, began = study.at(key[0]), time.monotonic()
     told: Row = {"cell": cell.cell, "levels": dict(cell.levels), "seed": key[1], "run_dir": str(folder)}
     settings = {**study.settings, **cell.settings}
@@ -95,13 +95,13 @@ def run_other(study: Study, key: Key, folder: Path, stop: Event) -> Row:
             row = run_sweep(settings, key[1], folder, stop)
     except Interrupted:
         raise
-    except Exception as error:  # of a user's own function, too: one bad cell must not end the study
+    except Exception as error:  # also from the user's function: one bad cell must not end the study
         row = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
     return {**told, **row, "wall_s": round(time.monotonic() - began, 3)}
 
 
 class _Ending(Event):
-    """Set by the caller, or when the study's rule for ending a run is met at a validation."""
+    """An event set by the caller, or when a validation meets the study's rule for ending a run."""
 
     def __init__(self, asked: RunRequest, outer: Event) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def _met(event: Mapping[str, Any], target: float, maximize: bool | None) -> bool
 
 
 class _Energy:
-    """Reads the machine's counter at each validation; of virtual time there is nothing to count."""
+    """Reads the machine's energy counter at each validation; not in virtual time."""
 
     def __init__(self, config: RunConfig) -> None:
         self._meter = None if config.launcher == "virtual" else open_meter(config.device)
@@ -144,7 +144,7 @@ class _Energy:
             self._at[event["position"]] = now - self._first
 
     def added_to(self, history: Any) -> list[dict[str, Any]]:
-        """The history with joules since the launch, where they were counted."""
+        """The history with joules since the launch, where they were measured."""
         extra = {"joules_of": self._meter.what} if self._meter is not None else {}
         return [
             {**point, "joules": self._at[at], **extra} if (at := point.get("samples")) in self._at else dict(point)
@@ -175,14 +175,14 @@ def _failure(config: RunConfig, why: str) -> Row:
 
 
 def _from_records(result: RunResult, asked: RunRequest) -> dict[str, Any]:
-    """What a row takes from the run's own records; None where they do not say."""
+    """The fields of a row that come from the run's records; None where they lack the value."""
     try:
         records = list(read_records(Path(result.run_dir)))
     except RecordError:
         return {"parameters": None, "setup_s": None}
     begins = [row for row in records if row["kind"] == "begin"]
     starts = [row["t_ns"] - row["step_ns"] for row in records if row["kind"] == "step"]
-    count = next((row.get("parameters") for row in begins if row["role"] == "worker"), None)  # a server has a part
+    count = next((row.get("parameters") for row in begins if row["role"] == "worker"), None)  # a server has a shard
     found: dict[str, Any] = {
         "parameters": count if isinstance(count, int) else None,
         "setup_s": min(starts) / 1e9 if starts else None,
@@ -190,7 +190,7 @@ def _from_records(result: RunResult, asked: RunRequest) -> dict[str, Any]:
     if result.updates:
         found["staleness_by"] = _staleness(records, asked.config)
     if asked.pictured and records:
-        with suppress(RecordError, OSError, KeyError):  # a row without pictures is better than none
+        with suppress(RecordError, OSError, KeyError):  # a row without figures is better than none
             found |= _pictures(records, Path(result.run_dir))
     return found
 
@@ -212,12 +212,12 @@ def _pictures(records: list[Row], run_dir: Path) -> dict[str, Any]:
 def _staleness(records: list[Row], config: RunConfig) -> dict[str, Any]:
     """Staleness by worker and range."""
     found = tables(records)
-    # Only the strategy knows the bound, and only where leads were recorded was there one.
+    # Only the strategy knows the bound; there is one only if leads were recorded.
     return (found if found.lead is None else replace(found, bound=_bound(config))).to_dict()
 
 
 def _bound(config: RunConfig) -> int | None:
-    """How far a strategy lets a worker get ahead of the slowest; None where the strategy does not say."""
+    """How many steps a worker may be ahead of the slowest; None if the strategy sets no bound."""
     strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
     fields = {"ssp": "staleness", "dssp": "staleness_high"}
     bound = getattr(strategy, fields.get(getattr(strategy, "mode", ""), ""), None)
@@ -225,19 +225,19 @@ def _bound(config: RunConfig) -> int | None:
 
 
 def failed_row_of(asked: RunRequest, why: str) -> Row:
-    """The row of a run whose process left none."""
+    """The row of a failed run."""
     return {**asked.identity, **_failure(asked.config, why)}
 
 
 def main(parent: int, folders: Iterable[str]) -> None:
-    """The loop of a process for runs: it reads names of folders, and in each turns `request.json` into `row.json`.
+    """The loop of a process for runs: reads names of folders, and in each turns `request.json` into `row.json`.
 
-    The process ends with `parent`, which may have ended while this process started: its first folder waits in the pipe.
+    The process dies with `parent`. A parent that ended during the start has left its first folder in the pipe.
     """
     from podium.launch.signals import die_with_parent, leave_to_launcher
 
     die_with_parent(parent)
-    from podium.launch.run import launch  # takes seconds
+    from podium.launch.run import launch  # the import takes seconds
 
     leave_to_launcher()
     for folder in (Path(line.strip()) for line in folders):

@@ -1,7 +1,7 @@
-"""Runs of a study in parallel, each job in a process and on a core of its own. For virtual time only.
+"""Runs of a study in parallel, each job in its own process on its own core. For virtual time only.
 
 A process does one run after another, since starting a process (importing torch) may take longer than a small run. When
-a process dies, its run is a failure and the next run gets a new process.
+a process dies, its run counts as failed and the next run gets a new process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from podium.launch.signals import blocked
 from podium.records.recorder import to_json
 
 DEADLINE_S = 6 * 3600.0
-"""A run that takes longer than this is ended, and its row says so."""
+"""A run that takes longer is killed and gets a failed row."""
 
 _POLL_S = 0.05
 _KILL_S = 10.0
@@ -34,12 +34,12 @@ _KILL_S = 10.0
 def run_parallel(
     keys: Sequence[Key], asked: Callable[[Key], RunRequest], jobs: int, stop: Event
 ) -> Iterator[tuple[Key, Row]]:
-    """Each run's row when the run ends. Setting `stop` ends runs under way without rows: a later call repeats them."""
+    """Yield each run's row when it ends. Setting `stop` kills running ones without rows: a later call repeats them."""
     from podium.launch.ending import termination_unwinds
     from podium.launch.rendezvous import rendezvous_folder
 
     waiting, pool = list(keys), list[_RunProcess]()
-    with termination_unwinds(), rendezvous_folder() as scratch:  # were this process killed, the next would remove it
+    with termination_unwinds(), rendezvous_folder() as scratch:  # after a kill, a later process removes it
         try:
             while (waiting or any(one.key for one in pool)) and not stop.is_set():
                 pool = [one for one in pool if one.key or one.lives()]
@@ -59,13 +59,13 @@ def run_parallel(
 
 
 class _RunProcess:
-    """A process that does the runs that it is given, pinned to one core."""
+    """A process for runs, pinned to one core."""
 
     def __init__(self, scratch: Path, core: int) -> None:
         self.core, self._scratch = core, scratch
         self.key: Key | None = None
         self._said = Path(tempfile.mkdtemp(dir=scratch)) / "said"
-        # A signal to the study's process group is not meant for it, nor one that comes while it is still importing.
+        # The process must not receive signals to the study's process group, nor any while it is still importing.
         with self._said.open("wb") as said, blocked():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "podium.lab.study", str(os.getpid())],
@@ -87,7 +87,7 @@ class _RunProcess:
             self._process.stdin.write(f"{self._folder}\n".encode())
             self._process.stdin.flush()
         except BrokenPipeError:
-            """It has died; `row` says how."""
+            """The process has died; `row` reports how."""
 
     def row(self) -> Row | None:
         """The run's row; None while the run is under way."""
@@ -98,7 +98,7 @@ class _RunProcess:
             return failed_row_of(self._request, f"took longer than {plain(DEADLINE_S)} s")
         if self.lives():
             return None
-        # Between the two looks it may have left a row and ended.
+        # The process may have written its row and ended between the two checks.
         return read_row(self._folder) or failed_row_of(self._request, self._how_it_ended())
 
     def free(self) -> Key:
@@ -119,18 +119,18 @@ class _RunProcess:
 
     def _how_it_ended(self) -> str:
         said = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f"its process ended with {self._process.returncode}: {said[-1] if said else 'it said nothing'}"
+        return f"its process ended with {self._process.returncode}: {said[-1] if said else 'no output'}"
 
 
 def least_used(cores: Collection[int], taken: Sequence[int]) -> int:
-    """The core that fewest runs are on; the lowest of several."""
+    """The core with the fewest runs; the lowest of several."""
     runs = Counter(taken)
     return min(sorted(cores), key=lambda core: runs[core])
 
 
 def read_row(folder: Path) -> Row | None:
-    """The row that a run left in its folder; None where there is none."""
-    path = folder / "row.json"  # written whole or not at all
+    """The row that a run wrote into its folder; None if there is none."""
+    path = folder / "row.json"  # written atomically
     if not path.is_file():
         return None
     row: Row = json.loads(path.read_text(encoding="utf-8"))
@@ -138,6 +138,6 @@ def read_row(folder: Path) -> Row | None:
 
 
 def environment() -> dict[str, str]:
-    """One thread per process, and this Podium, installed or not."""
+    """The environment of a process: one thread, and this Podium, installed or not."""
     path = os.pathsep.join(filter(None, [str(Path(podium.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

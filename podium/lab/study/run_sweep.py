@@ -1,8 +1,8 @@
-"""A cell that is a whole sweep: `podium.sweep` with the cell's settings, in a process of its own.
+"""A cell that is a whole sweep: `podium.sweep` with the cell's settings, in its own process.
 
-A process of its own, with empty caches of compiled kernels, lets no executor find a context or a kernel that another
-one left: the makespan is that of a first sweep. `python -m podium.lab.study.run_sweep FOLDER PARENT` is that process.
-It reads `request.json` and leaves `found.json`.
+A new process with empty caches of compiled kernels keeps an executor from reusing a context or kernel of an earlier
+sweep: the makespan is that of a first sweep. The process is `python -m podium.lab.study.run_sweep FOLDER PARENT`. It
+reads `request.json` and writes `found.json`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from podium.lab.study.store import Row
 
 _TAIL = 300
-"""Characters of the last output of a process that failed."""
+"""Characters of a failed process's last output in the error message."""
 _GRACE_S = 15.0
-"""How long a sweep may take to put away what it has started: an MPS daemon, Ray."""
+"""How long a terminated sweep may take to stop what it has started: an MPS daemon, Ray."""
 _POLL_S = 0.1
 
 
 def sweep_arguments(settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """A cell's settings as arguments of `podium.sweep`: `task.lr` is one of its options."""
+    """A cell's settings as arguments of `podium.sweep`; `task.lr` becomes an entry of `options`."""
     import inspect
 
     from podium.sweeps.api import sweep
@@ -49,13 +49,13 @@ def sweep_arguments(settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
             options[name.removeprefix("task.")] = value
         elif field in known:
             found[field] = value
-        elif field != "workers":  # of trainings; a sweep's executor has its own
+        elif field != "workers":  # for trainings; a sweep's executor chooses its own
             raise UnknownName("setting of a sweep", name, sorted(known))
     return {**found, **({"options": options} if options else {})}
 
 
 def run_sweep(settings: Mapping[str, Any], seed: int, folder: Path, stop: Event) -> Row:
-    """One sweep to its end; setting `stop` ends it early."""
+    """Run one sweep and return its row; setting `stop` ends it early."""
     asked = sweep_arguments(settings, seed)
     write_atomically(folder / "request.json", to_json(asked))
     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
@@ -78,7 +78,7 @@ def run_sweep(settings: Mapping[str, Any], seed: int, folder: Path, stop: Event)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Let the sweep put away what it has started; then kill what is left of it."""
+    """Terminate the sweep, let it clean up, then kill its process group."""
     if child.poll() is None:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -89,7 +89,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def sweep_numbers(asked: Mapping[str, Any], folder: Path, stop: Event | None = None) -> Row:
-    """Train a sweep; its row: makespan, the best score, how trials ended, what the device's counters read."""
+    """Train a sweep and return its row: makespan, best score, trials by status, readings of the device's counters."""
     from podium.sweeps.api import sweep
 
     done = sweep(**asked, out=folder, stop=stop)
@@ -109,7 +109,7 @@ def sweep_numbers(asked: Mapping[str, Any], folder: Path, stop: Event | None = N
 
 
 def main(folder: Path, parent: int) -> None:
-    """The process of one sweep. It ends with the process that started it."""
+    """The main function of the sweep's process, which ends when its parent ends."""
     from podium.launch.ending import termination_unwinds
 
     stop = Event()
@@ -124,7 +124,7 @@ def main(folder: Path, parent: int) -> None:
 
 
 def _watch(parent: int, stop: Event) -> None:
-    """A sweep that nobody waits for would be in the way of the next study's runs."""
+    """Stop the sweep when its parent has ended: it would slow down the runs of the next study."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     stop.set()

@@ -1,4 +1,4 @@
-"""Whether a folder's study is the one that is asked for, so that it may be continued there."""
+"""Whether a folder's study is the requested one, so that it may be resumed there."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from podium.errors import ConfigError
 from podium.lab.study.store import Row
 
 SAME = ("name", "cells", "replications", "settings", "target", "stop", "order_seed", "clusters")
-"""What must agree for a study to be continued."""
+"""Fields that must agree for a study to be resumed."""
 TOLD = ("question", "notes", "reference", "responses", "baseline", "against", "retries", "maximize", "changes")
-"""What may have been changed since: it concerns how results are reported, or how often failures are retried."""
+"""Fields that may have changed: they affect only how results are reported, or how often failures are retried."""
 
 
 def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: str) -> None:
-    """Refuse to mix two studies in one folder; both are as `study.json` holds them."""
+    """Refuse to mix two studies in one folder; both are given as `study.json` stores them."""
     found, wanted = _comparable(found), _comparable(wanted)
-    # Which way is better is a matter of telling, unless runs were ended by it.
+    # `maximize` affects only the report, unless reaching the target ended runs.
     ended = bool((wanted.get("stop") or {}).get("target"))
     for name in (*SAME, *(["maximize"] if ended else [])):
         if found.get(name) != wanted.get(name):
@@ -29,7 +29,7 @@ def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: str)
 
 
 def _comparable(study: Mapping[str, Any]) -> Row:
-    """A study as it is compared: a cluster counts by what its file says, not by where it lies."""
+    """A study for comparison, without the paths of cluster files: their checksums are compared instead."""
 
     def without(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in settings.items() if name != "cluster"}
@@ -39,7 +39,7 @@ def _comparable(study: Mapping[str, Any]) -> Row:
 
 
 def _difference(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
-    """Where two values differ: of two tables, only the first key at which they do."""
+    """The name and the two values of a difference; in tables and lists, the first entry that differs."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         key = next(key for key in (*new, *old) if old.get(key) != new.get(key))
         return f"{name}: {key}", old.get(key), new.get(key)

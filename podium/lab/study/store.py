@@ -1,11 +1,11 @@
-"""What a study leaves on disk: its design, and one row per run, appended as runs end.
+"""A study on disk: its design, and one row per run, appended as runs end.
 
-    study.json       what was asked for: factors, cells, seeds, order of runs, settings, versions, hardware
-    results.jsonl    one row per run, in the order they ended, failures among them
-    report.html      made from those two and nothing else
-    runs/            each run's own folder
+    study.json       the design: factors, cells, seeds, order of runs, settings, versions, hardware
+    results.jsonl    one row per run, in the order they ended, including failures
+    report.html      made from those two alone
+    runs/            a folder per run
 
-Rows are only ever added. A killed comparison resumes from the cells and seeds that have finished rows. The file may
+Rows are only ever appended. A killed comparison resumes with the cells and seeds that lack finished rows. The file may
 then end in half a line: readers skip it, and the next writer cuts it off.
 """
 
@@ -27,25 +27,25 @@ from podium.records.recorder import to_json
 Row = dict[str, Any]
 """A RunResult as a dict, with `cell` and its `levels`; or cell, levels, seed, status and error of a failure.
 
-Added: `nodes` (workers, and servers apart from them), `wall_s` (of the whole run by our clock), `ended_by` (the study's
-rule that ended it). From the run's records: `parameters` (how many the model has), `setup_s` (from launch to the first
-step), where updates were asynchronous `staleness_by` (`measure.staleness.Staleness` as a dict), and of each cell's
-first seed `timeline`, `topology` and `trace` (its place below the study's folder).
+Added: `nodes` (workers, and servers that are not colocated), `wall_s` (of the whole run, by the study's clock),
+`ended_by` (the study's rule that ended it). From the run's records: `parameters` (of the model), `setup_s` (from launch
+to the first step), for asynchronous updates `staleness_by` (`records.staleness.Staleness` as a dict), and for each
+cell's first seed `timeline`, `topology` and `trace` (its path below the study's folder).
 """
 
 SESSION = "session"
-"""The `kind` of a row that says on which machine, when and with which versions the runs after it were made."""
+"""The `kind` of a row with the machine, time and versions of the runs after it."""
 
 Key = tuple[str, int]
-"""(cell, seed): what one run is for."""
+"""(cell, seed) of a run."""
 
 
 LONGEST = 120
-"""Bytes of a folder's name that come from a cell or a study; file systems end names at 255."""
+"""The most bytes of a folder's name that come from a cell or a study; file systems allow 255."""
 
 
 def short_name(stem: str) -> str:
-    """A name that fits: a long one is cut, and a checksum keeps it different from others."""
+    """A name that fits: a long one is cut, and a checksum keeps it unique."""
     whole = stem.encode()
     if len(whole) <= LONGEST:
         return stem
@@ -62,7 +62,7 @@ class Store:
         self.report = self.folder / "report.html"
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keep other processes from running the same study at the same time: two would run each cell twice."""
+        """Lock the folder: two processes that run the same study would run each cell twice."""
         return folder_lock(self.folder, "study")
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -71,11 +71,11 @@ class Store:
             journal.write(row)
 
     def rows(self) -> list[Row]:
-        """All whole rows, in the order they were written."""
+        """All complete rows, in the order they were written."""
         return read_journal(self.results)
 
     def all_rows(self) -> list[Row]:
-        """All rows: runs, each of a cell and a seed, and sessions; a file that holds anything else is refused."""
+        """All rows: runs, each with a cell and a seed, and sessions; raises `RecordError` for anything else."""
         found = self.rows()
         for line, row in enumerate(found, 1):
             if isinstance(row, dict) and row.get("kind") == SESSION:
@@ -90,7 +90,7 @@ class Store:
         return runs_of(self.all_rows())
 
     def read_study(self) -> Row:
-        """The design that `write_study` wrote."""
+        """The design, as `write_study` wrote it."""
         try:
             value = json.loads(self.study.read_text(encoding="utf-8"))
         except OSError as error:
@@ -102,17 +102,17 @@ class Store:
         return value
 
     def write_study(self, study: Mapping[str, Any]) -> None:
-        """Write the design, whole or not at all."""
+        """Write the design atomically."""
         write_atomically(self.study, json.dumps(json.loads(to_json(dict(study))), indent=2) + "\n")
 
     def fresh_run_dir(self, cell: str, seed: int) -> Path:
-        """A new, empty folder for a run: a second try does not write over the first one's records."""
+        """Make a new folder for a run; a retry does not overwrite the records of the first try."""
         stem = "".join(c if c.isalnum() else "-" for c in cell).strip("-") or "cell"
         stem = f"{short_name(stem)}-seed{seed}"
         path, tries = self.folder / "runs" / stem, 1
         while True:
             try:
-                path.mkdir(parents=True)  # two cells may get the same name at the same time
+                path.mkdir(parents=True)  # two cells may get the same folder name at the same time
                 return path
             except FileExistsError:
                 tries += 1
@@ -122,7 +122,7 @@ class Store:
 
 
 def runs_of(rows: Iterable[Row]) -> list[Row]:
-    """Of all rows of a file, those of runs."""
+    """The rows of runs, without sessions."""
     return [row for row in rows if row.get("kind") != SESSION]
 
 
@@ -132,5 +132,5 @@ def finished_keys(rows: Iterable[Mapping[str, Any]]) -> set[Key]:
 
 
 def place_of(run_dir: str) -> str:
-    """A run's folder as seen from its study's, wherever that lies now."""
+    """A run's folder relative to its study's, which may have moved."""
     return "/".join(Path(run_dir).parts[-2:])

@@ -1,4 +1,4 @@
-"""A study: one specification, from the file that a person writes to the `study.json` beside its results.
+"""A study: one specification, both for the file that a person writes and for the `study.json` beside its results.
 
     study = podium.Study(
         name="links",
@@ -10,9 +10,9 @@
 A factor's level is a value of the setting of that name (`workers`, `task.lr`), or a name for several settings at once
 (`{"slow": {"cluster": "slow.toml"}, "fast": {"cluster": "fast.toml"}}`).
 
-`resolved` adds what follows from the specification (`Plan`): cells with their settings. That is what `study.json` holds
-and `from_dict` reads back. Each block of runs holds every cell once, with one seed, in an order drawn from a fixed
-seed. A machine that slows down over the minutes then slows all cells, not the one that happened to come last.
+`resolved` adds what follows from the specification (`Plan`): cells with their settings. `study.json` stores the result
+and `from_dict` reads it back. Each block of runs has every cell once, with one seed, in an order drawn from a fixed
+seed: a machine that gets slower over time then slows all cells, not only the last one.
 """
 
 from __future__ import annotations
@@ -56,70 +56,70 @@ FactorGiven = Sequence[Level] | Mapping[str, Settings] | Range
 
 Measure = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
 Runs = Literal["trainings", "sweeps", "own"] | Measure
-"""`own` stands for a function in `study.json`."""
+"""In `study.json`, `own` stands for a function."""
 
 WORKERS = 2
-"""Workers of a cell that sets no number: of one worker there is nothing to compare."""
+"""The default number of workers: with one worker there is nothing to compare."""
 
 OWN = ("strategy_options", "run_dir", "out", "seed", "resume", "replay")
-"""Settings that differ from run to run, or belong to none: a study cannot set them."""
+"""Settings that a study cannot set, because they differ from run to run or make no sense in one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is to be compared, and how often."""
+    """What to compare, and how often."""
 
     name: str
     question: str = ""
-    """What the study is to answer, in a sentence; the report begins with it."""
+    """The question that the study answers, in a sentence, for the report."""
     settings: Settings = field(default_factory=dict)
-    """Of all runs, in the words of `--set`: `task`, `workers`, `task.lr` …"""
+    """Of all runs, named as for `--set`: `task`, `workers`, `task.lr` …"""
     factors: Mapping[str, FactorGiven]
     where: Sequence[Where] = ()
     derive: Callable[[Levels], Settings] | None = None
-    """Settings that follow from a cell's levels, for what a table cannot say; over all others."""
+    """Computes settings from a cell's levels, where tables are not enough; they override all others."""
     keep: Callable[[Levels], bool] | None = None
-    """Which combinations of levels are cells, for what `where` cannot say; all of them without it."""
+    """Whether a combination of levels is a cell, where `where` is not enough; by default all are."""
     runs: Runs = "trainings"
     """What a run is: a training, a whole sweep (settings are then arguments of `podium.sweep`), or a function that
     gets a run's settings and its seed and returns fields of its row: `{"metrics": {"us": 3.5}, "seconds": 1.2}`."""
     measure: FromRecords | None = None
-    """Numbers of one's own, which the rows of finished runs get besides."""
+    """Computes further fields for the rows of finished runs."""
     kind: Kind = "full"
     generators: Sequence[str] = ()
     """Of a fractional design: `c = a*b`."""
     points: int | None = None
     """Of a Latin hypercube."""
     replications: int | Replications = 3
-    """Seeds per cell; each is a block, in which all cells come once, in an order of their own."""
+    """Seeds per cell; each seed is a block with every cell once, in a random order."""
     order_seed: int = ORDER_SEED
     target: float | None = None
     maximize: bool | None = None
-    """Whether the metric is better when higher; None goes by its name: losses and errors are better when lower."""
+    """Whether a higher metric is better; None decides by its name: of losses and errors, lower is better."""
     stop: Stop = NO_STOP
     retries: int = 1
-    """How often a failed run is tried again before its failure stands."""
+    """How often a failed run is retried."""
     responses: Sequence[str] = ()
-    """What the analysis of variance looks at, besides the metric and seconds."""
+    """Further responses for the analysis of variance, besides the metric and seconds."""
     baseline: Mapping[str, Level] = field(default_factory=dict)
-    """Levels of the one cell that speed-ups are taken over; without it there are none."""
+    """Levels of the one cell that is the baseline of speed-ups; without it the report shows none."""
     against: Sequence[Against] = ()
     """Tables of cells beside a reference, paired by seed."""
     notes: Sequence[str] = ()
-    """Paragraphs for the reader of the report: why it is so, what to look at. They hold no results."""
+    """Paragraphs for the reader of the report: reasons and hints, no results."""
     reference: Sequence[Mapping[str, Any]] = ()
-    """Tables that a report shows beside its own: `title`, `source`, `columns`, `rows` and perhaps `note`."""
+    """Others' tables for the report: `title`, `source`, `columns`, `rows` and optionally `note`."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """What the caller asked for over the file, so that a report can say how to reproduce it."""
+    """The caller's overrides of the file, so that a report can show how to reproduce it."""
     file: str | Path = ""
-    """The file that the study was read from: cluster files are looked for beside it first."""
+    """The file that the study was read from; cluster files are first searched beside it."""
     size: str = ""
     own_task: bool = False
-    """Whether the caller handed over a Task object, which its name alone does not bring back."""
+    """Whether the caller passed a Task object, which its name alone cannot restore."""
     plan: Plan = field(default_factory=Plan)
-    """What `resolved` works out."""
+    """Computed by `resolved`."""
     machine: Machine = field(default_factory=Machine)
-    """Where the study was begun; `study.json` says so."""
+    """The machine on which the study began."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -128,7 +128,7 @@ class Study:
             if getattr(self, name) and self.kind != kind:
                 raise ConfigError(f"study {self.name}: {name} are for a {kind} design, got kind {self.kind}")
         if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
-            raise ConfigError(f"study {self.name}: retries must be a whole number from 0 on, got {self.retries!r}")
+            raise ConfigError(f"study {self.name}: retries must be a whole number of at least 0, got {self.retries!r}")
         if not callable(self.runs) and self.runs not in RUNS:
             raise UnknownName("kind of runs", self.runs, RUNS[:2])
         if self.maximize is not None and not isinstance(self.maximize, bool):
@@ -146,13 +146,13 @@ class Study:
             if name not in self.factors:
                 raise UnknownName("factor", name, self.factors)
         if self.stop.target and self.target is None:
-            raise ConfigError(f"study {self.name}: stop at the target needs one: give [study] a target")
+            raise ConfigError(f"study {self.name}: [stop] target needs a target in [study], got none")
         for table in self.reference:
             if missing := {"title", "source", "columns", "rows"} - set(table):
                 raise ConfigError(f"study {self.name}: a reference must have {', '.join(sorted(missing))}, got {table}")
 
     def _named(self) -> list[str]:
-        """Factors that rules and tables name."""
+        """All factors that `where` and `against` name."""
         found = [name for rule in self.where for name in rule.levels]
         return found + [name for table in self.against for name in (*table.levels, *table.only)]
 
@@ -164,9 +164,9 @@ class Study:
         target: float | None = None,
         maximize: bool | None = None,
     ) -> Study:
-        """The same study with these settings over its own, this number of seeds, this target and direction.
+        """The study with these settings, number of seeds, target and direction in place of its own.
 
-        A factor cannot be set.
+        Raises `ConfigError` for a setting that is a factor, or that a level or rule sets.
         """
         factors = {_key(name) for name in self.factors}
         levels = [level for given in self.factors.values() if isinstance(given, Mapping) for level in given.values()]
@@ -189,7 +189,7 @@ class Study:
         )
 
     def resolved(self) -> Study:
-        """The study with its cells; the configuration of every run is checked."""
+        """The study with its cells, once the configuration of every run has been checked."""
         return checked(
             replace(
                 planned(self),
@@ -215,7 +215,7 @@ class Study:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """All seeds that may come."""
+        """All seeds that may be run."""
         return self.repeated.seeds
 
     @property
@@ -235,7 +235,7 @@ class Study:
         return next(cell for cell in self.cells if cell.cell == name)
 
     def blocks(self) -> list[list[Key]]:
-        """All runs that may come, block by block; each seed is one."""
+        """All runs that may be made, in blocks of one seed each."""
         draw = random.Random(self.order_seed)
         blocks = []
         for number, seed in enumerate(self.seeds):
@@ -245,7 +245,7 @@ class Study:
         return blocks
 
     def order(self) -> list[Key]:
-        """All runs that may come, in order."""
+        """All runs that may be made, in order."""
         return [key for block in self.blocks() for key in block]
 
     def config(self, name: str, seed: int) -> RunConfig:
@@ -253,25 +253,25 @@ class Study:
         return config_of(self, name, seed)
 
     def nodes(self, config: RunConfig) -> int:
-        """Machines that a run takes: its workers, and servers that have no worker beside them."""
+        """The number of machines of a run: its workers, and servers that are not colocated with workers."""
         return nodes_of(config)
 
     # On disk.
 
     def to_dict(self) -> dict[str, Any]:
-        """The study as `study.json` holds it, in one table."""
+        """The study as `study.json` stores it, in one flat table."""
         return to_table(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Study:
-        """The study that `to_dict` wrote, or an older version: those had strategies, and no other factor."""
+        """The inverse of `to_dict`; also reads older versions, whose only factor is the strategy."""
         return cls(**fields_of(cls, values))
 
     @classmethod
     def read(cls, store: Store, maximize: bool | None = None) -> Study:
-        """The study of a folder; a file that holds none is refused by its name.
+        """The study of a folder; raises `RecordError` with the file's name if it holds none.
 
-        `maximize` says which way the metric is better, whatever the study says.
+        `maximize`: whether a higher metric is better; it overrides the study.
         """
         values = store.read_study()
         try:
@@ -284,7 +284,7 @@ class Study:
 def strategies_study(
     task: str, strategies: Sequence[str], seeds: int | Sequence[int], settings: Mapping[str, Any], **more: Any
 ) -> Study:
-    """A comparison of strategies alone, resolved: every run's configuration is checked before the first starts."""
+    """A resolved comparison of strategies: every run's configuration is checked before the first starts."""
     if isinstance(strategies, str):
         raise ConfigError(f"compare: strategies must be a list of texts, got the text {strategies!r}")
     for name in ("strategy", *OWN):

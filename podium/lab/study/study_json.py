@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from podium.lab.study.study import Study
 
 _UNWRITTEN = ("where", "derive", "keep", "measure", "plan", "machine")
-"""Fields that `study.json` does not hold under their names: code, what is applied by then, what is spread."""
+"""Fields that `study.json` lacks: code, rules already applied, and `plan` and `machine`, whose fields it has."""
 
 
 def to_table(study: Study) -> dict[str, Any]:
-    """The study as JSON has it."""
+    """The study as `study.json` stores it."""
     written = {one.name: getattr(study, one.name) for one in fields(study) if one.name not in _UNWRITTEN}
     written["against"] = [asdict(table) for table in study.against]
     written["runs"] = "own" if callable(study.runs) else study.runs
@@ -29,7 +29,7 @@ def to_table(study: Study) -> dict[str, Any]:
 
 
 def fields_of(kind: type[Study], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the study that a table holds; what an older one lacks has its default."""
+    """The fields of a study from a table; fields that an older table lacks get their defaults."""
     given = dict(values)
     if "cells" not in given:
         given = {**_of_strategies(given), **given}
@@ -57,7 +57,7 @@ def _replications(given: Mapping[str, Any]) -> Replications:
 
 
 def _of_strategies(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What an older `study.json` leaves to be concluded from its strategies."""
+    """The fields that follow from the strategies of an older `study.json`."""
     names = [str(name) for name in given.get("strategies", ())]
     settings = {"task": given.get("task"), **given.get("settings", {})}
     settings |= {name: given[name] for name in ("workers", "launcher") if name in given}

@@ -1,4 +1,4 @@
-"""A comparison's table for the terminal: with rich, or as plain text of at most 80 columns."""
+"""A comparison's table for the terminal, with rich or as plain text of at most 80 columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTHS = (20, 15, 8, 8, 7, 6, 4, 5)
 
 
 def format_table(comparison: Comparison) -> Table:
-    """The table for a terminal that can draw one."""
+    """The table as rich draws it."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -30,7 +30,7 @@ def format_table(comparison: Comparison) -> Table:
     for name in names[1:]:
         table.add_column(name, justify="right", no_wrap=True)
     for line in comparison.table:
-        # Text, not markup: a label may hold brackets.
+        # Text, not markup: a label may contain brackets.
         table.add_row(*[Text(cell) for cell in values(line)])
     return table
 
@@ -43,7 +43,6 @@ def format_plain(comparison: Comparison) -> str:
 
 
 def title(comparison: Comparison) -> str:
-    """What the numbers are: with one seed there is no interval to speak of."""
     intervals = any(line.seconds is not None and line.seconds.low is not None for line in comparison.table)
     spread_over = "mean over seeds ± half of the 95 % interval" if intervals else "one run each, no interval"
     return f"{comparison.name}: {spread_over}"
@@ -56,7 +55,7 @@ def headings(comparison: Comparison) -> list[str]:
 
 def values(line: Summary) -> list[str]:
     """One strategy's cells as text, failures beside its name."""
-    # Broken before its options: they are what tells one strategy from another of the same name.
+    # Broken before its options, which distinguish strategies of the same name.
     name = line.cell if len(line.cell) <= _WIDTHS[0] else line.cell.replace(":", ":\n", 1)
     name += f" ({line.failed} failed)" if line.failed else ""
     reached = _mean(line.to_target) if line.reached == line.runs else f"{line.reached}/{line.runs} runs"

@@ -1,4 +1,4 @@
-"""The table, the figures and the report of a sweep, and `podium.sweep`, which trains and then makes them all."""
+"""The table, the figures and the report of a sweep, and `podium.sweep`, which trains and then writes them all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sweep(*task: Any, **asked: Any) -> Sweep:
 
 
 def write_all(found: Sweep | str | Path) -> Sweep:
-    """Write `points.csv`, `figures/` and `report.html` of a sweep, or of the one in a folder; it, with their places."""
+    """Write `points.csv`, `figures/` and `report.html` of a sweep or its folder; returns the sweep with their paths."""
     result = found if isinstance(found, Sweep) else read_sweep(found)
     table = write_csv(result)
     return dataclasses.replace(result, table=str(table), report=str(write_report(result)))

@@ -1,4 +1,4 @@
-"""A sweep's figures as SVG, by matplotlib: the same look as a comparison's, and the same bytes from the same data."""
+"""A sweep's figures as SVG by matplotlib, in the style of a comparison's; the same data give the same bytes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from podium.lab.sweeps.figures import Figure, Map, OneOption, Parallel, Timeline
 
 STATUS_COLOURS = {"finished": COLOURS[0], "stopped": COLOURS[4], "diverged": COLOURS[3], "failed": COLOURS[1]}
 MOST_LANES = 24
-"""Lanes that can be named beside a timeline; of more, only some are."""
+"""The most lanes of a timeline that are all labelled; of more, only some are."""
 _XMLNS = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
 
 
 def to_svg(figure: Figure) -> str | None:
-    """A figure as one `<svg>` element in the page's ink; None without matplotlib."""
+    """A figure as one `<svg>` element in the page's text colour; None without matplotlib."""
     if isinstance(figure, Convergence):
         return drawing.to_svg(figure, {curve.cell: place for place, curve in enumerate(figure.curves)})
     draw, size = _DRAWN[type(figure)]
@@ -29,7 +29,7 @@ def to_svg(figure: Figure) -> str | None:
 
 
 def standalone(svg: str) -> str:
-    """The same as a file of its own: in black on white."""
+    """The element as an SVG file, in black."""
     whole = svg.replace("<svg ", f"<svg {_XMLNS}", 1).replace("currentColor", "#000000")
     return f'<?xml version="1.0" encoding="utf-8"?>\n{whole}\n'
 
@@ -90,7 +90,7 @@ def _draw_map(axes: Any, figure: Map) -> None:
 
 def _draw_parallel(axes: Any, figure: Parallel) -> None:
     colormaps = importlib.import_module("matplotlib").colormaps["viridis"]
-    for line in reversed(figure.lines):  # the best last, over all others
+    for line in reversed(figure.lines):  # the best last, on top of all others
         good = line[-1] if figure.maximize else 1 - line[-1]
         is_best = line is figure.lines[0]
         colour = COLOURS[1] if is_best else colormaps(good)

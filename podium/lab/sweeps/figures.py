@@ -1,8 +1,8 @@
-"""The data of a sweep's figures; `drawing` puts them on paper.
+"""The data of a sweep's figures, which `drawing` draws.
 
-Scores are drawn by what was searched: one option is a line, or bars where its values are no numbers; two whose
-combinations were tried are a map; anything else is a line per point through one axis per option (parallel coordinates).
-The timeline has a lane for each row that trials sat in; executors without rows get as many lanes as trials overlapped.
+The kind of score figure depends on the search: for one option a line (marks, if its values are not numbers); for a grid
+of two options a heat map; otherwise parallel coordinates, a line per point through one axis per option. The timeline
+has a lane for each row of an array; for executors without rows, as many lanes as trials ran at the same time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from podium.sweeps.result import Sweep
 from podium.sweeps.trial import Outcome
 
 MOST_CURVES = 8
-"""Points whose learning curves are drawn: as many as there are colours."""
+"""The most points whose learning curves are drawn: the number of colours."""
 WIDE = 20
-"""Numbers that differ by more than this factor, and evenly by factors, go on a logarithmic axis."""
+"""Positive numbers that differ by more than this factor get a logarithmic axis."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class OneOption:
-    """Score against the one option that was searched."""
+    """Scores by the only option that was searched."""
 
     metric: str
     option: str
@@ -56,7 +56,7 @@ class OneOption:
 
 @dataclass(frozen=True)
 class Map:
-    """Scores of all combinations of two options; NaN where one was not tried or has no score."""
+    """Scores of all combinations of two options; NaN if one was not tried or has no score."""
 
     metric: str
     maximize: bool
@@ -74,7 +74,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Axis:
-    """One option of parallel coordinates: where each value stands, from 0 to 1."""
+    """One option of parallel coordinates: the position of each value, from 0 to 1."""
 
     option: str
     ticks: tuple[tuple[float, str], ...]
@@ -82,14 +82,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class Parallel:
-    """A line for each point through its options to its score."""
+    """Parallel coordinates: a line for each point through its options to its score."""
 
     metric: str
     maximize: bool
     axes: tuple[Axis, ...]
     """The last one is the score."""
     lines: tuple[tuple[float, ...], ...]
-    """For each point, the best first, its place on each axis."""
+    """Each point's position on each axis, the best point first."""
 
     @property
     def name(self) -> str:
@@ -109,7 +109,7 @@ class Stay:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Which trial sat where, when."""
+    """Which trial trained in which lane, when."""
 
     lanes: tuple[str, ...]
     stays: tuple[Stay, ...]
@@ -130,7 +130,7 @@ def varied(points: Sequence[Point]) -> list[str]:
 
 
 def score_figure(sweep: Sweep) -> Scores | None:
-    """Score by point; None where fewer than two points have one."""
+    """Scores by point; None if fewer than two points have one."""
     points = [point for point in sweep.points if point.mean is not None]
     names = varied(points)
     if len(points) < 2 or not names:
@@ -143,7 +143,7 @@ def score_figure(sweep: Sweep) -> Scores | None:
 
 
 def curve_figure(sweep: Sweep) -> Convergence | None:
-    """How the best points learnt: metric against epoch; None where nothing was evaluated on the way."""
+    """Learning curves of the best points, metric over epoch; None if trials were evaluated at their end only."""
     ended: dict[int, list[Outcome]] = {}
     for outcome in sweep.outcomes:
         ended.setdefault(outcome.trial.point, []).append(outcome)
@@ -156,14 +156,14 @@ def curve_figure(sweep: Sweep) -> Convergence | None:
 
 
 def timeline_figure(folder: str | Path) -> Timeline | None:
-    """Which trial sat in which row when; None where nothing was written down."""
+    """Which trial trained in which row, when; None without `slots.jsonl`."""
     path = Path(folder) / "slots.jsonl"
     rows = list(read_records(path)) if path.is_file() else []
     if not rows:
         return None
     several = len({row["group"] for row in rows}) > 1
     lanes: dict[tuple[int, int], str] = {}
-    free: dict[int, list[float]] = {}  # of executors without rows: when each lane of a group is free
+    free: dict[int, list[float]] = {}  # for executors without rows: when each lane of a group becomes free
     placed = []
     for row in sorted(rows, key=lambda row: (row["group"], row["began_s"], row["trial"])):
         at = row["row"]
@@ -227,7 +227,7 @@ def _parallel(sweep: Sweep, names: Sequence[str], points: Sequence[Point]) -> Pa
 
 
 def _axis(name: str, values: Sequence[Any], most: int = 8) -> tuple[Axis, list[float]]:
-    """Numbers by their size, all else side by side; of more than `most` numbers only the ends are named."""
+    """Numbers are placed by size, other values evenly; of more than `most` numbers only the ends get ticks."""
     if all(_is_number(value) for value in values):
         numbers = [float(value) for value in values]
         scale = math.log if _is_log(numbers) else float
@@ -252,7 +252,7 @@ def _curve(point: Point, outcomes: Sequence[Outcome], metric: str) -> Curve | No
             lines.append(Line(outcome.trial.number, x, y))
     if not lines:
         return None
-    # Beyond the shortest one a median would be of other trials than before it.
+    # Beyond the shortest trial the median would be over fewer trials.
     length = min(len(line.x) for line in lines)
     ys = [[line.y[k] for line in lines] for k in range(length)]
     middle = tuple(map(median, ys))
@@ -266,7 +266,7 @@ def _value(point: Point, name: str) -> Any:
 
 
 def _ordered(values: Sequence[Any]) -> list[Any]:
-    """Each value once: numbers by size, all else as they come."""
+    """Each value once: numbers sorted, other values in order of appearance."""
     once = list({_key(value): value for value in values}.values())
     return sorted(once) if all(_is_number(value) for value in once) else once
 

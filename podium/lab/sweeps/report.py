@@ -1,6 +1,6 @@
 """The report of a sweep: one HTML file that needs no network, no script and no second file.
 
-It is made from the sweep's folder alone, and the same folder gives the same bytes.
+It is made only from the files in the sweep's folder, and the same folder gives the same bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from podium.sweeps.result import Sweep
 FIGURE_NAMES = ("scores", "curves", "slots")
 MOST_POINTS = 200
 MOST_TRIALS = 500
-"""Lines of the report's tables; files have the rest."""
+"""The most rows of the report's tables; `points.csv` and `results.jsonl` have all."""
 
 FIGURES = {
     "energy_j": ("energy", "J"),
@@ -46,7 +46,7 @@ FIGURES = {
     "host_memory_bytes": ("host memory at its peak", "bytes"),
     "cpu_s": ("processor time", "s"),
 }
-"""What a reading measures, in words and units."""
+"""Fields of a reading: their descriptions and units."""
 
 
 def write_report(sweep: Sweep) -> Path:
@@ -61,14 +61,13 @@ def write_report(sweep: Sweep) -> Path:
 
 
 def draw(sweep: Sweep) -> dict[str, tuple[Figure, str | None]]:
-    """The figures that there are data for, each with its SVG; None without matplotlib."""
+    """All figures with data, each with its SVG (None without matplotlib)."""
     made = (score_figure(sweep), curve_figure(sweep), timeline_figure(sweep.folder))
     named = zip(FIGURE_NAMES, made, strict=True)
     return {name: (figure, to_svg(figure)) for name, figure in named if figure is not None}
 
 
 def render(sweep: Sweep, manifest: Mapping[str, Any], figures: Mapping[str, tuple[Figure, str | None]]) -> str:
-    """The report's HTML."""
     said, caution = sweep.answer.split("\n", 1)
     config = manifest["config"]
     return (
@@ -95,7 +94,7 @@ def render(sweep: Sweep, manifest: Mapping[str, Any], figures: Mapping[str, tupl
             label=LABEL,
             refused=[probe for probe in sweep.probes if not probe["fuses"]],
             looped=[probe for probe in sweep.probes if probe["fuses"] and probe["looped"]],
-            options=format_options(config["options"]) if config["options"] else "as the task has them",
+            options=format_options(config["options"]) if config["options"] else "the task's defaults",
             command=command(config),
             python_call=python_call(config),
         )
@@ -127,7 +126,7 @@ def _rival(sweep: Sweep, place: int) -> dict[str, Any]:
 
 def _trial(outcome: Any, metric: str) -> dict[str, Any]:
     evaluation = outcome.evaluation
-    # One that failed may have failed for not having the metric.
+    # A trial may have failed because it lacks the metric.
     value = None if evaluation is None else evaluation.loss if metric == "loss" else evaluation.metrics.get(metric)
     return {
         "outcome": outcome,
@@ -139,7 +138,7 @@ def _trial(outcome: Any, metric: str) -> dict[str, Any]:
 
 
 def _measured(sweep: Sweep) -> list[tuple[str, str]]:
-    """(what, value with unit) of every figure that a reading has."""
+    """(description, value with unit) of every measured field of the reading."""
     reading = sweep.reading or {}
     lines = []
     for field, (what, unit) in FIGURES.items():
@@ -151,21 +150,21 @@ def _measured(sweep: Sweep) -> list[tuple[str, str]]:
 
 
 def _unmeasured(sweep: Sweep) -> int:
-    """How many trials were trained in sessions that were killed, which left no line of their own."""
+    """How many trials were trained in sessions that were killed, which wrote no session record."""
     trained = sum(outcome.steps > 0 for outcome in sweep.outcomes)
     measured: int = sum(session["trained"] for session in sweep.sessions)
     return max(0, trained - measured)
 
 
 def _joules_per_trial(sweep: Sweep) -> float | None:
-    """Of the session that was measured; None without energy."""
+    """Of the measured session; None without energy."""
     trained = [session["trained"] for session in sweep.sessions if session["trained"]]
     energy = (sweep.reading or {}).get("energy_j")
     return None if energy is None or not trained else float(energy) / trained[-1]
 
 
 def _absent(sweep: Sweep) -> list[tuple[str, str]]:
-    """(which figures, why) of those that a reading does not have."""
+    """(descriptions, reason) of the fields that were not measured."""
     found: dict[str, list[str]] = {}
     for field, why in (sweep.reading or {}).get("absent", {}).items():
         found.setdefault(why or "not measured", []).append(FIGURES.get(field, (field.replace("_", " "), ""))[0])

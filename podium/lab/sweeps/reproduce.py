@@ -1,4 +1,4 @@
-"""How to run a sweep again, in the words of the command line and of Python."""
+"""How to run a sweep again, as a command and in Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLAIN = {"metric": "--metric", "precision": "--precision", "executor": "--execu
 
 
 def command(config: Mapping[str, Any]) -> str | None:
-    """One command; None for what only Python can say (objects of the caller's own, chosen seeds, steps)."""
+    """One command; None if it takes Python (the caller's own objects, chosen seeds, steps)."""
     search, folds, seeds = config["search"], config["folds"], list(config["seeds"])
     own = config["own_task"] or search["own"] or (folds is not None and folds["asked"] is None)
     if own or "trials" in search or config["steps"] is not None or seeds != list(range(len(seeds))):
@@ -38,7 +38,7 @@ def command(config: Mapping[str, Any]) -> str | None:
 
 
 def python_call(config: Mapping[str, Any]) -> str:
-    """A few lines of Python; what was an object of the caller's is named in a comment."""
+    """A few lines of Python; a comment names a task that was an object of the caller."""
     search, folds = config["search"], config["folds"]
     task = f"task,  # the one named {config['task']}" if config["own_task"] else f"{config['task']!r},"
     given: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def python_call(config: Mapping[str, Any]) -> str:
         given["space" if drawn or search["how"] else "grid"] = search["space"]
     given |= drawn
     given |= {"trials": search["trials"]} if "trials" in search else {}
-    given |= {"search": search["how"]} if search["how"] else {}  # of the caller's own only the name is known
+    given |= {"search": search["how"]} if search["how"] else {}  # of the caller's own search only the name is known
     given |= {"folds": folds["asked"] or f"<{folds['kind']}>"} if folds else {}
     given |= {"seeds": list(config["seeds"]), "seed": search["seed"]}
     given |= {"stopping": config["stopping"]} if _is_spec(config["stopping"]) else {}
@@ -58,5 +58,5 @@ def python_call(config: Mapping[str, Any]) -> str:
 
 
 def _is_spec(stopping: str) -> bool:
-    """Whether a rule was given, and as text."""
+    """Whether a stopping rule was given as text."""
     return stopping != "none" and "(" not in stopping

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MOST = 15
-"""Points that the terminal shows; the file has them all."""
+"""The most points in the terminal; the file has all."""
 
 
 def format_table(sweep: Sweep) -> Table:
@@ -33,14 +33,15 @@ def format_table(sweep: Sweep) -> Table:
     for name in names[1:]:
         table.add_column(name, justify="right", overflow="fold")
     for place, point in enumerate(sweep.points[:MOST], 1):
-        table.add_row(*[Text(cell) for cell in values(sweep, place, point)])  # text, not markup: it may hold brackets
+        table.add_row(*[Text(cell) for cell in values(sweep, place, point)])  # text, not markup: it may have brackets
+
     return table
 
 
 def title(sweep: Sweep) -> str:
     intervals = any(point.low is not None for point in sweep.points)
     spread = "mean ± half of the 95 % interval" if intervals else "one trial each, no interval"
-    spread += ", options as they began" if sweep.copies else ""
+    spread += ", options at the start" if sweep.copies else ""
     shown = f"the best {MOST} of " if len(sweep.points) > MOST else ""
     return f"{sweep.task}: {shown}{len(sweep.points)} point{'s' * (len(sweep.points) != 1)}, {spread}"
 
@@ -56,14 +57,14 @@ def values(sweep: Sweep, place: int, point: Point) -> list[str]:
 
 
 def format_statuses(point: Point) -> str:
-    """`5`, or `3, 2 stopped`: those that make the mean, then the others."""
+    """`5`, or `3, 2 stopped`: the trials in the mean, then the other trials by status."""
     others = [f"{count} {status}" for status, count in point.statuses.items() if status != "finished"]
     without = point.statuses.get("finished", 0) - point.n
     return ", ".join([str(point.n), *others, *([f"{without} without a score"] if without > 0 else [])])
 
 
 def write_csv(sweep: Sweep) -> Path:
-    """Write `points.csv` into the sweep's folder: one line per point, the best first."""
+    """Write `points.csv` into the sweep's folder: one row per point, the best first."""
     path = Path(sweep.folder) / "points.csv"
     out = io.StringIO(newline="")
     names = list(dict.fromkeys(name for point in sweep.points for name in point.options))
@@ -86,5 +87,5 @@ def _cell(value: Any) -> Any:
 
 
 def _options(sweep: Sweep) -> list[str]:
-    """Those that vary; all where there is one point only."""
+    """The options that vary; all options if there is only one point."""
     return varied(sweep.points) or list(sweep.points[0].options if sweep.points else ())

@@ -1,4 +1,4 @@
-"""Commands of the system that shape nodes, and removing what they made."""
+"""System commands that shape nodes, and removing what they made."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from podium.errors import ConfigError
 
 
 def find_tool(name: str, path: str | None = None) -> str:
-    """Where `ip` or `tc` is; also looks where root's tools are, which may not be on the path."""
+    """The path of `ip` or `tc`; also searches /usr/sbin and /sbin, which may not be on the path."""
     found = shutil.which(name, path=path) or (shutil.which(name, path="/usr/sbin:/sbin") if path is None else None)
     if found is None:
-        raise ConfigError(f"shaped launcher: needs the command {name!r}, which is not here: apt install iproute2")
+        raise ConfigError(f"shaped launcher: needs the command {name!r}, which is not installed: apt install iproute2")
     return found
 
 
 def run_command(*words: str, timeout_s: float = 20.0) -> str:
-    """Run a command and return its output; a failure carries the command and what it wrote to stderr."""
+    """Run a command and return its output; the error of a failure has the command and its stderr."""
     line = " ".join(words)
     try:
         done = subprocess.run(
@@ -32,7 +32,7 @@ def run_command(*words: str, timeout_s: float = 20.0) -> str:
 
 
 def remove_after(remove: Callable[[], None], error: BaseException | None) -> None:
-    """Remove; what went wrong inside the block outranks what goes wrong here."""
+    """Call `remove`; an error inside the block takes precedence over one here, which becomes its note."""
     try:
         remove()
     except ConfigError as failure:

@@ -23,7 +23,7 @@ class CpuQuota:
     """
 
     def __init__(self, cluster: Cluster, folder: Path | None = None) -> None:
-        """`folder`: the rendezvous folder in which groups are noted, for the launcher that comes after a kill."""
+        """`folder`: the rendezvous folder that lists the groups, so that the next launcher can remove them."""
         self.cluster, self._folder = cluster, folder
         self.groups: dict[int, Path] = {}
         """The group's folder, by node."""
@@ -81,7 +81,7 @@ class CpuQuota:
     def _create(self, index: int, group: Path) -> None:
         cpus = self.cluster.nodes[index].cpus
         assert cpus is not None
-        # A step is often shorter than the usual period of 100 ms: it would run at full speed and then stand still.
+        # A step is often shorter than the usual period of 100 ms: it would run at full speed and then pause.
         period_us = 10_000 if cpus >= 0.1 else 100_000
         quota_us = round(cpus * period_us)
         group.mkdir()
@@ -97,7 +97,7 @@ def _cpu_parent() -> Path:
     """The nearest group above this process in which groups with a CPU quota can be made."""
     for kind, mount in _cgroup_mounts():
         own = mount / _own_group(kind).lstrip("/")
-        # In a container the path may be the host's, and its folder not be here.
+        # In a container the path may be the host's, and the folder may not exist.
         start = own if own.is_dir() else mount
         for folder in (start, *start.parents):
             if _takes_quota(folder, kind):
@@ -135,7 +135,7 @@ def _takes_quota(folder: Path, kind: str) -> bool:
             return True
         if "cpu" not in (folder / "cgroup.controllers").read_text().split():
             return False
-        # Refused (busy) for a group that holds processes itself: then the one above has to do.
+        # Fails (busy) for a group that holds processes itself: then try the parent group.
         (folder / "cgroup.subtree_control").write_text("+cpu")
     except OSError:
         return False
@@ -169,5 +169,5 @@ def _remove_group(group: Path) -> None:
 
 
 def _move(pid: int, group: Path) -> None:
-    with contextlib.suppress(ProcessLookupError):  # one that has ended needs no group
+    with contextlib.suppress(ProcessLookupError):  # the process has ended
         (group / "cgroup.procs").write_text(str(pid))

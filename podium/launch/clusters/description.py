@@ -1,4 +1,4 @@
-"""The cluster file: nodes, links and who sits where, as plain frozen data.
+"""The cluster file: nodes, links and placement, as plain frozen data.
 
     [cluster]
     sharing = "fifo"             # how messages share a link in virtual time: one after another, or "fair"
@@ -15,7 +15,7 @@
     name = "slow"
     speed = 0.25
 
-    [[link]]                     # between two nodes, in both directions, instead of what the nodes say
+    [[link]]                     # between two nodes, in both directions; overrides the nodes' own values
     between = ["fast-0", "slow"]
     mbit = 100
 
@@ -28,8 +28,8 @@
     workers = ["fast-0", "fast-1"]
     servers = ["slow"]
 
-The shaped launcher builds this cluster out of network namespaces, virtual time models it, and both read only what is
-here. This module knows no strategy, no clock and no torch.
+The shaped launcher builds this cluster out of network namespaces, virtual time models it, and both read only this file.
+This module knows no strategy, no clock and no torch.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Node:
 
     name: str
     speed: float = 1.0
-    """Compute speed; 0.5 takes twice as long. The shaped launcher draws passes out accordingly, where it is below 1."""
+    """Compute speed; 0.5 takes twice as long. Below 1, the shaped launcher slows passes down by sleeping."""
     cpus: float | None = None
     """CPU quota of the node's ranks together under the shaped launcher; None sets none."""
     up_mbit: float | None = None
-    """What it can send per second; None leaves it unshaped, which virtual time takes for the same-node rate."""
+    """Sending rate; None leaves it unshaped: in virtual time, the same-node rate."""
     down_mbit: float | None = None
-    """What it can receive per second; None as above."""
+    """Receiving rate; None as above."""
     latency_us: float = 50.0
-    """One-way time to a node like itself; between unlike nodes each end contributes half of its own."""
+    """One-way latency to a node of the same latency; between others, the mean of both."""
     flops: float = 3e10
     """Operations per second that training sustains; used where the cluster gives no seconds_per_sample."""
     memory_gbs: float = 4.0
@@ -88,7 +88,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What holds between one pair of nodes, in both directions, instead of what the nodes say."""
+    """Values for one pair of nodes, in both directions, which override the nodes' own."""
 
     mbit: float | None = None
     latency_us: float | None = None
@@ -104,7 +104,7 @@ class Change:
 
     node: int
     at_s: float
-    """Seconds since the run began, on the world's clock; a pass under way then ends at its old speed."""
+    """Seconds since the run began, on the world's clock; a pass under way at that time keeps its old speed."""
     speed: float
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class Change:
 
 
 class PathCost(NamedTuple):
-    """What a message between two nodes meets."""
+    """Rates and latency between two nodes."""
 
     bytes_per_s_up: float
     bytes_per_s_down: float
@@ -136,7 +136,7 @@ class Cluster:
     jitter: float = 0.0
     """Coefficient of variation of the compute time, which is lognormal and seeded."""
     seconds_per_sample: float | None = None
-    """Compute time of a sample at speed 1; None estimates it from the task's operations and the node's flops."""
+    """Compute time of a sample at speed 1; None: estimated from the task's operations and the node's flops."""
     seconds_per_step: float = 5e-4
     """Compute time of a pass at speed 1 that does not depend on its samples."""
     local_gbs: float = 5.0
@@ -145,7 +145,7 @@ class Cluster:
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict, hash=False)
     """By pair of node indices, the lower first."""
     servers_by_link: bool = False
-    """Whether dedicated servers go where the links to the workers are best, in place of `servers`."""
+    """Whether dedicated servers are placed on the nodes with the best links to the workers, instead of `servers`."""
     changes: tuple[Change, ...] = ()
     """Those of one node in order of time."""
 
@@ -176,9 +176,9 @@ class Cluster:
     def place(
         self, workers: int, servers: int = 0, colocated: bool = False, hosts: Sequence[int] = ()
     ) -> tuple[int, ...]:
-        """The node of every rank, workers first. A colocated server m sits with worker m modulo the workers.
+        """The node of every rank, workers first. A colocated server m is placed with worker m modulo the workers.
 
-        `hosts`: only these workers have servers beside them, in turn.
+        `hosts`: only these workers have servers beside them, round-robin.
         """
         if workers < 1 or servers < 0:
             raise ConfigError(f"cluster: placement needs 1 worker and 0 servers or more, got {workers} and {servers}")
@@ -211,7 +211,7 @@ class Cluster:
         return speed
 
     def path(self, a: int, b: int) -> PathCost:
-        """What a message from node `a` to node `b` meets: a's sending rate, b's receiving rate, one-way latency."""
+        """For a message from node `a` to node `b`: a's sending rate, b's receiving rate, one-way latency."""
         self._need_node(a)
         self._need_node(b)
         if a == b:
@@ -235,12 +235,12 @@ class Cluster:
         """How long a ring all-reduce of `nbytes` takes among ranks on these nodes, in ring order; 0 for one rank.
 
         The alpha-beta model (Thakur, Rabenseifner and Gropp, 2005, "Optimization of Collective Communication
-        Operations in MPICH") with the slowest hop taken for all, since in a ring everyone waits for it:
+        Operations in MPICH") with the slowest hop taken for all, since in a ring all ranks wait for it:
 
             2 (N - 1) * max over neighbours of (latency + (nbytes / N) / min(up, down))
 
         With one rank per node, `up` and `down` are the nodes' rates. Where k hops of the ring leave (or enter) one
-        node, each has a k-th of its rate: all hops happen at once. Adding the numbers is taken to hide behind the wire.
+        node, each has a k-th of its rate: all hops happen at once. The additions are assumed to overlap the transfers.
         """
         ranks = len(nodes)
         if ranks <= 1:
@@ -273,7 +273,7 @@ class Cluster:
         del plain["changes"]
         if not self.servers_by_link:
             del plain["servers_by_link"]
-        if self.changes:  # otherwise absent, as it was before there were any: fingerprints stay
+        if self.changes:  # otherwise absent, so that fingerprints of older files stay the same
             plain["changes"] = [
                 {"node": self.names[x.node], "at_s": _as_float(x.at_s), "speed": _as_float(x.speed)}
                 for x in sorted(self.changes, key=lambda x: (x.at_s, x.node))
@@ -281,7 +281,7 @@ class Cluster:
         return plain
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change when, and only when, something in the description does."""
+        """Sixteen hex digits that change when, and only when, the description changes."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -310,7 +310,7 @@ def uniform(
     seconds_per_sample: float | None = None,
     seconds_per_step: float = Cluster.seconds_per_step,
 ) -> Cluster:
-    """A cluster of equal nodes, which virtual time takes when no file is given."""
+    """A cluster of equal nodes, the default of virtual time without a file."""
     if nodes < 1:
         raise ConfigError(f"cluster: there must be at least one node, got {nodes}")
     return Cluster(
@@ -326,7 +326,7 @@ def uniform(
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file; whatever it says that is unknown or out of range is refused, naming file and key."""
+    """Read a cluster file; raises for an unknown key or a value out of range, naming file and key."""
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

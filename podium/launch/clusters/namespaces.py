@@ -1,12 +1,12 @@
 """Shaped nodes on one machine: a network namespace per node, token buckets on its link.
 
     node 0 ─ veth ─┐
-    node 1 ─ veth ─┼─ bridge, in a hub namespace of its own
+    node 1 ─ veth ─┼─ bridge, in a separate hub namespace
     node 2 ─ veth ─┘
 
 `tc tbf` shapes both directions of each node's link: what leaves the node (up) and what leaves the hub towards it
-(down). Ranks on one node meet on its loopback, unshaped. The machine's own interfaces, addresses and routes are left
-as they are. Not shaped, and recorded as warnings: latency, and the cluster file's links between single pairs.
+(down). Ranks on one node use its loopback, unshaped. The machine's own interfaces, addresses and routes do not change.
+Not shaped, and recorded as warnings: latency, and the cluster file's links between single pairs.
 
 Processes outside cannot reach the nodes by TCP or by an abstract Unix socket; a Unix socket with a path works.
 """
@@ -31,11 +31,11 @@ from podium.launch.clusters.description import Cluster
 from podium.launch.rendezvous import note_what_is_made
 
 NETWORK = ipaddress.ip_network("10.77.0.0/16")
-"""Addresses inside the namespaces; nobody outside sees them, so runs beside one another may share them."""
+"""Addresses inside the namespaces; they are invisible outside, so runs at the same time may use the same ones."""
 CONGESTION_CONTROL = "cubic"
 """Pinned, because some systems default to BBR, which divides a link unfairly between flows."""
 QUEUE_MS = 50
-"""How much may wait at a token bucket before packets are dropped."""
+"""Longest queue at a token bucket before packets are dropped."""
 MAX_NODES = 1000
 """A Linux bridge takes 1,024 ports."""
 
@@ -54,14 +54,14 @@ class ShapedNetwork:
     """
 
     def __init__(self, cluster: Cluster, folder: Path | None = None) -> None:
-        """`folder`: the rendezvous folder in which namespaces are noted, for the launcher that comes after a kill."""
+        """`folder`: the rendezvous folder that lists the namespaces, so that the next launcher can remove them."""
         self.cluster, self._folder = cluster, folder
         self.addresses: tuple[str, ...] = ()
-        """Of each node."""
+        """The address of each node."""
         self.namespaces: tuple[str, ...] = ()
         """Of each node, for `enter_namespace`."""
         self.interfaces: tuple[str, ...] = ()
-        """Of each node, for libraries that ask for an interface rather than an address."""
+        """Of each node, for libraries that need an interface rather than an address."""
         self.facts: dict[str, Any] = {}
         """What was applied and read back, and the warnings, for the manifest."""
         self._created: list[str] = []
@@ -124,7 +124,7 @@ class ShapedNetwork:
         }
 
     def _add_namespace(self, name: str) -> None:
-        self._created.append(name)  # before, so that an interrupt right after its creation does not lose it
+        self._created.append(name)  # before it is created: an interrupt right after must not lose it
         try:
             run_command(self._ip, "netns", "add", name)
         except ConfigError:
@@ -142,7 +142,7 @@ class ShapedNetwork:
         run_command(self._ip, "-n", hub, "link", "set", port, "master", "bridge", "up")
         inside = (self._ip, "-n", name)
         run_command(*inside, "link", "set", "lo", "up")
-        # Without the kernel's own route for the prefix, ours, which pins the congestion control, is the only one.
+        # No route by the kernel for the prefix: ours, which pins the congestion control, must be the only one.
         run_command(*inside, "address", "add", f"{address}/{NETWORK.prefixlen}", "dev", inner, "noprefixroute")
         run_command(*inside, "link", "set", inner, "up")
         route = ("route", "add", str(NETWORK), "dev", inner, "src", address, "congctl", CONGESTION_CONTROL)
@@ -182,7 +182,7 @@ def burst_bytes(mbit: float) -> int:
 
 
 def warnings_of(cluster: Cluster) -> list[str]:
-    """What the cluster file asks for and the shaped launcher does not do."""
+    """Settings of the cluster file that the shaped launcher ignores."""
     found = []
     latencies = sorted({node.latency_us for node in cluster.nodes if node.latency_us > 0})
     if latencies:
@@ -196,7 +196,7 @@ def warnings_of(cluster: Cluster) -> list[str]:
 def enter_namespace(name: str) -> None:
     """Move the calling thread into a network namespace, with all threads it starts from then on.
 
-    For a child process to call before it makes any socket: a socket stays where it was made.
+    A child process must call this before it makes any socket: a socket stays in the namespace it was made in.
     """
     path = _NAMESPACES / name
     try:
@@ -220,7 +220,7 @@ def _setns(handle: int) -> None:
 
 
 def in_thread(work: Callable[[], T], limit_s: float = 20.0) -> T:
-    """Do the work in a thread that ends with it, so that namespaces it enters are not the caller's.
+    """Run `work` in a new thread, so that the caller's thread stays in its namespace.
 
     Raises ConfigError when it has not ended after `limit_s`; the thread then stays until the process ends.
     """
@@ -230,7 +230,7 @@ def in_thread(work: Callable[[], T], limit_s: float = 20.0) -> T:
     def run() -> None:
         try:
             results.append(work())
-        except BaseException as error:  # carried over to the caller, whatever it is
+        except BaseException as error:  # raised in the caller
             errors.append(error)
 
     thread = threading.Thread(target=run, name="podium-netns", daemon=True)
@@ -238,8 +238,8 @@ def in_thread(work: Callable[[], T], limit_s: float = 20.0) -> T:
     thread.join(limit_s)
     if thread.is_alive():
         raise ConfigError(
-            f"shaped launcher: connections between the nodes could not be tried within {limit_s:g} s: the kernel does "
-            "not let a namespace be entered or a socket be made"
+            f"shaped launcher: connections between the nodes could not be tested within {limit_s:g} s: the kernel "
+            "blocks entering a namespace or making a socket"
         )
     if errors:
         raise errors[0]
@@ -247,7 +247,7 @@ def in_thread(work: Callable[[], T], limit_s: float = 20.0) -> T:
 
 
 def _congestion_controls(namespaces: Sequence[str], addresses: Sequence[str]) -> list[str]:
-    """What a connection from each node to the next really uses, and proof that it gets there. Nothing for one node."""
+    """The congestion control of a connection from each node to the next; raises where a node cannot reach it."""
     if len(namespaces) < 2:
         return []
     seen = []

@@ -2,8 +2,7 @@
 
     podium.train("digits-mlp", on_event=podium.writers.TensorBoard("tb"))
 
-Each is a listener for `on_event`; `Together` makes one of several. Neither package is imported before its writer is
-made.
+Each is a listener for `on_event`; `Together` combines several. A package is imported when its writer is made.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ WRITERS: dict[str, Callable[[str], Writer]] = {"tensorboard": TensorBoard, "mlfl
 
 
 def open_log(text: str, out: str | Path = "runs") -> Writer:
-    """The writer that `--log NAME[:WHERE]` names; without a place it is the folder `NAME` below `out`.
+    """The writer of `--log NAME[:WHERE]`; WHERE is by default the folder `NAME` below `out`.
 
-    Refuses an unknown name, a missing package and a place that cannot be written, so it is called before the run.
+    Raises on an unknown name, a missing package and a place that cannot be written, so it is called before the run.
     """
     name, _, where = text.partition(":")
     if name not in WRITERS:

@@ -1,14 +1,14 @@
-"""What a writer is: it puts the numbers of runs where another program looks for them.
+"""The interface of writers, which write the numbers of runs for another program.
 
-A writer is fed in two ways. Called with the events of a launcher or a study, it follows runs as they go; what events do
-not tell (bytes, waiting, staleness) comes from the run's records at its end. `podium export` opens a page for each
-finished run and writes all of it at once. Both give the same names:
+A writer gets numbers in two ways. Called with the events of a launcher or a study, it follows runs as they train;
+numbers that events do not have (bytes, waiting, staleness) come from the run's records at its end. `podium export`
+opens a page for each finished run and writes all of it at once. Both give the same names:
 
     train/…        at each global step: loss, samples_per_s, sent_bytes, wait_share, staleness
     validation/…   at each validation: loss and the task's metrics
     final/…        once, when the run is over
 
-Training continues whatever happens to a writer: a writer that fails warns once and gets no more events.
+A failing writer does not stop training: it warns once and gets no more events.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ Scalar = bool | int | float | str
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a writer knows of a run before its first number."""
+    """A run's description, given to a writer before the first number."""
 
     label: str
     """The strategy, the cell of a study, or the trial of a sweep."""
     seed: int
     task: str
     key: str
-    """No other run has it: the absolute path of its folder, and what tells it from others there."""
+    """Unique: the absolute path of the run's folder, and its name among other runs in that folder."""
     params: Mapping[str, Scalar] = field(default_factory=dict)
-    """The resolved configuration, flat (`task_options.lr`), and in a study `level.<factor>`. Nothing that is unset."""
+    """The resolved configuration, flat (`task_options.lr`), and in a study `level.<factor>`. Without unset values."""
     tags: Mapping[str, str] = field(default_factory=dict)
     started_s: float = 0.0
     """Seconds since 1970; 0 where it is not recorded."""
 
     @property
     def about(self) -> dict[str, Scalar]:
-        """All that sets it apart, its label first."""
+        """Label, seed, task and params."""
         return {"label": self.label, "seed": self.seed, "task": self.task, **self.params}
 
     @property
     def place(self) -> str:
-        """A folder's name for it, of two parts: `all-reduce/seed0`."""
+        """The run's folder name, of two parts: `all-reduce/seed0`."""
         stem = "".join(c if c.isalnum() or c in "._=" else "-" for c in self.label).strip("-.") or "run"
         return f"{stem}/seed{self.seed}"
 
 
 class Page(ABC):
-    """One run's place in a writer."""
+    """Writes the numbers of one run."""
 
     @abstractmethod
     def write(self, points: Sequence[Point]) -> None:
@@ -73,14 +73,14 @@ class Page(ABC):
 
     @abstractmethod
     def end(self, status: str, seconds: float | None = None) -> None:
-        """The run is over: `finished`, `stopped`, `failed` or whatever its row says.
+        """The run is over: `finished`, `stopped`, `failed` or another status of its row.
 
-        `seconds` is how long it took; None means that it is over now.
+        `seconds` is how long the run took; None means that it has just ended.
         """
 
 
 class Writer(ABC):
-    """Takes events by being called with them, from any thread. A context: leaving it closes what is open."""
+    """Called with events, from any thread. A context manager: leaving it ends the open run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -91,10 +91,10 @@ class Writer(ABC):
 
     @abstractmethod
     def open(self, run: Run) -> Page | None:
-        """A page for this run; None where the run is in there already, whole."""
+        """A page for this run; None where the run was already written completely."""
 
     def flush(self) -> None:
-        """Bring all that was written to where others can read it."""
+        """Make all written numbers visible to readers."""
 
     @final
     def __call__(self, event: Event) -> None:
@@ -121,7 +121,7 @@ class Writer(ABC):
                 self._guarded(lambda: self._end(status))
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Whatever a foreign package raises must not end a training that may have taken days."""
+        """An error in another package must not end a training that may have taken days."""
         try:
             action()
         except Exception as error:
@@ -144,7 +144,7 @@ class Writer(ABC):
             self._end(event["status"])
 
     def _begin(self, event: Event) -> None:
-        self._end("failed")  # a run that fails says nothing more
+        self._end("failed")  # a failed run sends no `end` event
         self._run_dir = Path(event["run_dir"])
         manifest = read_manifest(self._run_dir)
         self._config = manifest["config"]
@@ -153,7 +153,7 @@ class Writer(ABC):
     def _progress(self, event: Event) -> list[Point]:
         step = event["step"]
         if event["epoch"] > 0 and self._config.get("batch_size"):
-            # One worker's count says little where workers do not go in step.
+            # One worker's count of steps says little in asynchronous training.
             samples = round(event["position"] / event["epoch"])
             step = global_step(event["position"], samples, self._config["batch_size"])
         told = {"loss": event["loss"], "samples_per_s": event.get("samples_per_s")}
@@ -172,7 +172,7 @@ class Writer(ABC):
 
 
 def _afterwards(run_dir: Path, config: Mapping[str, Any]) -> list[Point]:
-    """What only the run's folder can tell: costs at each step, and what the run came to where it came to anything."""
+    """Numbers that only the run's folder has: costs at each step, and the result if there is one."""
     points = [point for point in costs(read_records(run_dir), config) if point.tag not in _HEARD]
     try:
         result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
@@ -187,7 +187,7 @@ _HEARD = ("train/loss", "train/samples_per_s")
 
 @final
 class Together:
-    """Several listeners as one, told of every event in this order. A context: leaving it closes the writers in it."""
+    """Several listeners as one, called in this order. A context manager: leaving it closes its writers."""
 
     def __init__(self, *listeners: Listener | None) -> None:
         self._listeners = [listener for listener in listeners if listener is not None]
@@ -210,7 +210,7 @@ class Together:
 def describe(
     run_dir: Path, manifest: Mapping[str, Any], *, cell: str | None = None, levels: Mapping[str, Any] | None = None
 ) -> Run:
-    """A run as its manifest has it; in a study, with its cell and the cell's levels."""
+    """A run from its manifest; in a study, with its cell and the cell's levels."""
     config = manifest["config"]
     seed, task = int(config.get("seed") or 0), Path(str(config["task"])).name
     label = cell or _strategy(config)
@@ -232,7 +232,7 @@ def _strategy(config: Mapping[str, Any]) -> str:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
-    """A configuration with dots for its tables; what is unset is left out, and lists are JSON."""
+    """A configuration with dotted names for nested tables; unset values are left out, and lists are JSON."""
     found: dict[str, Scalar] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -245,7 +245,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
 
 
 def when(text: str | None) -> float:
-    """A manifest's `started` in seconds since 1970; 0 where it says nothing that can be read."""
+    """A manifest's `started` in seconds since 1970; 0 where it cannot be parsed."""
     try:
         return datetime.strptime(text or "", "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except ValueError:

@@ -1,8 +1,8 @@
-"""MLflow: an experiment per task, a run per run, in a database file of its own. Needs `podium[mlflow]`.
+"""MLflow: an experiment per task, an MLflow run per run, in its own database file. Needs `podium[mlflow]`.
 
-Nothing leaves the machine unless the place that was asked for lies elsewhere: without one, or with a folder, it is an
-SQLite file; MLFLOW_TRACKING_URI is not looked at; and MLflow's own telemetry is switched off, unless the environment
-says otherwise or the program has imported MLflow before.
+Nothing leaves the machine unless the user gives the URI of a server: by default, or with a folder, the store is an
+SQLite file; MLFLOW_TRACKING_URI is ignored; and MLflow's own telemetry is switched off, unless the environment sets it
+or the program has imported MLflow before.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from podium.records.writers.series import Point
 FLUSH_S = 2.0
 """Numbers are written at most this late."""
 BATCH = 500
-"""Numbers per request, and as many as are kept back; MLflow takes up to 1000."""
+"""Numbers per request, and the size of the buffer; MLflow takes up to 1000."""
 PARAMS = 100
 """Parameters or tags per request, at most."""
 LONGEST_PARAM, LONGEST_TAG = 6000, 5000
 """Characters of a value; MLflow refuses more, so longer ones are cut."""
 KEY = "podium.run"
-"""The tag that says which run this is; one that is there already, and over, is not written again."""
+"""The tag with the run's key; a run that is already in the store, and over, is not written again."""
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED"}
 _ENDED = ("FINISHED", "FAILED", "KILLED")
 
@@ -36,14 +36,14 @@ _ENDED = ("FINISHED", "FAILED", "KILLED")
 class MLflow(Writer):
     """Writes to the store at `where`: a folder (an `mlflow.db` in it), or a tracking URI such as `sqlite:///x.db`.
 
-    MLflow has no infinity: it keeps the largest double in its place.
+    MLflow has no infinity: it stores the largest double instead.
     """
 
     def __init__(self, where: str | Path) -> None:
         super().__init__()
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when mlflow is imported
         try:
-            import alembic  # noqa: F401  # what the store of a file needs; mlflow-skinny does not ask for it
+            import alembic  # noqa: F401  # needed for a store in a file; mlflow-skinny does not depend on it
             import sqlalchemy  # noqa: F401
             from mlflow import MlflowClient
             from mlflow.exceptions import MlflowException
@@ -62,7 +62,7 @@ class MLflow(Writer):
         known = self._client.search_runs([experiment], f"tags.`{KEY}` = '{_quoted(run.key)}'")
         if any(old.info.status in _ENDED for old in known):
             return None
-        for old in known:  # its writer was killed
+        for old in known:  # an unfinished run whose writer was killed
             self._client.delete_run(old.info.run_id)
         tags = {KEY: _quoted(run.key), **{name: value[:LONGEST_TAG] for name, value in run.tags.items() if value}}
         name = f"{run.label}, seed {run.seed}"
@@ -113,7 +113,7 @@ class _Page(Page):
 
 
 def _uri(where: str | Path) -> tuple[str, str | None]:
-    """The tracking URI, and for a folder of our own where artifacts would go."""
+    """The tracking URI, and for a folder the place of artifacts."""
     text = str(where)
     if "://" in text:
         return text, None
@@ -133,5 +133,5 @@ def _name(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A run's key as it may stand between quotes in a search."""
+    """A run's key, safe between quotes in a search."""
     return text.replace("'", "_")[:LONGEST_TAG]

@@ -1,8 +1,8 @@
-"""What writers put down: numbers with a name, a step and a time, worked out from records and results.
+"""The points that writers write: numbers with a name, a step and a time, computed from records and results.
 
-Workers may go in step or not, so all series are over global steps: what the samples up to here make up. Where several
-workers made one step, its loss is their mean by samples, its bytes are their sum, its share of waiting is that of all
-their time together.
+Workers may be synchronous or not, so all series are over global steps, computed from the number of samples so far.
+Where several workers made one step, its loss is their mean weighted by samples, its bytes are their sum, and its share
+of waiting is their waiting time over their step time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FINAL = (
     "loss", "seconds", "setup_s", "samples_per_s", "steps", "epochs", "samples", "updates", "dropped", "sent_bytes",
     "wait_share", "parameters", "nodes",
 )  # fmt: skip
-"""Numbers of a result that are worth a `final/…` of their own, besides its metrics."""
+"""Numbers of a result that become `final/…`, besides its metrics."""
 
 
 class Point(NamedTuple):
@@ -32,13 +32,13 @@ class Point(NamedTuple):
 
 
 def global_step(position: int, samples: int, batch_size: int) -> int:
-    """How many global steps make up this position, given the samples of an epoch, whose last step may be short."""
+    """The number of global steps up to this position; `samples` of an epoch, whose last step may be short."""
     epochs, offset = divmod(position, samples)
     return epochs * -(-samples // batch_size) + -(-offset // batch_size)
 
 
 def costs(records: Iterable[Record], config: Mapping[str, Any]) -> list[Point]:
-    """Every `train/…` point of a run, step by step; none where its records do not say what an epoch is."""
+    """Every `train/…` point of a run, step by step; empty where its records do not have the samples of an epoch."""
     rows = list(records)
     begins = [row for row in rows if row["kind"] == "begin" and row.get("role") == "worker" and row.get("samples")]
     batch_size = config.get("batch_size")
@@ -107,11 +107,11 @@ def finals(result: Mapping[str, Any]) -> list[Point]:
 
 
 def number(value: Any) -> float | None:
-    """A float, also from the words that records have for what is not finite; None for all else."""
+    """A float, also from the text that records have for inf and nan; None for all else."""
     if isinstance(value, str):
         return float(value) if value in NOT_FINITE else None
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 NOT_FINITE = ("nan", "inf", "-inf")
-"""How records write them: JSON has none."""
+"""Text of numbers that are not finite, which JSON does not have."""

@@ -1,7 +1,7 @@
-"""TensorBoard: event files in a folder, one below it for each run. Needs `podium[tensorboard]`.
+"""TensorBoard: event files in a folder, with a subfolder for each run. Needs `podium[tensorboard]`.
 
-Scalars are of single precision there, as most readers of event files expect; exact numbers are what `podium export`
-gives as CSV or Parquet. A run's configuration is in the tab HPARAMS.
+Scalars are single precision, as most readers of event files expect; `podium export` writes exact numbers as CSV or
+Parquet. A run's configuration is in the tab HPARAMS.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from podium.records.writers.base import Page, Run, Writer
 from podium.records.writers.series import Point
 
 SUFFIX = ".podium"
-"""Ends the names of our own files: no other is ever removed."""
+"""Suffix of Podium's own files: no others are ever removed."""
 FLUSH_S = 5.0
 
 
@@ -24,8 +24,8 @@ FLUSH_S = 5.0
 class TensorBoard(Writer):
     """Writes event files below `folder`; TensorBoard shows them with `tensorboard --logdir FOLDER`.
 
-    A run that finds its name taken gets a number behind it. With `anew`, what was written there under that name before
-    goes, so that a second export does not lie over the first.
+    A run whose name is taken gets a number appended. With `anew`, earlier files under that name are removed, so that a
+    second export does not mix with the first.
     """
 
     def __init__(self, folder: str | Path, *, anew: bool = False) -> None:
@@ -80,7 +80,7 @@ class _Page(Page):
         self._file.close()
 
     def _over(self, status: str, seconds: float | None) -> Any:
-        """The summary that tells the tab HPARAMS how the run ended; TensorBoard's own maker of it needs TensorFlow."""
+        """The summary of the run's end for the tab HPARAMS; TensorBoard's own function for it needs TensorFlow."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
         from tensorboard.plugins.hparams.metadata import SESSION_END_INFO_TAG, create_summary_metadata
@@ -94,7 +94,7 @@ class _Page(Page):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # Where TensorFlow is installed, a summary may be of its own class, which an Event does not take.
+        # Where TensorFlow is installed, a summary may be of TensorFlow's class, which an Event does not take.
         own = Summary.FromString(summary.SerializeToString())
         self._file.add_event(Event(wall_time=self._time(seconds), step=step, summary=own))
 

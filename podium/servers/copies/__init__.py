@@ -1,1 +1,1 @@
-"""What survives a lost server: replicas on its neighbours, snapshots on disk, and how a new server takes its place."""
+"""Copies of servers: replicas on neighbours, snapshots on disk, and how a lost server is restored from them."""

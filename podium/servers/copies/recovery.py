@@ -1,4 +1,4 @@
-"""A server in a lost one's place becomes what the lost one was, from the nearest copy."""
+"""Restores a lost server in a new process, from the nearest copy."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class _Found(NamedTuple):
-    """A copy."""
+    """A copy of the lost server."""
 
     state: Any | None
-    """None where nobody had brought anything to the lost server yet."""
+    """None where the lost server had not been seeded yet."""
     where: str
     holder: int | None = None
-    """Who has the tensors, where they are still to come."""
+    """The server that has the tensors, where they must still be fetched."""
 
 
 class Recovery:
@@ -34,13 +34,13 @@ class Recovery:
     def __init__(self, comm: Communicator, segments: Segments, keeper: ReplicaKeeper) -> None:
         self._comm, self._segments, self._parts, self._keeper = comm, segments, segments.parts, keeper
         self.early: deque[Message] = deque()
-        """What came meanwhile, to be taken up when this server is what the lost one was."""
+        """Messages that arrived meanwhile, to be processed once this server is restored."""
 
     def restore(self) -> str:
-        """Become what was lost; says from which copy. Raises `Lost` where there is none."""
+        """Restore the lost server; returns from which copy. Raises `Lost` where there is none."""
         parts, found = self._parts, self._find()
         if found.state is None:
-            self._comm.watch(parts.members.workers)  # they know the lost server's address only, and may end silently
+            self._comm.watch(parts.members.workers)  # they only know the lost server's address, and may end silently
             return found.where
         segment = self._segments.begin(Seed(**found.state["seed"]))
         if found.holder is None:
@@ -66,7 +66,7 @@ class Recovery:
         for holder in holders:
             try:
                 answer = self._ask(holder)
-            except CommError:  # it was lost too, and whatever takes its place has no copy
+            except CommError:  # it was lost too, and its replacement has no copy
                 continue
             if answer is not None and answer.body:
                 where = f"replica at {holder}"
@@ -82,21 +82,21 @@ class Recovery:
         raise Lost(f"server {rank} was lost and there is no copy of it: {why}, and snapshot_every is 0")
 
     def _fetch(self, holder: int) -> None:
-        """A neighbour's copy of this server, parcel by parcel."""
+        """Load a neighbour's copy of this server, parcel by parcel."""
         assembly = Assembly()
         while assembly.expects is not None:
             answer = self._ask(holder, assembly.expects)
             parcel = None if answer is None else decode(ReplicaState, answer)
             if answer is None or parcel is None or parcel.at is None:
-                raise Lost(f"server {self._comm.rank}: its copy at server {holder} was lost before all of it was here")
+                raise Lost(f"server {self._comm.rank}: its copy at server {holder} was lost before all of it arrived")
             for unit, kept in assembly.take(parcel, answer.body):
                 self._parts.store.shard.load_unit(unit, kept)
 
     def _ask(self, holder: int, place: Place | None = None) -> Message | None:
-        """Ask for our replica, or for the parcel of it that begins at this place.
+        """Request this server's replica, or the parcel of it that begins at this place.
 
-        Meanwhile others may ask for theirs: two that were lost together must not wait in turn.
-        All other messages wait until this server is what the lost one was.
+        Meanwhile, requests of other restored servers are answered: two that were lost together must not wait for each
+        other. All other messages wait until this server is restored.
         """
         comm = self._comm
         call = comm.call(holder, "replica", encode(Replica(place)))

@@ -1,4 +1,4 @@
-"""Keeping copies of other servers, for the day one of them is lost. `replicas.py` is the other side."""
+"""Holds copies of other servers, from which a lost one is restored. `replicas.py` is the other side."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Copy:
 
     def __init__(self, shard: Shard, seed: Seed, facts: Meta, *, in_parcels: bool) -> None:
         self.shard, self.seed, self.facts = shard, seed, facts
-        self._assembly = Assembly() if in_parcels else None  # what has come so far: until all is here, it is no copy
+        self._assembly = Assembly() if in_parcels else None  # parcels so far: usable as a copy once all have arrived
 
     @property
     def is_whole(self) -> bool:
         return self._assembly is None
 
     def take(self, parcel: MirrorParcel, message: Message) -> None:
-        """A part of the state has come."""
+        """A part of the state has arrived."""
         if self._assembly is None:
             return
         for unit, kept in self._assembly.take(parcel, message.body):
@@ -53,7 +53,7 @@ class Copy:
             self._assembly = None
 
     def follow(self, mirror: Mirror, message: Message) -> None:
-        """Move a unit as its server has."""
+        """Move a unit as its server did."""
         self.shard.step(mirror.unit, message.body, mirror.options, mirror.unused, mirror.version)
         self._count(mirror.unit, mirror.version, mirror.recorded)
         self.facts.update(updates=mirror.updates, cursor=mirror.cursor)
@@ -65,7 +65,7 @@ class Copy:
 
 
 class ReplicaKeeper:
-    """The copies that one server keeps."""
+    """The copies that one server holds."""
 
     def __init__(self, outbox: Outbox, store: Store) -> None:
         self._outbox, self._store = outbox, store
@@ -95,7 +95,7 @@ class ReplicaKeeper:
         self._acknowledge(message.source, word)
 
     def _of(self, server: int, segment: Name | None) -> Copy | None:
-        """The copy of a server; none where that is of another segment."""
+        """The copy of a server; None where it is of another segment."""
         copy = self.copies.get(server)
         return copy if copy is not None and _same(copy.seed.segment, segment) else None
 
@@ -103,7 +103,7 @@ class ReplicaKeeper:
         self._outbox.tell(server, Mirrored(word.number, word.life))
 
     def give(self, message: Message, asked: Replica) -> None:
-        """A neighbour was replaced and asks for what was kept of it."""
+        """A neighbour is being restored and requests its copy."""
         copy, outbox = self.copies.get(message.source), self._outbox
         if copy is None or not copy.is_whole:
             return outbox.answer(message, ReplicaState())

@@ -1,9 +1,9 @@
 """Copies of a server on its neighbours, which follow update by update.
 
-Replication comes after aggregation: what moved a unit is sent on once, and the neighbour moves its copy the same way,
-to the same bits (Li et al., OSDI 2014). A worker is answered when the copies are there, so nothing that it was told of
-can be lost with one server. Server m is copied to the `replicas - 1` servers after it, in a ring; `replica_keeper.py`
-is the other side.
+Replication comes after aggregation: an update's gradients are sent on once, and the neighbour moves its copy the same
+way, to the same bits (Li et al., OSDI 2014). A worker is answered once the copies have caught up, so no update that it
+has seen can be lost with one server. Server m is copied to the `replicas - 1` servers after it, in a ring;
+`replica_keeper.py` is the other side.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class _Later(NamedTuple):
-    """An update of a unit that the copies have already, to be sent once they have all parcels."""
+    """An update of a unit that the copies already have, to be sent once they have all parcels."""
 
     mirror: Mirror
     grads: list[Tensor]
 
 
 class Replicas:
-    """Keeps the copies of this server up to date."""
+    """Updates the copies of this server."""
 
     def __init__(self, outbox: Outbox, replicas: int) -> None:
         self._outbox, self._replicas = outbox, replicas
@@ -42,17 +42,17 @@ class Replicas:
         self.sent = self.acknowledged = 0
         """Numbers of the last update that was sent to the copies, and of the last that all of them have."""
         self.life = int.from_bytes(os.urandom(6))
-        """Tells this server from the one whose place it took: acknowledgements to that one are not for this one."""
+        """Distinguishes this server from the one it replaces, whose acknowledgements it must ignore."""
         self.acks: dict[int, int] = {}
         """By holder: the number up to which its copy has followed."""
         self._whole_at = 0  # the number of the last parcel
-        self._place: Place | None = None  # where the next parcel to the copies begins; None: they have all
+        self._place: Place | None = None  # where the next parcel to the copies begins; None: all were sent
         self._later: list[_Later] = []
         self._parcel_acks: set[int] = set()  # holders from which the last parcel's acknowledgement is missing
         self.place()
 
     def place(self) -> None:
-        """Find the servers that keep copies of this one, in the present segment."""
+        """Find the servers that hold copies of this one, in the present segment."""
         servers, rank = self._outbox.servers, self._outbox.rank
         self.holders: list[int] = []
         if self._replicas > 1 and rank in servers:
@@ -60,13 +60,13 @@ class Replicas:
             self.holders = [servers[(at + n) % len(servers)] for n in range(1, min(self._replicas, len(servers)))]
 
     def attach(self, segment: Segment) -> None:
-        """A segment begins; its parameters and optimizer state are still to come."""
+        """A segment begins; its parameters and optimizer state are not loaded yet."""
         self._segment = segment
 
     def begin(self, segment: Segment) -> None:
-        """The segment's state is here: send it to the copies, in one message or in parcels, one at a time.
+        """The segment's state is loaded: send it to the copies, in one message or in parcels, one at a time.
 
-        Were all parcels sent at once, two servers that copy each other could fill each other's inbox and stand still.
+        If all parcels were sent at once, two servers that copy each other could fill each other's inbox and deadlock.
         """
         if not self.holders:
             return
@@ -99,12 +99,12 @@ class Replicas:
     def moved(
         self, unit: int, grads: Sequence[Tensor], options: Sequence[Meta], unused: Sequence[int], spans: Sequence[Span]
     ) -> None:
-        """A unit was moved by gradients over these samples: let the copies follow."""
+        """A unit was moved by gradients over these samples: send the update to the copies."""
         if not self.holders:
             return
         assert self._segment is not None
-        if self._place is not None and unit >= self._place[0]:  # they do not have it yet, …
-            if unit == self._place[0] and self._place[1] > 0:  # … or the half of it, from before: it has to come again
+        if self._place is not None and unit >= self._place[0]:  # the copies do not have it yet, …
+            if unit == self._place[0] and self._place[1] > 0:  # … or only half of it, of the old version: send it again
                 self._place = unit, 0
             return
         self.sent += 1
@@ -122,7 +122,7 @@ class Replicas:
         )
         if self._place is None:
             self._send(mirror, grads)
-        else:  # they have it: once they have all
+        else:  # the copies have this unit: send the update after the last parcel
             self._later.append(_Later(mirror, [g.clone() for g in grads]))
 
     def _send(self, word: Any, body: Sequence[Tensor]) -> None:
@@ -142,25 +142,25 @@ class Replicas:
     def mirrored(self, message: Message, word: Mirrored) -> None:
         holder = message.source
         if word.life != self.life:
-            return  # it speaks of what the lost server has sent whose place this one took
+            return  # it acknowledges what the lost server sent that this one replaces
         self._parcel_acks.discard(holder)
         self.acks[holder] = max(self.acks.get(holder, 0), word.number)
         self._proceed()
 
     def departed(self, server: int) -> None:
-        """A neighbour is gone: nobody waits for its copy."""
+        """A neighbour is gone: no answer waits for its copy."""
         if server in self.holders:
             self.acks[server] = self.sent
             self._parcel_acks.discard(server)
             self._proceed()
 
     def renew(self, server: int) -> None:
-        """A neighbour was restored: if it keeps a copy of this server, send the copy again."""
+        """A neighbour was restored: if it holds a copy of this server, send the copy again."""
         if server in self.holders and self._segment is not None:
             self.begin(self._segment)
 
     def _proceed(self) -> None:
-        """An acknowledgement has come, or will not come any more."""
+        """An acknowledgement has arrived, or never will."""
         while self._place is not None and not self._parcel_acks:
             self._send_parcel()
         self._count()

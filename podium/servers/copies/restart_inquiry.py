@@ -1,13 +1,13 @@
-"""What the first server must know after a restart before it lends again, where leases are of unequal length.
+"""What the first server must find out after a restart before it lends again, where leases have unequal lengths.
 
-Its copy may be older than the last leases that the lost server lent. Where a global step is always cut alike, a lease
-that is lent once more has the name and the samples that it had before, and each server sees that it has applied it.
-With `steps=speed` the same samples may come in leases of another length, and a server that has applied half of such a
-lease can neither apply it nor leave it out. So no new lease may reach over the edge of one that a worker has or had:
+Its copy may be older than the last leases that the lost server lent. Where a global step is always cut the same way, a
+lease that is lent again has the same name and samples, and each server recognises whether it has applied it. With
+`steps=speed` the same samples may be in leases of another length, and a server that has applied half of such a lease
+can neither apply it nor skip it. So no new lease may cross the edge of one that a worker has or had:
 
-    workers   name the lease that they hold with their next push or draw; a lost worker says nothing more
-    servers   are asked next, because only then do they have all that was pushed before; each says where the samples
-              that it has applied begin and end, once it knows of the same losses
+    workers   name the lease that they hold with their next push or draw; a lost worker names none
+    servers   are asked after the workers, because only then do they have all earlier pushes; each answers where the
+              samples that it has applied begin and end, once it knows of the same losses
 
 Until all have answered, nothing is lent. That takes as long as the lease of the slowest worker.
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @final
 class Inquiry:
-    """What the restored first server has asked, and has not heard yet."""
+    """The restored first server's open questions."""
 
     def __init__(self, workers: Iterable[int], outbox: Outbox, over: Callable[[set[int]], None]) -> None:
-        """`over` is called once all is known, with the edges of what other servers have applied."""
+        """`over` is called once all have answered, with the edges of the samples that other servers have applied."""
         self._outbox, self._over = outbox, over
         self._question = 0  # how often the servers were asked; only answers to the last question count
         self._lost: set[int] = set()  # workers that were lost since the restart: other servers may have their pushes
-        self._workers, self._servers = set(workers), set(outbox.others)  # not heard of yet
+        self._workers, self._servers = set(workers), set(outbox.others)  # that have not answered yet
         self._to_be_asked = True
         self._edges: set[int] = set()
 
@@ -44,7 +44,7 @@ class Inquiry:
         return frozenset(self._workers)
 
     def proceed(self) -> None:
-        """Ask the servers once the workers were heard of, and end once all is known."""
+        """Ask the servers once all workers have answered, and end once all servers have."""
         if not self._workers and self._to_be_asked:
             self._question += 1
             self._servers, self._to_be_asked = set(self._outbox.others), False
@@ -62,35 +62,35 @@ class Inquiry:
         self.proceed()
 
     def lose(self, worker: int) -> None:
-        """A worker is gone. It may have pushed to servers after they answered: they have to be asked again."""
+        """A worker is gone. It may have pushed to servers after they answered: ask them again."""
         self._workers.discard(worker)
         self._lost.add(worker)
         self._to_be_asked = True
         self.proceed()
 
     def answered(self, server: int, edges: Edges) -> None:
-        """A server has said where the samples that it has applied begin and end."""
+        """A server has answered where the samples that it has applied begin and end."""
         self._edges |= set(edges.edges)
         if edges.question == self._question:
             self._servers.discard(server)
         self.proceed()
 
     def restored(self, server: int) -> None:
-        """Another server was restored, too: it has not heard the question."""
+        """Another server was restored, too: it has not received the question."""
         if self._question:
             self._ask(server)
 
 
 @final
 class Questions:
-    """The other side: what a restored first server has asked of this one, and was not told yet."""
+    """The other side: questions of a restored first server that this one has not answered yet."""
 
     def __init__(self, members: Members, store: Store, outbox: Outbox) -> None:
         self._members, self._store, self._outbox = members, store, outbox
         self._asked: list[tuple[int, Which]] = []
 
     def clear(self) -> None:
-        """A segment begins: nobody asks about the last one any more."""
+        """A segment begins: drop questions about the last one."""
         self._asked.clear()
 
     def ask(self, server: int, question: Which) -> None:
@@ -98,9 +98,9 @@ class Questions:
         self.answer()
 
     def answer(self) -> None:
-        """Answer, once this server knows of the losses that the first one knows of: then it has all their pushes.
+        """Answer, once this server knows the losses that the first one knows: then it has all their pushes.
 
-        A worker that broke out is lost to this segment and stays: it says so, or that it leaves, to each server itself.
+        A worker that broke out counts as lost, but is alive: it reports that, or that it leaves, to each server itself.
         """
         waiting, self._asked = self._asked, []
         for server, question in waiting:

@@ -1,4 +1,4 @@
-"""A server's state as plain values and tensors: what copies and snapshots keep of it."""
+"""A server's state as plain values and tensors, for copies and snapshots."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
     from podium.servers.shard import Shard
 
 FORMAT = 4
-"""Of a snapshot. All ranks of a run are of one version: a snapshot of another was left by a run that was resumed since,
-and its server will be seeded."""
+"""Version of a snapshot's format. All ranks of a run use one version: a snapshot of another is from before the run was
+resumed, and its server will be seeded."""
 
 
 def counts_of(segment: Segment) -> Meta:
-    """What changes with every update."""
+    """Facts that change with every update."""
     cursor = None if segment.lending is None else segment.lending.cursor.state()
     return {"updates": segment.store.updates, "cursor": cursor}
 
 
 def facts_of(segment: Segment) -> Meta:
-    """All but tensors."""
+    """The state without tensors."""
     store = segment.store
     counts = {"versions": list(store.versions), "recorded": dict(store.recorded)}
     return {**counts_of(segment), **counts, "once": [applied.plain() for applied in store.applied]}
 
 
 def head_of(segment: Segment) -> Meta:
-    """The seed, and all but tensors: what comes before parcels."""
+    """The seed and the state without tensors, which are sent before parcels."""
     return {"seed": seed_of_copy(segment.seed), "facts": facts_of(segment)}
 
 
 def state_of(segment: Segment) -> dict[str, Any]:
-    """Everything."""
+    """The whole state, tensors copied."""
     segment.store.threads.settle()
     return {"format": FORMAT, **head_of(segment), **dump(segment.store.shard)}
 
@@ -56,5 +56,5 @@ def load(shard: Shard, state: Mapping[str, Any]) -> None:
 
 
 def as_tensor(state: Mapping[str, Any]) -> Tensor:
-    """A state as the bytes of one tensor, to travel in a body."""
+    """A state as the bytes of one tensor, for a message's body."""
     return torch.frombuffer(bytearray(tree_to_bytes(state)), dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""Snapshots of a server on disk, written beside its loop every `every` updates.
+"""Snapshots of a server on disk, written by a thread every `every` updates.
 
-What came after the last snapshot is lost with the server, from its ranges only; the restored server says in its records
-how many updates that were, as the workers know it.
+Updates after the last snapshot are lost with the server, on its ranges only; the restored server records how many, by
+the versions that workers have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WRITE_S = 300.0
 
 
 class Snapshots:
-    """Writes one server's snapshot, each over the one before."""
+    """Writes one server's snapshots, each over the previous one."""
 
     def __init__(self, rank: int, path: Path | None = None, every: int = 0) -> None:
         """`every`: updates between two snapshots; 0: none is written."""
@@ -35,18 +35,18 @@ class Snapshots:
         self._saved_at = 0
 
     def begin(self, segment: Segment) -> None:
-        """A segment begins, and nobody is told so before there is a snapshot of it."""
+        """A segment begins: returns once its first snapshot is written, before any worker is answered."""
         self.save(segment)
         self.wait()
 
     def moved(self, segment: Segment, unit: int) -> None:
-        """A unit was moved. Before the last unit of an update, units are of two versions: no time for a snapshot."""
+        """A unit was moved. Snapshots only after the last unit of an update: before, units are of two versions."""
         is_last = self.every and unit == len(segment.store.shard.units) - 1
         if is_last and segment.store.updates - self._saved_at >= self.every:
             self.save(segment)
 
     def save(self, segment: Segment) -> None:
-        """Write a snapshot beside the loop, once the one before is written."""
+        """Write a snapshot in a thread, once the previous one is written."""
         if not self.every:
             return
         self.wait()
@@ -58,7 +58,7 @@ class Snapshots:
     def _write(self, path: Path, state: Mapping[str, Any]) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_tree(path, state, durable=False)  # against a lost process: a lost machine takes the run with it
+            save_tree(path, state, durable=False)  # for a lost process: a lost machine ends the run anyway
         except (OSError, CheckpointError) as error:
             self._trouble = error
 
@@ -76,14 +76,14 @@ class Snapshots:
             raise CheckpointError(f"server {self._rank}: its snapshot could not be written: {trouble}")
 
     def read(self) -> Any | None:
-        """The snapshot that the lost server has left, if there is one of this version."""
+        """The lost server's snapshot, if there is one of this format."""
         if self._path is None or not self._path.exists():
             return None
-        # Tensors are copied from the file, and not from memory that holds all of it.
+        # Mapped, so that the whole file is not read into memory before its tensors are copied.
         data = np.memmap(self._path, dtype=np.uint8, mode="r").data if self._path.stat().st_size else b""
         state = bytes_to_tree(data, str(self._path))
         return state if state.get("format") == FORMAT else None
 
     def restored(self, updates: int) -> None:
-        """The server begins at this many updates."""
+        """The server was restored with this many updates."""
         self._saved_at = updates

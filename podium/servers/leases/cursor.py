@@ -3,8 +3,8 @@
 A global step is cut into `parts` slices, as synchronous training would divide it among that many workers. A slice is
 named by its position in the order, so it has the same name whenever it is lent again. Where workers take several steps
 between two pushes, a lease is a run of slices, one per step, and ends with the epoch at the latest. A lease is open
-until its worker says that all servers have applied it. When nothing is left, draws wait until every open lease is
-closed: otherwise a worker that dies late would take its slice with it, and nobody would be left to train on it.
+until its worker reports that all servers have applied it. When nothing is left, draws wait until every open lease is
+closed: otherwise the slice of a worker that dies late would be lost, with no worker left to train on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from podium.servers.leases.step_cuts import StepCuts, joined
 
 
 class Cursor:
-    """Hands out the samples from `position` to `end`, every global step in `parts` slices."""
+    """Lends the samples from `position` to `end`, every global step in `parts` slices."""
 
     def __init__(
         self, order: GlobalOrder, position: int, end: int, batch_size: int, parts: int = 1, empty: bool = False
@@ -32,16 +32,16 @@ class Cursor:
         self._cut: deque[Lease] = deque()  # the rest of the step that is being lent, …
         self._step: Slice | None = None  # … and that step
         self._ahead: dict[int, tuple[int, int]] = {}
-        """After a restart: leases that lie ahead of the cursor and that a worker has already, with its samples, …"""
+        """After a restart: leases ahead of the cursor that a worker already has: the worker, and their samples, …"""
         self._done: dict[int, int] = {}
-        """… or that have been done."""
+        """… or that are done."""
         self._unheard: set[int] = set()
         """After a restart: workers whose open leases may be out of date."""
         self._edges: set[int] = set()
-        """After a restart: where leases of before begin and end; no lease of several slices reaches across."""
+        """After a restart: where earlier leases begin and end; no lease of several slices crosses such a position."""
 
     def draw(self, worker: int, slices: int = 1) -> Lease | None:
-        """A lease of this many slices; one that came back is lent first, as it was. None when there is nothing left."""
+        """A lease of this many slices; a returned one is lent first, unchanged. None when there is nothing left."""
         lease = self._next(slices)
         if lease is not None:
             self.open[lease.number] = (worker, lease)
@@ -57,7 +57,7 @@ class Cursor:
         return None
 
     def _lengthened(self, lease: Lease, slices: int) -> Lease:
-        """This slice with those behind it, up to the end of the epoch or to a slice that a worker has."""
+        """This slice with the next ones, up to the end of the epoch or to a slice that a worker has."""
         run = [lease]
         while len(run) < slices and self._has_more():
             number = self._cut[0].number
@@ -78,7 +78,7 @@ class Cursor:
         return lease
 
     def _advance(self) -> Lease | None:
-        """The next slice of the order; None if a worker has it, or has done it, already."""
+        """The next slice of the order; None if a worker has it or has done it already."""
         if not self._cut:
             self._cut_step()
         lease = self._take()
@@ -103,9 +103,10 @@ class Cursor:
         self._cut.extend(self._cuts.slices(self._step))
 
     def applied(self, number: int, worker: int | None = None) -> None:
-        """All servers have applied this lease, as this worker says.
+        """A worker reports that all servers have applied this lease.
 
-        A worker that does not have the lease (any more) speaks of a server that was lost since: the lease stays open.
+        Where the worker does not have the lease (any more), its report is about a server that was lost since: the lease
+        stays open.
         """
         who, _ = self.open.get(number) or self._ahead.get(number) or (None, None)
         if who is None or worker not in (None, who):
@@ -114,7 +115,7 @@ class Cursor:
             _, self._done[number] = self._ahead.pop(number)
 
     def not_yet(self, lease: Lease) -> None:
-        """This lease was drawn and not handed over: it is the next to be drawn."""
+        """This lease was drawn and not sent: it is the next to be drawn."""
         del self.open[lease.number]
         self.returned.appendleft(lease)
 
@@ -124,7 +125,7 @@ class Cursor:
         if lent is not None:
             self.returned.append(lent[1])
         ahead = self._ahead.pop(number, None)
-        if ahead is not None:  # as it was: some servers may have applied it, and it must not be cut otherwise
+        if ahead is not None:  # unchanged: some servers may have applied it, so it must not be cut differently
             _, samples = ahead
             first, step = self._cuts.cuts_from(number)[0]
             self._done[number] = samples = max(first, samples)
@@ -145,11 +146,11 @@ class Cursor:
         return {who for who, _ in (*self.open.values(), *self._ahead.values())}
 
     def close(self, at_once: bool = True) -> None:
-        """Lend nothing new; a lease that comes back still has to be done.
+        """Lend nothing new; a returned lease is still lent again.
 
-        Not `at_once`: the global step that is being lent is lent to its end, so that the next phase begins with a step.
+        Not `at_once`: lend the present global step to its end, so that the next phase begins with a whole step.
         """
-        # After a restart, slices are lent in order, so all before a slice that a worker has were lent too.
+        # Slices are lent in order, so after a restart all slices before one that a worker has were lent too.
         furthest = max([*self._ahead, *self._done], default=-1)
         while self.position <= furthest and (self._cut or self.position < self.end):
             lease = self._advance()
@@ -162,18 +163,18 @@ class Cursor:
 
     @property
     def exhausted(self) -> bool:
-        """Whether there is nothing to lend just now."""
+        """Whether there is nothing to lend at present."""
         return self.position >= self.end and not self._cut and not self.returned
 
     @property
     def drained(self) -> bool:
-        """Whether everything that was lent has been applied, and nothing is left."""
+        """Whether all that was lent has been applied, and nothing is left."""
         return self.exhausted and not self.open
 
     # A restart from a copy that may be out of date.
 
     def state(self) -> dict[str, Any]:
-        """All that a copy must hold; plain values."""
+        """The state that a copy must hold; plain values."""
         return {
             "position": self.position,
             "end": self.end,
@@ -183,7 +184,7 @@ class Cursor:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up this state; its leases count as open until their workers are heard of."""
+        """Load a state; its leases count as open until their workers report (`heard_of`)."""
         self.position, self.end = state["position"], state["end"]
         leases = [(who, self._cuts.lease(*plain)) for who, *plain in state["open"]]
         self.open = {lease.number: (who, lease) for who, lease in leases}
@@ -196,11 +197,11 @@ class Cursor:
         self._unheard = {who for who, _ in self.open.values()}
 
     def cut_at(self, edges: Collection[int]) -> None:
-        """No lease of several slices shall reach across one of these positions."""
+        """From now on, no lease of several slices crosses one of these positions."""
         self._edges = {edge for edge in edges if edge > self.position}
 
     def heard_of(self, worker: int, holds: Collection[int], samples: int = 0) -> None:
-        """After a restart, a worker says which leases it has; others that the copy says it has are lent again.
+        """After a restart, a worker reports its leases; others that the copy has in its name are lent again.
 
         `samples` of the lease, where it may be several slices.
         """
@@ -213,7 +214,7 @@ class Cursor:
                     self.give_back(number)
 
     def _entrust(self, number: int, worker: int, samples: int) -> None:
-        """This worker has a lease, whatever the copy says of it."""
+        """Mark a lease as this worker's, whatever the copy has."""
         came_back = next((lease for lease in self.returned if lease.number == number), None)
         if number in self.open:
             self.open[number] = (worker, self.open[number][1])

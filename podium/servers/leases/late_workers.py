@@ -1,7 +1,7 @@
-"""Whom a server waits for, and for how long.
+"""The workers that a server waits for, and for how long.
 
-A worker that hangs in its own code still sends heartbeats, so only its servers can tell that others wait for it. They
-tell the launcher, which can end a process.
+A worker that hangs in its own code still sends heartbeats, so only its servers notice that other workers wait for it.
+They report it to the launcher, which can end a process.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from podium.comm.base import Meta
 
 _LOOK_S = 1.0
-"""How often a server looks for whom it waits."""
+"""How often a server checks which workers it waits for."""
 
 
 class LateWorkers:
-    """Tells the launcher now and then for which workers a server waits, once that is longer than half the deadline."""
+    """Reports to the launcher which workers a server waits for, once it is for longer than half the deadline."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class LateWorkers:
     ) -> None:
         self._server, self._deadline_s, self._tell, self._now_s = server, deadline_s, tell, now_s
         self.look_s = None if tell is None else min(_LOOK_S, deadline_s / 8)
-        """How often to look; None: never."""
+        """Seconds between two checks; None: never."""
         self._look_at = 0.0
-        self._late: dict[int, float] = {}  # since when the server waits for a worker, in vain so far
+        self._late: dict[int, float] = {}  # by worker: since when the server waits for it
         self._told = False
 
     @property
@@ -39,7 +39,7 @@ class LateWorkers:
         return self.look_s is not None and self._now_s() >= self._look_at
 
     def heard(self, worker: int) -> None:
-        """A worker has said something."""
+        """A worker has sent a message."""
         if self._late:
             self._late.pop(worker, None)
 

@@ -13,10 +13,10 @@ from podium.comm.base import BUSY_DEADLINES
 from podium.data.order import Slice
 
 PATIENCE = BUSY_DEADLINES
-"""How many deadlines a worker waits for a lease or a gate, and a server for any message: others may be validating."""
+"""Deadlines that a worker waits for a lease or a gate, and a server for any message: a worker may be validating."""
 
 NO_LEASE = -1
-"""In the place of a lease's number: none."""
+"""Instead of a lease's number: none."""
 
 
 class Lease(NamedTuple):
@@ -28,9 +28,9 @@ class Lease(NamedTuple):
     step: int
     """Samples of the global step that its first slice is cut from."""
     cuts: tuple[tuple[int, int], ...] = ()
-    """Where the lease lasts several steps: each one's samples, and those of its global step."""
+    """Where the lease lasts several steps: each step's samples, and those of its global step."""
     share: int = 0
-    """The place of its first slice among its global step's; does not travel."""
+    """The index of its first slice in its global step; not sent."""
 
     @property
     def end(self) -> int:
@@ -56,10 +56,10 @@ class NoLease(NamedTuple):
 
 
 def number_of(samples: Slice, share: int) -> int:
-    """A lease's name. One without samples begins where the next one does, so its place in the step is part of it."""
+    """A lease's name. One without samples begins where the next lease does, so its index in the step is part of it."""
     return samples.position if samples.count else -2 - (samples.position << 16) - share
 
 
 def position_of(number: int) -> int:
-    """Where a lease without samples lies; the inverse of `number_of`."""
+    """The position of a lease without samples; the inverse of `number_of`."""
     return (-2 - number) >> 16

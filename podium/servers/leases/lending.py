@@ -1,8 +1,9 @@
-"""Leases on the first server: which worker gets which samples next, and which has to wait.
+"""Leases on the first server: which worker gets which samples next, and which must wait.
 
-A lease comes with the answer to a push, or to a draw. Where nothing is left to lend, draws wait until every open lease
-has been applied; then all are told that the segment is over. Workers that only serve draw too: they are answered with
-`again` now and then, so that they need not know how long a segment lasts. Where all others are lost, they train.
+The answer to a push or to a draw carries a lease. Where nothing is left to lend, draws wait until every open lease has
+been applied; then all workers are answered that the segment is over. Serve-only workers draw too: they are answered
+with `again` at intervals, so that they need not know how long a segment lasts. Where all other workers are lost, they
+train.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from podium.servers.wire.messages import NO_VOTES, Draw, DrawReply, plain_lease
 
 if TYPE_CHECKING:
     from podium.comm.base import Message
-    from podium.servers.leases.lease import Lease
     from podium.servers.segment import Segment
 
 _MOST_CUTS = 1024
-"""A lease of more slices than this is only given to a worker that draws it."""
+"""A lease of more slices than this is only sent in answer to a draw."""
 
 
 class Lending:
@@ -38,7 +38,7 @@ class Lending:
         empty = segment.rules.all_workers
         self.cursor = Cursor(order, seed.position, seed.end, seed.batch_size, seed.parts, empty=empty)
         self._draws: dict[int, Message] = {}  # by worker: its draw, not answered yet
-        self._countdown: dict[int, int] = {}  # by worker that only serves: pushes until its draw is answered
+        self._countdown: dict[int, int] = {}  # by serve-only worker: pushes until its draw is answered
         self._agreed = list(NO_VOTES)
         self.inquiry: Inquiry | None = None
         """After a restart: what must be known before leases are lent."""
@@ -56,7 +56,7 @@ class Lending:
         self.serve()
 
     def _take_back(self, worker: int) -> None:
-        """A worker that draws has no lease. After a restart some may be in its name: their answers never reached it."""
+        """A worker that draws has no lease. After a restart some may be in its name, which it never received."""
         cursor, applied = self.cursor, self._segment.store.applied[0]
         for number in cursor.held_by(worker):
             lent = cursor.open.get(number)
@@ -66,7 +66,7 @@ class Lending:
             cursor.applied(number) if counts else cursor.give_back(number)
 
     def serve(self) -> None:
-        """Give workers that wait for a lease one, or tell them that the segment is over."""
+        """Answer workers that wait for a lease: with a lease, or that the segment is over."""
         cursor, members = self.cursor, self._members
         if self.inquiry is not None or (self._segment.rules.wait and not self._may_lend()):
             return
@@ -84,19 +84,19 @@ class Lending:
             self._draws.clear()
 
     def _may_lend(self) -> bool:
-        """Where workers go in step, the first leases are lent in order of rank, once all have come for them."""
+        """Where workers wait for each update, the first leases are lent in order of rank, once all have drawn."""
         begun = any(self._segment.store.versions) or bool(self.cursor.open)
         return begun or set(self._draws) >= set(self._members.training)
 
     def _hand_over(self, draw: Message, lease: Lease) -> None:
-        """Answer a draw; a long list of slices goes in the body, for which a header has no room."""
+        """Answer a draw; a long list of slices goes in the body, as a header has no room for it."""
         reply = DrawReply(*plain_lease(lease))
         if len(lease.cuts) <= _MOST_CUTS:
             return self._outbox.answer(draw, reply)
         self._outbox.answer(draw, reply._replace(cuts=()), [torch.tensor(lease.cuts, dtype=torch.int64)])
 
     def pushed(self) -> None:
-        """Let workers that only serve ask again, one round of pushes after they last did: so none waits too long."""
+        """Answer serve-only workers with `again`, one round of pushes after their draw, so that none waits too long."""
         for worker in sorted(self._members.serve_only.intersection(self._draws)):
             self._countdown[worker] -= 1
             if self._countdown[worker] <= 0:
@@ -105,9 +105,9 @@ class Lending:
     # Leases.
 
     def lend(self, worker: int) -> Lease | None:
-        """A new lease, to go with the answer to a push; None where there is nothing to lend.
+        """A new lease for the answer to a push; None where there is nothing to lend.
 
-        An answer has no room for a very long one: the worker then draws it.
+        Also None where the lease is too long for the answer: the worker then draws it.
         """
         return self._next(worker, most_cuts=_MOST_CUTS)
 
@@ -123,14 +123,14 @@ class Lending:
         return lease
 
     def _slices_for(self, worker: int) -> int:
-        """Local steps of a lease: as the seed says or, by speed, as many as fit in the time of the fastest worker's."""
+        """Local steps of a lease: the seed's number or, by speed, as many as fit in the fastest worker's time."""
         seed = self._segment.seed
         if not seed.by_speed:
             return seed.local_steps
         return self._segment.paces.steps(worker, self._members.training, seed.local_steps)
 
     def applied(self, lease: int, worker: int) -> None:
-        """All servers have applied this lease, as its worker says."""
+        """A worker reports that all servers have applied this lease."""
         self.cursor.applied(lease, worker)
 
     def give_back_all(self, worker: int) -> None:
@@ -138,17 +138,17 @@ class Lending:
         self.cursor.lost(worker)
 
     def forget(self, worker: int) -> None:
-        """A worker that is gone waits for nothing."""
+        """Drop the draw of a worker that is gone."""
         self._draws.pop(worker, None)
 
     def vote(self, votes: Sequence[bool]) -> None:
-        """Note a worker's vote to stop, to pause for others to join or leave, or to switch to the next phase."""
+        """Count a worker's votes: to stop, to pause so that workers can join or leave, to switch to the next phase."""
         self._agreed = [before or vote for before, vote in zip(self._agreed, votes, strict=True)]
         if any(self._agreed):
             stop, pause, _ = self._agreed
             self.cursor.close(at_once=stop or pause)
 
-    # Whom the server waits for.
+    # Waiting.
 
     @property
     def waiting(self) -> set[int]:
@@ -156,7 +156,7 @@ class Lending:
         return set(self._draws)
 
     def awaited(self) -> set[int]:
-        """Workers that those which wait for a lease wait for."""
+        """Workers that keep other workers waiting for a lease."""
         members = self._members
         if not set(self._draws) - members.serve_only:
             return set()
@@ -171,7 +171,7 @@ class Lending:
     # After a restart.
 
     def restored(self) -> None:
-        """This server was restored: where leases are of unequal length, ask what is applied before any is lent."""
+        """This server was restored: where leases have unequal lengths, find out what is applied before any is lent."""
         if self._segment.seed.by_speed:
             self.inquiry = Inquiry(self._members.live, self._outbox, self._lend_again)
             self.inquiry.proceed()
@@ -182,7 +182,7 @@ class Lending:
         self.serve()
 
     def heard(self, worker: int, holds: Sequence[int], size: int = 0) -> None:
-        """A restored server hears which leases a worker really has; `size`: samples of the lease."""
+        """Tell a restored server which leases a worker really has; `size`: samples of the lease."""
         if self._segment.store.restored:
             self.cursor.heard_of(worker, holds, size)
             if self.inquiry is not None:

@@ -1,4 +1,4 @@
-"""How fast workers say that they are: for leases as long as their worker is fast, and for the phases' triggers."""
+"""Speeds that workers report with their pushes: for leases in proportion to speed, and for the phases' triggers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Paces:
-    """What pushes said of their workers' speed, in all segments so far."""
+    """The last reported speed of each worker, over all segments."""
 
     def __init__(self) -> None:
         self._busy: dict[int, float] = {}  # seconds of computing per sample
@@ -24,11 +24,11 @@ class Paces:
 
     @property
     def is_known(self) -> bool:
-        """Whether any worker has said how long it computes."""
+        """Whether any worker has reported its computing time."""
         return bool(self._busy)
 
     def busy(self, training: Sequence[int]) -> list[tuple[int, float]]:
-        """Seconds of computing per sample of all these workers; none where one is not known yet."""
+        """Seconds of computing per sample of all these workers; empty where one is not known yet."""
         known = [(worker, self._busy[worker]) for worker in training if worker in self._busy]
         return known if len(known) == len(training) else []
 

@@ -1,4 +1,4 @@
-"""How a segment's global steps are cut into the slices that workers lease: the same way whenever it is asked."""
+"""How a segment's global steps are cut into the slices that workers lease: always the same way."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class StepCuts(NamedTuple):
 
     order: GlobalOrder
     first: int
-    """Where in the order the segment begins, …"""
+    """The position at which the segment begins, …"""
     last: int
-    """… and where it was to end: cuts do not depend on where the cursor is closed."""
+    """… and at which it was planned to end: cuts do not depend on where the cursor is closed."""
     batch_size: int
     parts: int
     empty: bool
     """Whether slices without samples are lent too, where a step has fewer samples than parts."""
 
     def step_at(self, position: int, end: int) -> Slice:
-        """The global step that begins here, or what is left of it."""
+        """The global step that begins here, or the rest of it."""
         return self.order.rest_of_step(position, self.batch_size, end)
 
     def slices(self, step: Slice, first: int = 0) -> list[Lease]:

@@ -1,4 +1,4 @@
-"""What becomes of a push: applied at once (`immediate`), or gathered into an update of several (`gathered`).
+"""What a server does with a push: apply it at once (`immediate`), or gather several into an update (`gathered`).
 
 `base` is the interface of both.
 """

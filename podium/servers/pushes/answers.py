@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class PushRequest(NamedTuple):
-    """A push as it came, its facts checked; the message's body is its gradients, unpacked."""
+    """A push: its message, with the unpacked gradients as body, and its checked facts."""
 
     message: Message
     push: Push
 
 
 class Answers:
-    """Gives workers the parameters that they wait for."""
+    """Sends workers the parameters that they wait for."""
 
     def __init__(self, outbox: Outbox, store: Store, members: Members, paces: Paces) -> None:
         self._outbox, self._store, self._members, self._paces = outbox, store, members, paces
@@ -37,7 +37,7 @@ class Answers:
     ) -> None:
         """Answer a push with its unit's parameters and the next lease.
 
-        `said`: what else is said; `landed`: the parameters are where the worker wants them.
+        `said`: other fields of the answer; `landed`: the parameters are already in the worker's memory.
         """
         (message, push), store = request, self._store
         unit, last = push.unit, push.last
@@ -58,7 +58,7 @@ class Answers:
         self._outbox.answer(message, reply, params, more=not last)
 
     def _give_packed(self, request: PushRequest, reply: PushReply, params: Sequence[Tensor]) -> None:
-        """Answer with what has changed since the last answer, packed."""
+        """Answer with the change since the last answer, packed."""
         (message, push), store = request, self._store
         ranges = store.shard.units[push.unit].of(store.shard.ranges)
         body, held = store.codec.pack(message.source, push.unit, ranges, params, store.versions[push.unit])
@@ -66,7 +66,7 @@ class Answers:
         self._outbox.answer(message, reply._replace(packed=body is not params), body, more=not push.last)
 
     def _known(self, request: PushRequest) -> int:
-        """The version of a unit's rows that a worker has; none, where it has it from the server that we replace."""
+        """The version of a unit's rows that a worker has; -1 where it got them from the server that was replaced."""
         asked = (request.message.source, request.push.unit)
         if self._store.restored and asked not in self._acquainted:
             self._acquainted.add(asked)

@@ -1,8 +1,8 @@
-"""Threads beside a server's loop that move units and write parameters to where workers want them.
+"""Threads beside a server's loop that move units and write parameters into workers' memory.
 
-The loop decides everything, in the order of arrivals; an apply thread does what it is given, in order. All work on one
-unit goes to the same thread, so the unit's updates keep their order, and two units are moved at once where there are
-cores for it. The kernels release the interpreter's lock.
+The loop decides everything, in the order of arrivals; an apply thread runs its jobs in order. All jobs of one unit go
+to the same thread, so the unit's updates stay in order, and two units are moved at once where there are cores. The
+kernels release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Job = Callable[[], None]
 
 
 class ApplyThreads:
-    """`count` threads, started when first used; with none, the caller does the work itself."""
+    """`count` threads, started when first used; with 0, the caller runs the jobs itself."""
 
     def __init__(self, count: int, deadline_s: float = 60.0) -> None:
         self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in range(count)]
@@ -29,7 +29,7 @@ class ApplyThreads:
         return bool(self._queues)
 
     def run(self, number: int, job: Job) -> None:
-        """Do this after all jobs given before under the same number."""
+        """Run this job after all earlier jobs of the same number."""
         self._check()
         if not self._queues:
             return job()
@@ -40,7 +40,7 @@ class ApplyThreads:
         self._queues[number % len(self._queues)].put(job)
 
     def settle(self) -> None:
-        """Return once all jobs are done; raises what went wrong in one."""
+        """Return once all jobs are done; raises the error of a failed job."""
         if self._threads:
             done = [threading.Event() for _ in self._queues]
             for queue, event in zip(self._queues, done, strict=True):

@@ -1,7 +1,7 @@
-"""What becomes of pushes: `immediate.py` applies each as it comes, `gathered.py` makes updates of several.
+"""How pushes become updates: `immediate.py` applies each as it arrives, `gathered.py` makes updates of several.
 
-Each unit of a slice is applied once: a unit that comes again, because its worker or its server was lost in between, is
-answered with the parameters and not applied a second time.
+Each unit of a slice is applied once: a unit that arrives again, because its worker or its server was lost in between,
+is answered with the parameters and not applied a second time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Waits(NamedTuple):
-    """Who waits for whom at a server's gate."""
+    """Waiting at a server's gate."""
 
     awaited: set[int]
-    """Workers whose pushes others wait for."""
+    """Workers whose pushes other workers wait for."""
     waiting: set[int]
     """Workers that have pushed and wait for an answer."""
 
@@ -25,15 +25,15 @@ class Waits(NamedTuple):
 class PushPolicy(ABC):
     """Turns pushes into updates, for one segment."""
 
-    # What the server calls.
+    # Called by the server.
 
     @abstractmethod
     def push(self, request: PushRequest) -> None:
-        """One unit of one push has come."""
+        """One unit of one push has arrived."""
 
     @abstractmethod
     def hear(self, source: int, word: Any) -> None:
-        """A word of another server, or of a worker that waits: Have, Decision, Norm, Hello, Pending."""
+        """A message of another server, or of a worker that waits: Have, Decision, Norm, Hello, Pending."""
 
     @abstractmethod
     def lose(self, worker: int) -> None:
@@ -49,11 +49,11 @@ class PushPolicy(ABC):
     @abstractmethod
     def waits(self) -> Waits: ...
 
-    # What leases and copies call.
+    # Called by leases and copies.
 
     @abstractmethod
     def rest(self, workers: set[int]) -> None:
-        """There is nothing left to lend to these: nobody shall wait for their pushes."""
+        """There is nothing left to lend to these workers: no worker must wait for their pushes."""
 
     @abstractmethod
     def wake(self, worker: int) -> None:
@@ -61,7 +61,7 @@ class PushPolicy(ABC):
 
     @abstractmethod
     def acknowledged(self) -> None:
-        """A copy has caught up: what waited for it may be answered."""
+        """A copy has caught up: pushes that waited for it may be answered."""
 
     def will_apply(self, lease: int) -> bool:
         """Whether the gradients of this lease wait here and will be applied."""

@@ -1,7 +1,7 @@
-"""Doing what the first server decided, on every server alike and in the order of its decisions.
+"""Executes the first server's decisions, on every server in the same order.
 
-Where gradients are clipped, an update waits for the whole gradient's norm: each server tells the first one its part,
-and what is decided meanwhile waits, too.
+Where gradients are clipped, an update waits for the whole gradient's norm: each server sends the first one its part,
+and later decisions wait, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from podium.servers.segment import Segment
 
 _RECENT = 4096
-"""How many pushes a server can still tell the others of, when one of them comes back."""
+"""Recent pushes that a server remembers, to report them to a restored server."""
 
 
 class Measuring(NamedTuple):
@@ -29,7 +29,7 @@ class Measuring(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """A push that is answered once the copies have followed this far."""
+    """A push that is answered once the copies have followed up to number `copy`."""
 
     units: list[PushRequest]
     reply: PushReply
@@ -37,10 +37,10 @@ class _Answer(NamedTuple):
 
 
 class Execution:
-    """One server's share in updates that all servers make together."""
+    """One server's part in updates that all servers make together."""
 
     def __init__(self, segment: Segment, inbox: PushInbox, tell_norm: Callable[[float], None]) -> None:
-        """`tell_norm`: brings this server's part of a gradient's norm to the first server."""
+        """`tell_norm`: sends this server's part of a gradient's norm to the first server."""
         self._segment, self._store, self._inbox, self._tell_norm = segment, segment.store, inbox, tell_norm
         self._by_steps = not segment.seed.leases
         self.sum = GradientSum(segment.store, segment.seed.clip_norm)
@@ -53,13 +53,13 @@ class Execution:
         self.decided: dict[Key, None] = {}
         """Recent pushes that were answered and counted, in order."""
         self.told: dict[Key, None] = {}
-        """The same with those that were dropped, which may come again."""
+        """As `decided`, with pushes that were dropped, which may be pushed again."""
         self._dropped: set[Key] = set()
-        self._reply = PushReply()  # what is said of the last step, where workers go through steps together
+        self._reply = PushReply()  # the answer to the last step, where workers go through steps together
         self._answers: list[_Answer] = []
 
     def execute(self, decision: Decision) -> None:
-        """Do it, or keep it until the norm is there."""
+        """Execute a decision, or queue it until the norm has arrived."""
         if self.measuring is not None and decision.norm is None:
             self._backlog.append(decision)
             return
@@ -73,7 +73,7 @@ class Execution:
         if decision.forget is not None:
             self._inbox.forget(decision.forget, decision.keep)
         for source, lease in decision.drop:
-            if self._inbox.is_complete((source, lease)):  # a server that was restored in between may lack it
+            if self._inbox.is_complete((source, lease)):  # a restored server may lack it
                 self._drop((source, lease))
         self._add([(s, n) for s, n in decision.add])
         step = [(s, n) for s, n in decision.step]
@@ -85,7 +85,7 @@ class Execution:
         self._answer(answer)
 
     def restart(self) -> None:
-        """The first server was restored: it will decide again what it had not finished deciding."""
+        """The first server was restored: it will repeat decisions that it had not finished."""
         self.measuring, self._backlog = None, []
         self.sum.clear()
 
@@ -105,15 +105,15 @@ class Execution:
     # Updates.
 
     def _add(self, keys: Sequence[Key]) -> None:
-        """Add these pushes' gradients up, in this order."""
+        """Sum these pushes' gradients, in this order."""
         rules, clip_norm = self._segment.rules, self._segment.seed.clip_norm
         for key in keys:
             if not self._inbox.is_complete(key):
-                continue  # this server was restored in between: what it lacks counts as lost
+                continue  # this server was restored meanwhile: pushes that it lacks count as lost
             span = self._inbox.span(key)
             added = not self._by_steps and any(lease == key[1] for _, lease in self.sum.spans)
             if added or self._store.applied[0].has(span):
-                continue  # the first server was restored in between, and this one has done it
+                continue  # the first server was restored meanwhile, and this one has already done it
             alone = len(keys) == 1 and rules.wait and clip_norm is None
             self.sum.add(key, span, self._inbox.units(key), self._inbox.last(key).weight, alone=alone)
 
@@ -140,7 +140,7 @@ class Execution:
             return
         here = [key for key in update.spans if key in self._inbox]
         staleness = {key: self._staleness(key) for key in here}
-        spans = sorted(set(update.spans.values()))  # fed by steps, all pushes of one are over the same samples
+        spans = sorted(set(update.spans.values()))  # without leases, all pushes of a step are over the same samples
         for unit, grads in enumerate(update.grads):
             self._segment.apply(unit, grads, update.options[unit], update.unused, spans)
         if self._by_steps:
@@ -149,7 +149,7 @@ class Execution:
             self._record(update, staleness)
 
     def _said_of(self, keys: Sequence[Key]) -> PushReply:
-        """What all workers hear of a step that they made together."""
+        """The answer to all workers on a step that they made together."""
         last = [self._inbox.last(key) for key in keys]
         agreed = [any(votes) for votes in zip(*(push.votes for push in last), strict=True)]
         return PushReply(agreed=agreed or NO_VOTES, loss=sum(push.loss for push in last))
@@ -181,7 +181,7 @@ class Execution:
                 del recent[next(iter(recent))]
 
     def acknowledged(self) -> None:
-        """Answer what waits for no copy any more."""
+        """Send answers whose copies have caught up."""
         segment = self._segment
         while self._answers and self._answers[0].copy <= segment.replicas.acknowledged:
             units, reply, _ = self._answers.pop(0)
@@ -196,5 +196,5 @@ class Execution:
 
     @property
     def waiting(self) -> set[int]:
-        """Workers that wait for an answer that waits for a copy."""
+        """Workers whose answer waits for a copy."""
         return {request.message.source for answer in self._answers for request in answer.units}

@@ -1,9 +1,8 @@
 """Gathered pushes: updates of several pushes, which all servers make together.
 
-A push counts once all servers have all of it (`Have`); the first server then says which pushes make the next update,
-which are dropped, and which workers are answered (`Decision`, `deciding.py`), and all servers do so in the order of
-its decisions (`execution.py`). So an update happens on all ranges or on none, also when a worker dies in the middle of
-a push.
+A push counts once all servers have all of it (`Have`); the first server then decides which pushes make the next update,
+which are dropped, and which workers are answered (`Decision`, `decider.py`), and all servers execute its decisions in
+order (`execution.py`). So an update happens on all ranges or on none, also when a worker dies in the middle of a push.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class GatheredPushes(PushPolicy):
             self._has((message.source, push.lease))
 
     def _has(self, key: Key) -> None:
-        """This server has the whole of a push."""
+        """This server has all units of a push."""
         if self._decider is not None:
             self._decider.has(key, self._outbox.rank)
         else:
@@ -71,10 +70,9 @@ class GatheredPushes(PushPolicy):
                 self._has(key)
 
     def _is_pending(self, key: Key, dropped: bool) -> None:
-        """A worker has the answers of other servers and waits for ours: its push was decided before we were restored.
+        """A worker has other servers' answers and waits for ours: its push was decided before this server was restored.
 
-        The server that decided it may be lost too, and then nobody knows but the worker, which does not push it there
-        again.
+        The server that decided it may be lost too; then only the worker knows, and it does not push there again.
         """
         if self._segment.store.restored and self.execution.measuring is None and self._inbox.is_complete(key):
             self.execution.execute(Decision(drop=[key] if dropped else [], answer=[key]))

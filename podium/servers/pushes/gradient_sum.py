@@ -1,4 +1,4 @@
-"""Gradients of several pushes, added up until they make an update."""
+"""Gradients of several pushes, summed until they make an update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Total(NamedTuple):
-    """Gradients added up so far, unit by unit, and the weight they have together."""
+    """The sum of gradients so far, unit by unit, and its weight."""
 
     grads: list[list[Tensor]]
     weight: float
@@ -27,30 +27,30 @@ class _Total(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What moves the parameters next."""
+    """The next update of the parameters."""
 
     grads: list[list[Tensor]]  # by unit
     options: list[Options]
     unused: list[int]
     spans: dict[Key, Span]
-    """The pushes that it is made of, and their samples."""
+    """Its pushes, and their samples."""
 
 
 class GradientSum:
-    """Adds pushes up, in the order in which they are given, on one server."""
+    """Sums pushes on one server, in the order of `add`."""
 
     def __init__(self, store: Store, clip_norm: float | None) -> None:
         self._store, self._clip_norm = store, clip_norm
         self._total: _Total | None = None
         self._scratch: list[list[Tensor]] = []
         self.spans: dict[Key, Span] = {}
-        """What the sum is made of."""
+        """The pushes in the sum, and their samples."""
 
     def clear(self) -> None:
         self._total, self.spans = None, {}
 
     def add(self, key: Key, span: Span, units: Sequence[PushRequest], weight: float, *, alone: bool) -> None:
-        """Add one push; `alone`: no other will be added to it, and it may be used where it lies."""
+        """Add one push; `alone`: no other will be added, so its gradients need not be copied."""
         self.spans[key] = span
         grads = self._mended(key, units)
         unused = {index for request in units for index in request.push.unused}
@@ -64,7 +64,7 @@ class GradientSum:
         self._total = total._replace(weight=total.weight + weight, unused=total.unused & unused)
 
     def _join(self, unit: int, sums: list[list[Tensor]], grads: list[Tensor]) -> None:
-        """Add one unit's gradients to the sum; rows are put behind the others, to be added up in the end."""
+        """Add one unit's gradients to the sum; rows are concatenated, and summed at the end."""
         if self._store.shard.by_rows(unit):
             sums[unit] = [torch.cat(pair) for pair in zip(sums[unit], grads, strict=True)]
         else:
@@ -72,7 +72,7 @@ class GradientSum:
                 mine += theirs
 
     def _mended(self, key: Key, units: Sequence[PushRequest]) -> list[list[Tensor]]:
-        """A push's gradients, unit by unit, with what is done about their staleness."""
+        """A push's gradients, unit by unit, corrected for staleness."""
         store, found = self._store, []
         for unit, request in enumerate(units):
             rate = store.mitigation.rate(store.staleness(unit, request.push.version))
@@ -81,11 +81,11 @@ class GradientSum:
         return found
 
     def _times(self, unit: int, grads: list[Tensor], factor: float) -> list[Tensor]:
-        first = 1 if self._store.shard.by_rows(unit) else 0  # row numbers stay as they are
+        first = 1 if self._store.shard.by_rows(unit) else 0  # not the row numbers
         return [*grads[:first], *(g * factor for g in grads[first:])]
 
     def _copied(self, grads: list[list[Tensor]]) -> list[list[Tensor]]:
-        self._store.threads.settle()  # the last sum may still be read by them
+        self._store.threads.settle()  # they may still read the last sum
         by_rows = [self._store.shard.by_rows(unit) for unit in range(len(grads))]
         if not self._scratch:
             self._scratch = [
@@ -100,14 +100,14 @@ class GradientSum:
         return list(self._scratch)
 
     def norm(self) -> float:
-        """Of what was added up here; nothing travels by rows where gradients are clipped."""
+        """The norm of this server's part of the sum; nothing travels by rows where gradients are clipped."""
         total = self._total
         if total is None:
             return 0.0
         return float(self._store.shard.norm([g for unit in total.grads for g in unit], total.unused))
 
     def take(self, norm: float | None) -> Update | None:
-        """The mean over what was added up, clipped by the whole gradient's norm where given; the next sum begins."""
+        """The weighted mean, clipped where `norm`, the whole gradient's, is given; begins the next sum."""
         total, spans = self._total, self.spans
         self.clear()
         if total is None:
@@ -115,7 +115,7 @@ class GradientSum:
         return Update(self._scaled(total, norm), total.options, sorted(total.unused), spans)
 
     def _scaled(self, total: _Total, norm: float | None) -> list[list[Tensor]]:
-        """Rows that several pushes touched are added up, too."""
+        """Divide by the weight and clip; sums rows that several pushes touched."""
         factor = 1.0 if abs(total.weight - 1.0) <= 1e-3 or total.weight <= 0 else 1 / total.weight
         clip = None
         if norm is not None:
@@ -132,6 +132,6 @@ class GradientSum:
 
 
 def _added_up(index: Tensor, values: Tensor) -> list[Tensor]:
-    """Each row once, in order."""
+    """Sum the values of equal rows: each row once, in order."""
     rows, place = torch.unique(index, return_inverse=True)
     return [rows, torch.zeros((len(rows), *values.shape[1:]), dtype=values.dtype).index_add_(0, place, values)]

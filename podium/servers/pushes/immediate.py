@@ -1,7 +1,6 @@
-"""Immediate pushes: every unit is applied the moment it comes, and answered.
+"""Immediate pushes: every unit is applied as soon as it arrives, and answered.
 
-Gradients still go out while parameters already come back. Every server does so by itself: its order of updates is its
-own.
+So parameters come back while other gradients are still being sent. Each server has its own order of updates.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class ImmediatePushes(PushPolicy):
         self._tells_samples = segment.seed.local_steps > 1  # a lease that is lent again may be cut differently
         self.clocks = Clocks(segment.rules, set(segment.members.workers) - segment.members.serve_only)
         self._held: dict[int, list[tuple[PushRequest, int]]] = defaultdict(list)  # with the copy each must wait for
-        self._landed: set[tuple[int, int]] = set()  # (source, unit): parameters that are written already
+        self._landed: set[tuple[int, int]] = set()  # (source, unit): parameters already written to the worker's memory
 
     def push(self, request: PushRequest) -> None:
         (message, push), segment = request, self._segment
@@ -69,7 +68,7 @@ class ImmediatePushes(PushPolicy):
         self._segment.records.update(store.versions[unit], source, unit, staleness, push.lease, **more)
 
     def _release(self, source: int) -> None:
-        """Answer what may be answered: not before backward is over, the gate is open and the copies are there."""
+        """Send answers that may be sent: once backward is over, the gate is open and the copies have caught up."""
         held = self._held[source]
         if not held:
             return
@@ -95,7 +94,7 @@ class ImmediatePushes(PushPolicy):
     def rest(self, workers: set[int]) -> None:
         outbox = self._segment.outbox
         if outbox.is_first and self._bound is not None and not workers <= self.clocks.resting:
-            for other in outbox.others:  # the cursor is here, so the others cannot know
+            for other in outbox.others:  # only this server has the cursor
                 outbox.tell(other, Decision(rest=sorted(workers)))
         self.clocks.rest(workers)
         self._release_all()

@@ -1,4 +1,4 @@
-"""Pushes that wait for a decision: their units here and, on the first server, which servers have all of theirs."""
+"""Pushes that wait for a decision: their units here and, on the first server, which servers have all units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PushInbox:
-    """Units of pushes by the push that they are part of."""
+    """Units of pushes, by push."""
 
     def __init__(self, units: int) -> None:
         self._units = units
@@ -25,7 +25,7 @@ class PushInbox:
         return key in self._parts
 
     def add(self, request: PushRequest) -> bool:
-        """A unit has come; whether its push is complete."""
+        """A unit has arrived; returns whether its push is complete."""
         key = (request.message.source, request.push.lease)
         self._parts[key][request.push.unit] = request
         return self.is_complete(key)
@@ -34,7 +34,7 @@ class PushInbox:
         return len(self._parts.get(key, ())) == self._units
 
     def complete(self) -> list[Key]:
-        """Pushes of which all units are here."""
+        """Pushes of which all units have arrived."""
         return [key for key in self._parts if self.is_complete(key)]
 
     def units(self, key: Key) -> list[PushRequest]:
@@ -42,14 +42,14 @@ class PushInbox:
         return [request for _, request in sorted(self._parts[key].items())]
 
     def last(self, key: Key) -> Push:
-        """The last unit of a push, which says what the step came to."""
+        """The last unit of a push, which carries the step's loss, votes and weight."""
         return next(request.push for request in self._parts[key].values() if request.push.last)
 
     def span(self, key: Key) -> Span:
         return span_of_lease(key[1], self.last(key).size)
 
     def take(self, key: Key) -> list[PushRequest]:
-        """The units of a push, which wait no more; none where it is not here."""
+        """Remove a push and return its units; none where it is not here."""
         found = self.units(key) if key in self._parts else []
         self._parts.pop(key, None)
         self._have.pop(key, None)
@@ -61,32 +61,32 @@ class PushInbox:
         return found
 
     def forget(self, worker: int, keep: Container[int]) -> None:
-        """Drop a worker's pushes, but for those over these leases."""
+        """Drop a worker's pushes, except those over these leases."""
         for key in [key for key in self._parts if key[0] == worker and key[1] not in keep]:
             del self._parts[key]
 
     # On the first server.
 
     def has(self, key: Key, server: int) -> set[int]:
-        """A server has the whole of a push; all servers that do."""
+        """A server has the whole push; returns all servers that have."""
         self._have[key].add(server)
         return self._have[key]
 
     def all_on(self, server: int, keys: Iterable[Key]) -> bool:
-        """Whether a server has the whole of all these pushes."""
+        """Whether a server has all units of all these pushes."""
         return all(server in self._have[key] for key in keys)
 
     def lost_server(self, server: int) -> None:
-        """What a server had it has no more, until the workers push it again."""
+        """A server has lost its pushes, until the workers push them again."""
         for have in self._have.values():
             have.discard(server)
 
     def forget_servers(self, worker: int, keep: Container[int]) -> None:
-        """Who has a worker's pushes is no matter any more, but for those over these leases."""
+        """Forget which servers have a worker's pushes, except those over these leases."""
         for key in [key for key in self._have if key[0] == worker and key[1] not in keep]:
             del self._have[key]
 
     @property
     def sources(self) -> set[int]:
-        """Workers of which something waits here."""
+        """Workers with a push that waits here."""
         return {source for source, _ in self._parts}

@@ -1,12 +1,12 @@
 """What a server does about stale gradients, by name.
 
     staleness-lr       the rate is divided by max(1, staleness): Zhang et al., arXiv 1511.05950
-    dc-asgd            the gradient is carried to where the parameters are now by a diagonal approximation of the
+    dc-asgd            the gradient is corrected for the present parameters by a diagonal approximation of the
                        Hessian: g + lambda g g (w - w_then): Zheng et al., ICML 2017, arXiv 1609.08326
     dc-asgd-adaptive   the same with lambda / sqrt(mean square of g), elementwise
 
-The two DC-ASGD variants keep the parameters that each worker was last given, and those that all began with: workers + 1
-copies of the parameters. Dropping pushes that are too stale is the gate's work.
+The two DC-ASGD variants store the parameters that were last sent to each worker, and those that all began with:
+workers + 1 copies of the parameters. The gate drops pushes that are too stale.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class Mitigation(ABC):
     """Changes a stale gradient, or the rate at which it is applied."""
 
     compares: ClassVar[bool] = False
-    """Whether it compares parameters of then with those of now."""
+    """Whether it compares the parameters that a worker had with the present ones."""
 
     def rate(self, staleness: int) -> float:
-        """What the learning rate of this push is multiplied by."""
+        """Factor of this push's learning rate."""
         return 1.0
 
     def gave(self, worker: int, unit: int, params: Sequence[Tensor]) -> None:
-        """A worker is given these parameters."""
+        """A worker is sent these parameters."""
 
     def forget(self, worker: int) -> None:
         """A worker is gone."""
 
     @abstractmethod
     def mend(self, worker: int, unit: int, grads: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The gradients to apply in place of `grads`, which stay as they are."""
+        """The gradients to apply instead of `grads`, which are not changed."""
 
 
 @final
@@ -111,7 +111,7 @@ ADAPTIVE_STRENGTH = 2.0
 
 
 def make_mitigation(name: str, strength: float | None = None) -> Mitigation:
-    """By name; `strength` is DC-ASGD's lambda where it is not the paper's."""
+    """By name; `strength` is DC-ASGD's lambda; None: the paper's."""
     if name == "none":
         return Nothing()
     if name == "staleness-lr":

@@ -1,1 +1,1 @@
-"""What travels between workers and servers: a type per message, states in parcels, packed pushes."""
+"""Messages between workers and servers: a type per message, states in parcels, packed pushes."""

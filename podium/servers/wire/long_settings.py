@@ -1,7 +1,7 @@
-"""Settings that are too long for a header travel in the body, as text.
+"""Settings that are too long for a header are sent in the body, as text.
 
-A push names its parameter groups' settings and the parameters that were not used. A few groups take some hundred bytes
-of the header; 300 groups are more than a header may hold. So each unit is sent the settings of its own groups only, and
+A push has its parameter groups' settings and the list of unused parameters. A few groups take some hundred bytes of the
+header; 300 groups are more than a header may hold. So each unit is sent with the settings of its own groups only, and
 where these are many they go in the body.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _FOLDED = ("options", "unused")
 _MOST_NUMBERS = 256
-"""How many numbers of settings go in a header."""
+"""Most numbers of settings in a header."""
 
 
 def fold(meta: Meta, body: Sequence[Tensor]) -> tuple[Meta, Sequence[Tensor]]:

@@ -1,11 +1,11 @@
-"""What workers and servers say to each other: a type per message, encoded and checked here and nowhere else.
+"""Messages between workers and servers: a type per message, encoded and checked here and nowhere else.
 
-On the wire the facts of a message are one flat JSON object in the frame's header (`podium/comm/frames.py` bounds its
-size; nothing is unpickled). Keys are the field names; a field at its default is left out. `decode` raises a `CommError`
-that names the sender and the message where a field is missing, unknown or of another type.
+On the wire the facts of a message are one flat JSON object in the frame's header (`podium/comm/real/frames.py` bounds
+its size; nothing is unpickled). Keys are the field names; a field at its default is left out. `decode` raises a
+`CommError` that names the sender and the message where a field is missing, unknown or of another type.
 
     worker to server   Seed, Draw, Push, Pull, Leave, Take, Home, Skip, Bye, Retire, Probe, Pending
-    its answers        Done, SeedReply, DrawReply, PushReply (of a pull, too), State
+    answers to it      Done, SeedReply, DrawReply, PushReply (to a pull, too), State
     server to server   Have, Decision, Norm, Hello (updates made together), Which, Edges (leases of unequal length),
                        MirrorSeed, MirrorParcel, Mirror, Mirrored, Replica, ReplicaState (copies)
 """
@@ -25,15 +25,15 @@ from podium.errors import CommError
 from podium.servers.leases.lease import NO_LEASE, Lease, NoLease
 
 Name = Sequence[int]
-"""Of a segment: the generation, and which segment of it. Later segments have larger names."""
+"""Of a segment: the generation, and the segment's number in it. Later segments have larger names."""
 Key = tuple[int, int]
-"""Names a push: its worker and its lease."""
+"""Identifies a push: its worker and its lease."""
 Options = Sequence[Meta]
 """The optimizer's settings of each parameter group."""
 M = TypeVar("M", bound=tuple[Any, ...])
 
 VOTES = 3
-"""What workers vote for with a push or a draw: to stop, to pause, to switch to the next phase."""
+"""Workers vote with a push or a draw: to stop, to pause, to switch to the next phase."""
 NO_VOTES = (False,) * VOTES
 
 
@@ -52,37 +52,37 @@ class Seed(NamedTuple):
     samples: int
     """In the training data."""
     position: int
-    """Where in the global order the segment begins, …"""
+    """The position at which the segment begins, …"""
     end: int
-    """… and where it ends."""
+    """… and at which it ends."""
     batch_size: int
     """Samples of a global step."""
     unit_bytes: int
-    """How much travels in one message."""
+    """Bytes of one message."""
     segment: Name | None = None
     leases: bool = True
     """Whether workers lease samples, rather than divide each global step."""
     parts: int = 1
-    """Into how many leases a global step is cut."""
+    """Leases per global step."""
     mitigation: str = "none"
-    """What is done about stale gradients, …"""
+    """Correction of stale gradients, …"""
     strength: float | None = None
-    """… and how strongly."""
+    """… and its strength."""
     clip_norm: float | None = None
     codec: str | None = None
     """The codec that workers have chosen for pushes; None: the run's own."""
     weights: Sequence[float] | None = None
-    """How much of the parameters each server holds; None: equally much."""
+    """Each server's part of the parameters; None: equal parts."""
     serving: Sequence[int] | None = None
     """Workers that only serve and do not train."""
     local_steps: int = 1
     """Steps that a lease lasts, …"""
     by_speed: bool = False
-    """… for the fastest worker; others get fewer."""
+    """… for the fastest worker; slower ones get fewer."""
     outer: Meta | None = None
-    """Settings of the outer optimizer, where that moves the parameters and not the task's own."""
+    """Settings of the outer optimizer, where it moves the parameters instead of the task's own."""
     lends_only: bool = False
-    """Whether this segment wants leases of the server, and no parameters."""
+    """Whether the server only lends samples in this segment, and holds no parameters."""
     state: Meta | None = None
     """Names and kinds of the optimizer state in the body (`moments.pack`)."""
     at: Name | None = None
@@ -94,13 +94,13 @@ class Seed(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """A worker asks the first server for a lease; otherwise its next one comes with the answer to its push."""
+    """A worker requests a lease from the first server; usually the answer to its push already carries one."""
 
     done: int
     """The last lease that all servers have applied."""
     votes: Sequence[bool]
     patience: int = 1
-    """Of a worker that only serves: after how many pushes of others it is answered at the latest."""
+    """Of a serve-only worker: it is answered after this many pushes of other workers at the latest."""
 
 
 class Push(NamedTuple):
@@ -118,27 +118,27 @@ class Push(NamedTuple):
     early: bool = False
     """Whether backward still runs."""
     last: bool = False
-    """Whether this is the last unit of its push for this server. Only the last one says:"""
+    """Whether this is the last unit of its push for this server. Only the last one has:"""
     done: int = NO_LEASE
     votes: Sequence[bool] = NO_VOTES
     loss: float = 0.0
     samples: int = 0
     weight: float = 0.0
-    """The push's part of the update that it becomes part of."""
+    """The push's weight in its update."""
     lend: bool = True
-    """Whether the answer is to hold the next lease."""
+    """Whether the answer shall hold the next lease."""
     busy: float = 0.0
     """Seconds of computing per sample; 0: not measured."""
     pace: float = 0.0
     """Nanoseconds per local step; 0: not measured."""
     bare: bool = False
-    """Whether the answer is to hold no parameters."""
+    """Whether the answer shall hold no parameters."""
     context: Sequence[Any] | None = None
-    """What the codec needs to know to unpack the body."""
+    """The codec's step context, to unpack the body."""
 
 
 class Pull(NamedTuple):
-    """A worker asks for one unit's parameters as they are."""
+    """A worker requests one unit's present parameters."""
 
     unit: int
     lease: int
@@ -148,23 +148,23 @@ class Pull(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """A worker has done all its work; it is answered with the state (`State`) once all workers have left."""
+    """A worker has done all its work; the answer is the state (`State`), once all workers have left."""
 
 
 class Take(NamedTuple):
-    """A worker asks for the next parcel of the state."""
+    """A worker requests the next parcel of the state."""
 
     at: Name
 
 
 class Home(NamedTuple):
-    """A worker has all of the state: a server that was restored meanwhile need not wait for it to leave."""
+    """A worker has the whole state: a server that was restored meanwhile need not wait for it to leave."""
 
     segment: Name
 
 
 class Skip(NamedTuple):
-    """A worker takes no part in this segment or, where it broke out of its loop, no part any more."""
+    """A worker takes no part in this segment or, where it broke out of its loop, not in the rest of it."""
 
     broke: bool = False
     done: int = NO_LEASE
@@ -182,13 +182,13 @@ class Retire(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """A worker measures how long an answer takes; `back`: one with the same body."""
+    """A worker measures a round trip; `back`: the answer has the same body."""
 
     back: bool = False
 
 
 class Pending(NamedTuple):
-    """A worker has other servers' answers to a push and waits for ours."""
+    """A worker has other servers' answers to a push and waits for this server's."""
 
     lease: int
     dropped: bool = False
@@ -198,18 +198,18 @@ class Pending(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The answer that says no more than that it was done: to home, skip, retire and probe."""
+    """An empty answer: to home, skip, retire and probe."""
 
 
 class SeedReply(NamedTuple):
     expects: Name | None = None
-    """Where the next parcel has to begin; None: the segment has begun."""
+    """Where the next parcel must begin; None: the segment has begun."""
 
 
 class DrawReply(NamedTuple):
-    """A lease; or that the segment is over; or that a worker which only serves shall ask `again`.
+    """A lease; or the position at which the segment ended; or `again`: a serve-only worker shall draw again.
 
-    A long list of cuts is in the body, for which a header has no room.
+    A long list of cuts is in the body, as a header has no room for it.
     """
 
     lease: int | None = None
@@ -221,7 +221,7 @@ class DrawReply(NamedTuple):
     again: int | None = None
 
     def told(self, body: Sequence[Tensor] = ()) -> Lease | NoLease:
-        """What to do next, where it is not to ask again."""
+        """The lease, or the end of the segment; not for an answer with `again`."""
         lease = lease_of(self, body)
         if lease is None:
             assert self.position is not None
@@ -230,7 +230,7 @@ class DrawReply(NamedTuple):
 
 
 class PushReply(NamedTuple):
-    """Of a push or a pull. Body: the unit's parameters, unless the push was bare."""
+    """To a push or a pull. Body: the unit's parameters, unless the push was bare."""
 
     version: int = 0
     lease: int | None = None
@@ -238,11 +238,11 @@ class PushReply(NamedTuple):
     step: int = 0
     cuts: Sequence[Sequence[int]] = ()
     packed: bool = False
-    """Whether the body is what has changed since the last answer, packed."""
+    """Whether the body is the packed change since the last answer."""
     dropped: bool = False
     """Whether the push was too stale to count."""
     lost: int | None = None
-    """The worker whose loss undid this step; then nothing else is said."""
+    """The worker whose loss undid this step; then all other fields are at their defaults."""
     agreed: Sequence[bool] = NO_VOTES
     loss: float | None = None
     """Of the whole global step."""
@@ -255,23 +255,23 @@ class PushReply(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that a worker takes home, or a parcel of it. Body: parameters, then optimizer state."""
+    """The state that a worker collects, or a parcel of it. Body: parameters, then optimizer state."""
 
     empty: bool = False
-    """Whether this server was never seeded: what the worker has is the truth."""
+    """Whether this server was never seeded: the worker's own state is valid."""
     workers: Sequence[int] = ()
-    """Who was there to the end."""
+    """Workers that stayed to the end."""
     state: Meta | None = None
     at: Name | None = None
     units: Sequence[Any] = ()
     next: Name | None = None
 
 
-# Between servers. `segment`: which one the sender is in; what is of another waits, or is too late.
+# Between servers. `segment`: the sender's; messages of a later one wait, those of an earlier one are dropped.
 
 
 class Have(NamedTuple):
-    """A server has the whole of a push: that of `source`, over this lease."""
+    """A server has all units of a push: that of `source`, over this lease."""
 
     source: int
     lease: int
@@ -284,41 +284,41 @@ class Decision(NamedTuple):
     drop: Sequence[Key] = ()
     """Pushes that do not count."""
     add: Sequence[Key] = ()
-    """Pushes to add up."""
+    """Pushes to sum."""
     step: Sequence[Key] = ()
     """Pushes that make an update now."""
     answer: Sequence[Key] = ()
     """Pushes whose workers are answered."""
     abort: int | None = None
-    """A worker without which the step cannot be: all are told that it did not happen."""
+    """A worker without which the step cannot be made: all workers are answered that the step is undone."""
     forget: int | None = None
-    """A lost worker, of whose pushes all are forgotten …"""
+    """A lost worker, whose pushes are dropped …"""
     keep: Sequence[int] = ()
-    """… but those over these leases."""
+    """… except those over these leases."""
     norm: float | None = None
     """The whole gradient's norm: the update that waits for it is made."""
     rest: Sequence[int] | None = None
-    """Workers for whom there is nothing left to do: no gate waits for them."""
+    """Workers that have no work left: no gate waits for them."""
     settled: bool = False
     """No more decisions follow in this segment."""
     segment: Name | None = None
 
 
 class Norm(NamedTuple):
-    """A server's part of the gradient's norm, where it is to be clipped."""
+    """A server's part of the gradient's norm, for clipping."""
 
     norm: float
     segment: Name | None = None
 
 
 class Hello(NamedTuple):
-    """This server was restored: what it missed has to be told again."""
+    """This server was restored: other servers must send again what it missed."""
 
     segment: Name | None = None
 
 
 class Which(NamedTuple):
-    """The restored first server asks what is applied, once the other server knows of these losses, too."""
+    """The restored first server asks which samples are applied; answered once these losses are known, too."""
 
     question: int
     lost: Sequence[int]
@@ -326,7 +326,7 @@ class Which(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """The answer: where applied samples begin and end."""
+    """The answer to `Which`: positions where applied samples begin and end."""
 
     question: int
     edges: Sequence[int]
@@ -334,7 +334,7 @@ class Edges(NamedTuple):
 
 
 class MirrorSeed(NamedTuple):
-    """A copy begins. Body: the whole state as bytes; or, where `parcels` follow, what they do not hold."""
+    """A copy begins. Body: the whole state as bytes; or, where `parcels` follow, all but their tensors."""
 
     life: int
     number: int = 0
@@ -343,7 +343,7 @@ class MirrorSeed(NamedTuple):
 
 
 class MirrorParcel(NamedTuple):
-    """A part of the state of which a copy is made. Body: its tensors."""
+    """A part of the state for a copy. Body: its tensors."""
 
     at: Name
     units: Sequence[Any]
@@ -358,7 +358,7 @@ class MirrorParcel(NamedTuple):
 
 
 class Mirror(NamedTuple):
-    """A unit was moved, and the copy is to follow. Body: the gradients."""
+    """A unit was moved, and the copy must follow. Body: the gradients."""
 
     unit: int
     options: Options
@@ -382,13 +382,13 @@ class Mirrored(NamedTuple):
 
 
 class Replica(NamedTuple):
-    """A restored server asks for what was kept of it, or for the parcel that begins here."""
+    """A restored server requests its copy, or the parcel of it that begins at `at`."""
 
     at: Name | None = None
 
 
 class ReplicaState(NamedTuple):
-    """The answer. Body: the state as bytes; where `parcels` are to be asked for, what they do not hold; or a parcel."""
+    """The answer. Body: the state as bytes; with `parcels`, to be requested next, all but tensors; or a parcel."""
 
     parcels: bool = False
     at: Name | None = None
@@ -396,11 +396,11 @@ class ReplicaState(NamedTuple):
     next: Name | None = None
 
 
-# What records and replays know a message by.
+# How records and replays identify a message.
 
 
 def arrival_of(message: Message) -> tuple[int, int]:
-    """The lease that a draw, push, pull or have speaks of, and its unit (of a have, its worker)."""
+    """The lease of a draw, push, pull or have, and its unit (of a have, its worker)."""
     meta = message.meta
     if message.kind == "draw":
         return meta["done"], 0
@@ -418,7 +418,7 @@ def plain_lease(lease: Lease | None) -> tuple[int | None, Sequence[int], int, Se
 
 
 def lease_of(answer: DrawReply | PushReply, body: Sequence[Tensor] = ()) -> Lease | None:
-    """The inverse of `plain_lease`; of a draw, a long list of cuts comes in the body."""
+    """The inverse of `plain_lease`; in a `DrawReply`, a long list of cuts is in the body."""
     if answer.lease is None:
         return None
     cuts = tuple((count, step) for count, step in (body[0].tolist() if body else answer.cuts))
@@ -452,7 +452,7 @@ TYPES: dict[str, type[Any]] = {
     "mirrored": Mirrored,
     "replica": Replica,
 }
-"""What a server may be sent, by the kind on the wire."""
+"""Messages that a server accepts, by the kind on the wire."""
 KINDS = {kind: name for name, kind in TYPES.items()}
 
 _SEED_ALWAYS = (
@@ -462,9 +462,9 @@ _SEED_ALWAYS = (
 
 
 def seed_of_copy(seed: Seed) -> Meta:
-    """A seed as a copy keeps it: as on the wire, with these fields also where they are at their defaults.
+    """A seed in a copy: as on the wire, with the fields of `_SEED_ALWAYS` even at their defaults.
 
-    A copy is tensors, whose bytes count in simulated runs: they must not depend on which settings are defaults.
+    A copy is tensors, whose bytes count in simulated runs: they must not depend on which settings are at defaults.
     """
     return {**{name: getattr(seed, name) for name in _SEED_ALWAYS}, **encode(seed)}
 
@@ -486,7 +486,7 @@ def decode(kind: type[M], message: Message) -> M:
     except TypeError:
         raise CommError(_what_is_wrong(kind, message)) from None
     found = (kind, *map(type, facts))
-    if found not in _CHECKED:  # nearly always it is: one look, in place of one per field
+    if found not in _CHECKED:  # usually it is: one lookup instead of a check per field
         if not all(map(isinstance, facts, _allowed(kind))):
             raise CommError(_what_is_wrong(kind, message))
         _CHECKED.add(found)
@@ -494,7 +494,7 @@ def decode(kind: type[M], message: Message) -> M:
 
 
 _ALLOWED: dict[type[Any], tuple[tuple[type, ...], ...]] = {}
-_CHECKED: set[tuple[type, ...]] = set()  # a message's type, and types of its fields that were found to fit
+_CHECKED: set[tuple[type, ...]] = set()  # a message's type, and types of its fields that passed the check
 
 
 def _allowed(kind: type[Any]) -> tuple[tuple[type, ...], ...]:

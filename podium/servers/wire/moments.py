@@ -1,7 +1,7 @@
-"""Optimizer state of a server's ranges as tensors of a message: workers send it with a seed, and take it home.
+"""Optimizer state of a server's ranges as tensors of a message: workers send it with a seed, and collect it at the end.
 
 A state key is either a tensor as large as its parameter (a moment), cut like the parameter, or one number per
-parameter (a step count). Both ends know the ranges, so only key names travel in the header.
+parameter (a step count). Both ends know the ranges, so the header holds only key names.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def unpack(ranges: Sequence[Range], meta: Meta, body: Sequence[Tensor]) -> list[
 def parts_of(
     ranges: Sequence[Range], state_of: Callable[[int], Mapping[str, Any]], flat_of: Callable[[int, Tensor], Tensor]
 ) -> list[dict[str, Any]]:
-    """Cut whole parameters' state into a server's parts; `flat_of` brings a tensor of a piece into memory order."""
+    """Cut whole parameters' state into a server's parts; `flat_of` flattens a tensor of a piece in memory order."""
     cut: list[dict[str, Any]] = []
     for range_ in ranges:
         for part in range_.parts:
             state: dict[str, Any] = {}
             for key, value in state_of(part.piece).items():
-                # A moment of a parameter without dimensions has none either, and is no step count.
+                # The moment of a parameter without dimensions has none either, but is not a step count.
                 if isinstance(value, Tensor) and (value.dim() > 0 or key != "step"):
                     state[key] = flat_of(part.piece, value)[part.start : part.stop]
                 elif value is not None:

@@ -1,4 +1,4 @@
-"""An optimizer's settings as they travel with a push: the rate and the decays of one update."""
+"""An optimizer's settings that travel with a push: the rate and the decays of one update."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def options_of(optimizer: Optimizer, share: float = 1.0, lr_scale: float | None = None) -> list[Meta]:
-    """Each group's numbers, to travel with a push: the push's place in the order decides them, not its arrival.
+    """Each group's numbers, to travel with a push: they depend on the push's position in the order, not its arrival.
 
-    For an update of that `share` of a global batch. What decays by a factor per step (momentum, Adam's betas, RMSprop's
-    alpha) is raised to that power, so that it looks back over as many samples as it was meant to; the rate is
-    multiplied by the share, and such that momentum carries as far in all. `lr_scale` takes the share's place there.
+    For an update of this `share` of a global batch. Factors of decay per step (momentum, Adam's betas, RMSprop's alpha)
+    are raised to that power, so that they decay over the same number of samples; the rate is multiplied by the share,
+    and by a factor that keeps the total effect of momentum. `lr_scale` replaces the share in the rate.
     """
     options = []
     for group in optimizer.param_groups:
@@ -39,12 +39,12 @@ def options_of(optimizer: Optimizer, share: float = 1.0, lr_scale: float | None 
 
 
 def scaled(options: Sequence[Meta], factor: float) -> list[Meta]:
-    """These hyper-parameters with the learning rate multiplied."""
+    """These hyper-parameters with the learning rate multiplied by `factor`."""
     return [{**group, "lr": group["lr"] * factor} for group in options] if factor != 1.0 else list(options)
 
 
 def _plain(value: Any) -> Any:
-    """A setting as the number, or numbers, that it is: also what numpy or torch made of it."""
+    """A setting as Python numbers, also where numpy or torch made it."""
     if isinstance(value, np.generic) or (isinstance(value, Tensor | np.ndarray) and value.ndim == 0):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value

@@ -1,10 +1,10 @@
 """A server's state in messages of bounded size: parameters and optimizer state, unit by unit.
 
-All of a server's state in one message was bounded by the largest frame, 4 GiB: 358 million parameters with Adam. So it
-travels in parcels: with a seed, home at the end, to the server that keeps a copy and back from there. A parcel holds
-neighbouring tensors of neighbouring units; its end is a place, (unit, tensor), where the next parcel begins. Sender and
-receiver hold one parcel and one unit in memory beside the state itself. A state that fits into one parcel travels in
-one message, as any small model's does.
+A server's state in a single message would be bounded by the largest frame, 4 GiB: 358 million parameters with Adam. So
+it travels in parcels: with a seed, to the workers at the end, to the server that holds a copy and back from there. A
+parcel holds neighbouring tensors of neighbouring units; its end is a place, (unit, tensor), where the next parcel
+begins. Sender and receiver hold one parcel and one unit in memory beside the state itself. A state that fits into one
+parcel, as of any small model, travels in one message.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from podium.comm.base import Communicator, Meta
 
 PARCEL_BYTES = 64 << 20
-"""How much of the state travels in one message; a single tensor may be larger."""
+"""Bytes of state in one message; a single tensor may be larger."""
 MOST_TENSORS, _MOST_UNITS = 512, 128
-"""Of one parcel: a header of 64 KiB has to describe them."""
+"""Limits of one parcel: a header of 64 KiB must describe them."""
 
 Place = tuple[int, int]
 START: Place = (0, 0)
 
 
 class Kept(NamedTuple):
-    """One unit's parameters and optimizer state, as `moments.pack` has them."""
+    """One unit's parameters and its optimizer state, packed by `moments.pack`."""
 
     params: Sequence[Tensor]
     kinds: Meta
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
 
 
 class Described(Protocol):
-    """A message that brings a parcel."""
+    """A message with a parcel."""
 
     @property
     def at(self) -> Sequence[int] | None:
@@ -64,17 +64,17 @@ class Parcel(NamedTuple):
 
 
 def place_of(plain: Any) -> Place | None:
-    """A place as it came with a message."""
+    """A place from a message."""
     return None if plain is None else (int(plain[0]), int(plain[1]))
 
 
 def parcel_bytes(comm: Communicator) -> int:
-    """How much goes into one parcel: less where the world's messages must be smaller."""
+    """Bytes of one parcel: less where the world's messages must be smaller."""
     return PARCEL_BYTES if comm.message_bytes is None else min(PARCEL_BYTES, comm.message_bytes)
 
 
 def cut(unit_of: Callable[[int], Kept], units: int, place: Place, most_bytes: int) -> Parcel:
-    """The parcel that begins at this place; `unit_of` gives one unit of the state, and is called for few of them."""
+    """The parcel that begins at this place; `unit_of` returns one unit of the state, and is called for few of them."""
     (unit, at), total = place, 0
     described: list[list[Any]] = []
     body: list[Tensor] = []
@@ -100,18 +100,18 @@ def cut(unit_of: Callable[[int], Kept], units: int, place: Place, most_bytes: in
 
 
 class Assembly:
-    """Parcels put together again, in their order: whole units come out."""
+    """Joins parcels, in order, into whole units."""
 
     def __init__(self) -> None:
         self.expects: Place | None = START
-        """Where the next parcel has to begin; None: all is here."""
+        """Where the next parcel must begin; None: all have arrived."""
         self._part: list[Tensor] = []
 
     def take(self, facts: Described, body: Sequence[Tensor]) -> list[tuple[int, Kept]]:
         """The units that this parcel completes."""
         at = place_of(facts.at)
         if self.expects is not None and at == (self.expects[0], 0):
-            self._part = []  # this unit was moved while it was being sent, and comes once more
+            self._part = []  # this unit was moved while it was being sent, and is sent again
         elif at is None or at != self.expects:
             raise CommError(f"a parcel of a server's state must begin at {self.expects}, got {at}")
         rest, whole = list(body), []

@@ -1,10 +1,9 @@
 """How pushes and their answers are packed, on a server.
 
-A worker packs its push and keeps the residual; the server unpacks a push before anything else. An answer is packed as
-what has changed since the last one: the server remembers what each worker holds, sends the packed difference, and adds
-to its memory what the worker will add. So what an answer leaves out is part of the next difference, which is error
-feedback by itself. It costs a copy of the parameters per worker. The first answer of a segment, or of a restored
-server, is whole.
+A worker packs its push and keeps the residual; the server unpacks a push first. An answer is the packed change since
+the last one: the server stores what each worker holds, sends the packed difference, and adds to its stored copy what
+the worker will add. So an answer's residual is part of the next difference, which is error feedback by itself. It costs
+a copy of the parameters per worker. The first answer of a segment, or of a restored server, is not packed.
 
 Tang et al., 2019, arXiv:1905.05957, pack both ways.
 """
@@ -44,9 +43,9 @@ class PushCodec:
         return not self._pull.exact
 
     def begin(self, chosen: str | None) -> None:
-        """A segment begins: no worker holds parameters yet. `chosen`: the codec that the workers chose, if they did.
+        """A segment begins: no worker holds parameters yet. `chosen`: the codec that the workers chose, if any.
 
-        It comes over the network, so it can only be one of Podium's own.
+        The name comes over the network, so it must be one of Podium's own codecs.
         """
         self._push = self._asked
         if chosen is not None:
@@ -84,7 +83,7 @@ class PushCodec:
     def pack(
         self, worker: int, unit: int, ranges: Sequence[Range], params: Sequence[Tensor], version: int
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """What to answer with, and what the worker will then hold."""
+        """The body of an answer, and the parameters that the worker will then hold."""
         held = self._held.get((worker, unit))
         if held is None:
             self._held[worker, unit] = [p.clone() for p in params]

@@ -1,1 +1,1 @@
-"""What a worker does with its servers: seed them, push gradients and pull parameters, collect its state at the end."""
+"""A worker's side of servers: seed them, push gradients and pull parameters, collect the state at the end."""

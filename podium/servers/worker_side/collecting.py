@@ -1,4 +1,4 @@
-"""A segment ends: workers leave, wait for each other, and take parameters and optimizer state home."""
+"""The end of a segment: workers leave, wait for each other, and collect parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from podium.servers.worker_side.served import Served
 
 Keep = Callable[[Sequence[Range], list[dict[str, Any]]], None]
-"""Takes some ranges' optimizer state, one mapping per part, to keep."""
+"""Stores some ranges' optimizer state, one mapping per part."""
 
 
 def break_out(worker: Worker) -> None:
-    """This worker trains no more in this segment: its leases are lent to others, and nobody waits for it."""
+    """This worker stops training in this segment: its leases are lent to other workers, and none waits for it."""
     comm = worker.comm
     done = worker.leases.take_applied()
     comm.wait(*(comm.call(server, "skip", encode(Skip(broke=True, done=done))) for server in comm.servers))
 
 
 def leave(worker: Worker, served: Served, keep: Keep) -> set[int] | None:
-    """Wait until all workers have left, then take the parameters home; None where the servers were never seeded.
+    """Wait until all workers have left, then collect the parameters; None where the servers were never seeded.
 
-    The optimizer's state is given to `keep`, some ranges at a time. Returns the workers that were there to the end:
-    where one is missing, all workers hear of it here, and will regroup.
+    The optimizer's state is passed to `keep`, some ranges at a time. Returns the workers that stayed to the end: where
+    one is missing, all workers agree here to pause, and will regroup.
     """
     live = _take_home(worker, served, keep)
     _say_home(worker)
@@ -63,8 +63,8 @@ def _take_home(worker: Worker, served: Served, keep: Keep) -> set[int] | None:
 def _say_home(worker: Worker) -> None:
     """Tell the servers that this worker has the state.
 
-    A server that is lost after it has answered some workers' `leave` is restored without knowing of these workers, and
-    the others would wait for them. In simulated time no server is lost.
+    A server that is lost after it has answered some workers' `leave` is restored without knowing that they left, and
+    the other workers would wait for them. In simulated time no server is lost.
     """
     comm = worker.comm
     if not comm.clock.is_simulated:
@@ -79,7 +79,7 @@ class _Home:
         self._worker, self._server, self._layout, self._keep = worker, server, layout, keep
         self._assembly = Assembly()
         self.next: Place | None = None
-        """Where the next message has to begin; None: all is here."""
+        """Where the next message must begin; None: all has arrived."""
 
     def call(self) -> Handle:
         assert self.next is not None

@@ -1,4 +1,4 @@
-"""What of an exchange with servers a worker's own link takes, beyond what its computing hides."""
+"""The time of an exchange with servers on a worker's own link that its computing does not hide."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from podium.servers.worker_side.served import Served
 
 _BACKWARD = 2 / 3
-"""Of a pass, as in virtual time: backward takes about twice as long as forward."""
+"""Backward's fraction of a pass, as in virtual time: it takes about twice as long as forward."""
 _PASSES = 8
-"""How many of the last passes say what hides an exchange."""
+"""Recent passes whose duration is used."""
 _PROBE_BYTES, _PROBES = 256 << 10, 3
-"""How much is sent, and how often, to see how fast a link is: 20 ms each over 100 Mbit/s."""
+"""Size and number of probes that measure a link: 20 ms each over 100 Mbit/s."""
 
 
 class Exposure:
-    """Seconds of an exchange that this worker's own link takes and its computing does not hide; for one segment."""
+    """Seconds of an exchange on this worker's own link that its computing does not hide; for one segment."""
 
     def __init__(self, worker: Worker, served: Served, *, early: bool, pull: Codec) -> None:
         """`early`: gradients leave while backward still runs."""
@@ -36,11 +36,11 @@ class Exposure:
         self._passes: deque[tuple[int, int]] = deque(maxlen=_PASSES)
 
     def saw_pass(self, samples: int) -> None:
-        """The worker has made a pass over this many samples."""
+        """The worker has done a pass over this many samples."""
         self._passes.append((samples, self._worker.gradients.times.last_ns))
 
     def seconds(self) -> float:
-        """For a pass such as the last ones. Measures the links the first time, where no cluster file has them."""
+        """For a pass like the last ones. Measures the links the first time, unless a cluster file describes them."""
         if self._ways is None:
             self._ways = _ways(self._worker)
         last = self._passes[-1][0] if self._passes else 0
@@ -49,7 +49,7 @@ class Exposure:
         return exposed_s(self._pushed(), self._pulled(), self._ways, backward_s)
 
     def _pushed(self) -> list[Parcel]:
-        """In the order in which they leave; a server's last unit stays back until the pass is over."""
+        """In the order in which they are sent; a server's last unit waits until the pass is over."""
         flat, codec = self._worker.flat, self._worker.sender.push[1].codec
         done = list(itertools.accumulate(bucket.nbytes for bucket in flat.buckets))
         found = []
@@ -64,7 +64,7 @@ class Exposure:
         return [Parcel(m, self._nbytes(m, u, self._pull), 1.0) for m, u in self._served.units]
 
     def _nbytes(self, m: int, u: int, codec: Codec) -> int:
-        """Bytes of a unit on the wire; rows are not counted: how many will be touched is unknown, and they are few."""
+        """Bytes of a unit on the wire; rows are not counted: their number is unknown beforehand, and small."""
         layout, total = self._served.layouts[m], 0
         unit = layout.units[u]
         for r, span in zip(unit.of(layout.ranges), unit.of(self._served.spans[m]), strict=True):
@@ -88,9 +88,9 @@ def _ways(worker: Worker) -> list[Way]:
 
 
 def _measured(worker: Worker, server: int) -> Way:
-    """A few bytes there and back, many bytes there, and many there and back: the best of a few times each.
+    """Time a small round trip, a large send, and a large round trip, and take the best of a few tries each.
 
-    Others measure at the same time, as they will push at the same time.
+    Other workers measure at the same time, as they will push at the same time.
     """
     comm, small, large = worker.comm, torch.zeros(1), torch.zeros(_PROBE_BYTES // 4)
 

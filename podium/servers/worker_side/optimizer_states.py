@@ -1,4 +1,4 @@
-"""The worker's own optimizer state, cut into the servers' ranges and scaled to their updates, and back again."""
+"""The worker's optimizer state, cut into the servers' ranges and scaled to their updates, and back again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ States = Callable[[Sequence[Range]], Sequence[Mapping[str, Any]]]
 
 
 def own_states(worker: Worker, share: float) -> States:
-    """The state of the worker's own optimizer, for updates of this share of a global step."""
+    """The state of the worker's optimizer, for updates of this fraction of a global step."""
 
     def whole(i: int) -> Mapping[str, Any]:
         found: Mapping[str, Any] = worker.optimizer.state.get(worker.flat.parameters[i], {})
@@ -53,9 +53,8 @@ def collect(worker: Worker, ranges: Sequence[Range], states: list[dict[str, Tens
 
 def take_states_home(worker: Worker, by_name: Mapping[str, Mapping[str, Any]], share: float) -> None:
     """The inverse of `own_states`: the worker's optimizer continues from the servers' state."""
-    worker.replica.follow_schedule(
-        worker.progress.global_step
-    )  # each worker has followed its own leases, and momentum may be scheduled
+    # Each worker has followed the schedule of its own leases, and momentum may be scheduled.
+    worker.replica.follow_schedule(worker.progress.global_step)
     pieces = {piece.name: piece for piece in worker.flat.pieces}
     home = {n: per_step(state, _momentum_of(worker, pieces[n]), share) for n, state in by_name.items()}
     worker.replica.load_optimizer_state(home)
@@ -66,7 +65,7 @@ def _momentum_of(worker: Worker, piece: Piece) -> float:
 
 
 def _in_memory_order(worker: Worker, index: int, tensor: Tensor) -> Tensor:
-    """A tensor shaped like a parameter, as one flat run in the order its elements lie in the buffer."""
+    """A tensor shaped like a parameter, flattened in the order of the parameter's elements in the buffer."""
     piece = worker.flat.pieces[index]
     if tensor.shape == piece.shape and tensor.stride() == piece.stride:
         return tensor.as_strided((piece.stop - piece.start,), (1,))

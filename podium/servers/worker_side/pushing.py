@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PushPlan(NamedTuple):
-    """What a strategy wants of one push."""
+    """A strategy's settings for one push."""
 
     lease: int
     size: int
@@ -32,9 +32,9 @@ class PushPlan(NamedTuple):
     pull: Codec
     """How answers are packed."""
     whole: bool = False
-    """Whether it was made by several steps, so that no parameter counts as unused."""
+    """Whether it is the result of several steps, so that no parameter counts as unused."""
     lend: bool = True
-    """Whether the answer is to hold the next lease, …"""
+    """Whether the answer shall hold the next lease, …"""
     bare: bool = False
     """… but no parameters."""
     busy: float = 0.0
@@ -57,13 +57,13 @@ class Pushes:
         self._sent = 0  # buckets
 
     def go_from(self, outbox: list[Tensor], inbox: list[Tensor]) -> None:
-        """Send copies, so that the next gradients may be computed meanwhile; parameters come to the inbox."""
+        """Send copies, so that the next gradients may be computed meanwhile; parameters land in `inbox`."""
         for copy, grads in zip(outbox, self._grads, strict=True):
             copy.copy_(grads)
         self._grads, self._params = outbox, inbox
 
     def bucket_ready(self, bucket: int) -> None:
-        """Issue this bucket's units; never waits. A server's last unit stays back: it tells what the step came to."""
+        """Issue this bucket's units; never waits. A server's last unit, which carries the loss, is sent by `finish`."""
         self._sent = bucket + 1
         for m, layout in enumerate(self._served.layouts):
             for u, unit in enumerate(layout.units[:-1]):
@@ -72,7 +72,7 @@ class Pushes:
                     self._call(m, self._push(m, u, early=early), more=not early)
 
     def finish(self, loss: float) -> None:
-        """Send what is left."""
+        """Send the remaining units."""
         worker, batch, plan = self._worker, self._batch, self._plan
         for bucket in range(self._sent, worker.buckets):
             self.bucket_ready(bucket)
@@ -93,7 +93,7 @@ class Pushes:
             self._call(m, push)
 
     def _push(self, m: int, u: int, **said: Any) -> Push:
-        """What all units of a push say, and what this one says beside."""
+        """The fields that all units of a push have, with those of this unit."""
         layout, plan = self._served.layouts[m], self._plan
         ranges = layout.units[u].of(layout.ranges)
         unused = [] if plan.whole else self._unused(ranges)
@@ -123,7 +123,7 @@ class Pushes:
         self._calls.append(call)
 
     def _unused(self, ranges: Sequence[Range]) -> list[int]:
-        """Parameters in these ranges that the pass has not reached."""
+        """Parameters in these ranges that got no gradient."""
         exact = self._worker.sender.push[1].codec.exact
         return self._worker.gradients.unused_among((part.piece for r in ranges for part in r.parts), exact=exact)
 
@@ -133,7 +133,7 @@ class Pushes:
         return options if len(options) == 1 else [options[g] for g in groups_of(ranges)]
 
     def _rows(self, r: Range) -> list[Tensor]:
-        """The touched rows of a range, numbered from its own first."""
+        """The touched rows of a range, numbered from its first row."""
         (part,) = r.parts
         index, values = self._worker.flat.touched_rows(part.piece)
         first, stop = part.start // r.row, part.stop // r.row
@@ -141,9 +141,9 @@ class Pushes:
         return [index[mine] - first, values[mine]]
 
     def take(self) -> PushReply:
-        """Wait for all answers and put the parameters where they belong; what the first server says.
+        """Wait for all answers and store the parameters; returns the first server's reply.
 
-        A push counts as dropped where one server says so.
+        A push counts as dropped where one server dropped it.
         """
         worker, comm = self._worker, self._worker.comm
         answers = [answer for answer in comm.wait(*self._calls, deadline_s=PATIENCE * comm.deadline_s) if answer]
@@ -160,7 +160,7 @@ class Pushes:
 
 
 def pull(worker: Worker, served: Served, into: Sequence[Tensor], codec: Codec, *, lease: int, size: int) -> None:
-    """The parameters as the servers have them now, into flat buffers that hold what was pulled before."""
+    """Pull the servers' present parameters into flat buffers that hold the previous pull."""
     calls, units, comm = [], served.units, worker.comm
     for m, u in units:
         layout = served.layouts[m]
@@ -185,7 +185,7 @@ def _scatter(
     params: Sequence[Tensor],
     codec: Codec,
 ) -> None:
-    """Put the answer of (server, unit) where it belongs; whole ranges have landed by themselves."""
+    """Store the answer of (server, unit); unpacked ranges were already received in place."""
     m, u = place
     layout = served.layouts[m]
     ranges = layout.units[u].of(layout.ranges)

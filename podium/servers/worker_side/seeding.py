@@ -1,4 +1,4 @@
-"""A segment begins: workers bring parameters, optimizer state and the work to be done to the servers."""
+"""The beginning of a segment: workers send parameters, optimizer state and the segment's settings to the servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def seed_for(worker: Worker, rules: Rules, unit_bytes: int = UNIT_BYTES) -> Seed:
-    """What servers need to know of a segment, whatever the strategy; a strategy replaces what it wants otherwise."""
+    """A seed with the default settings of a segment; a strategy replaces fields."""
     comm, progress = worker.comm, worker.progress
     return Seed(
         workers=list(comm.workers),
@@ -41,9 +41,9 @@ def seed_for(worker: Worker, rules: Rules, unit_bytes: int = UNIT_BYTES) -> Seed
 def seeded_here(worker: Worker, colocated: bool, hosts: int = 0) -> list[int]:
     """Indices of the servers that this worker seeds: of colocated servers, those in its own process.
 
-    All replicas are alike when a segment begins, so a switch of strategy moves no model over the network. Where a
-    server's worker is gone, another one seeds it. Workers divide dedicated servers among them, so that no link has to
-    carry the whole model. `hosts`: how many workers, the last ones, have servers beside them; 0: all.
+    All replicas are equal when a segment begins, so a switch of strategy moves no model over the network. Where a
+    server's worker is gone, another one seeds it. Workers divide dedicated servers among them, so that no link carries
+    the whole model. `hosts`: this many workers, the last ones, have servers beside them; 0: all.
     """
     comm = worker.comm
     if not colocated:
@@ -70,7 +70,7 @@ def seed_together(worker: Worker, served: Served, places: Collection[int], seed:
                 sender.heard(answer)
         comm.barrier()
     except Lost:
-        # Other workers may be training already: they shall not wait for this one.
+        # Other workers may be training already: they must not wait for this one.
         comm.wait(*(comm.call(server, "skip", encode(Skip())) for server in comm.servers))
         raise
 
@@ -101,11 +101,11 @@ class _SeedSender:
         return self._worker.comm.call(self._server, "seed", encode(self._seed._replace(**parcel.meta)), parcel.body)
 
     def heard(self, answer: Message) -> None:
-        """The server says from where to continue: from the start, if it was replaced meanwhile."""
+        """The server's answer says where to continue: from the start, if it was replaced meanwhile."""
         self._place = place_of(decode(SeedReply, answer).expects)
 
     def _whole(self) -> tuple[Meta, list[Tensor]] | None:
-        """All of it, where it fits into one message."""
+        """Header and body of the whole state, if it fits into one message; otherwise None."""
         ranges = self._layout.ranges
         params = [r.of(self._worker.params) for r in ranges]
         if sum(p.nbytes for p in params) > self._most:

@@ -1,6 +1,6 @@
-"""What a worker knows of its servers: how the parameters lie on them, and in which versions the worker has them.
+"""What a worker knows of its servers: how the parameters are laid out on them, and the versions that the worker has.
 
-`seeding.py`, `pushing.py` and `collecting.py` are what a worker says to servers, whatever the strategy; `server.py` is
+`seeding.py`, `pushing.py` and `collecting.py` send a worker's messages to servers, under any strategy; `server.py` is
 the other side.
 """
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from podium.exchange.codecs.base import Span
 
 UNIT_BYTES, SHARED_UNIT_BYTES = 8 << 20, 32 << 20
-"""How much travels in one message: over a network, and in shared memory."""
+"""Bytes of one message: over a network, and in shared memory."""
 _ROOM = 4
-"""How many times larger than its elements a unit may be on its way: as rows and their numbers, or packed badly."""
+"""How many times larger than its elements a unit may be on the wire: as rows and their numbers, or badly packed."""
 
 
 @dataclass
@@ -39,13 +39,13 @@ class Served:
 
 
 def unit_bytes_for(worker: Worker) -> int:
-    """How much travels in one message, where the strategy does not say."""
+    """Default bytes of one message, where the strategy sets none."""
     most = SHARED_UNIT_BYTES if worker.comm.shares_memory else UNIT_BYTES
     return most if worker.comm.message_bytes is None else min(most, max(1, worker.comm.message_bytes // _ROOM))
 
 
 def _check_units(worker: Worker, layouts: Sequence[Layout]) -> None:
-    """Refuse, before training, units that would not fit into a message."""
+    """Raise, before training, where a unit would not fit into a message."""
     limit = worker.comm.message_bytes
     if limit is None:
         return
@@ -56,14 +56,14 @@ def _check_units(worker: Worker, layouts: Sequence[Layout]) -> None:
             if size * _ROOM > limit:
                 name = worker.flat.pieces[ranges[0].parts[0].piece].name
                 raise ConfigError(
-                    f"parameter servers: what travels at once must be at most {limit // _ROOM} bytes (a quarter of the "
-                    f"largest message, so that it also fits as a codec packs it), got {size} (from {name} on); set a "
+                    f"parameter servers: a unit must be at most {limit // _ROOM} bytes (a quarter of the largest "
+                    f"message, so that it also fits when a codec packs it badly), got {size} (from {name} on); set a "
                     "smaller unit_bytes"
                 )
 
 
 def meet(worker: Worker, unit_bytes: int, weights: Sequence[float] | None = None) -> Served:
-    """How the parameters lie on the servers: equally divided, or as the weights say. Sends nothing."""
+    """Lay the parameters out on the servers, equally or by weights, for a new segment. Sends nothing."""
     layouts = lay_out(worker.flat, len(worker.comm.servers), unit_bytes, weights)
     _check_units(worker, layouts)
     versions = [[0] * len(layout.units) for layout in layouts]

@@ -1,11 +1,11 @@
 """Optimizer state, rescaled from global steps to the servers' smaller updates and back.
 
-An optimizer's memory decays per update. Where an update is made of a share s of a global step's samples, momentum m
-becomes m^s (`servers/options.py`), and a buffer that stood at g / (1 - m) will stand at g / (1 - m^s). An unscaled
-buffer would push the parameters (1 - m^s) / (1 - m) times as far as before, about s times, until it has grown. So
-workers multiply it when they seed servers that update more often, and divide it when they take it home. A count of
-steps becomes a count of updates, so that Adam's bias correction, 1 - beta^n = 1 - (beta^s)^(n/s), stays the same.
-Adam's and RMSprop's moments are means and need no scaling.
+An optimizer's state decays per update. Where an update is made of a share s of a global step's samples, momentum m
+becomes m^s (`servers/wire/optimizer_settings.py`), and a buffer that has converged to g / (1 - m) will converge to
+g / (1 - m^s). An unscaled buffer would move the parameters (1 - m^s) / (1 - m) times as far as before, about s times,
+until it has grown. So workers multiply it when they seed servers that update more often, and divide it when they
+collect it. A count of steps becomes a count of updates, so that Adam's bias correction, 1 - beta^n = 1 -
+(beta^s)^(n/s), stays the same. Adam's and RMSprop's moments are means and need no scaling.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def per_update(state: Mapping[str, Any], momentum: float, share: float) -> dict[str, Any]:
-    """A parameter's optimizer state, kept over global steps, as it is when kept over updates of this share of one."""
+    """A parameter's optimizer state per global step, converted to updates of this share of a step."""
     return _scaled(state, _growth(momentum, share), 1 / share)
 
 

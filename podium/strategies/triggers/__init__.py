@@ -1,4 +1,4 @@
-"""What ends a phase: one file per rule, and a plain dict from name to where it lives."""
+"""Rules that end a phase: one file per rule, and a plain dict from name to class."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ WATCHED = (
     "straggler",
     "advice",
 )
-"""Rules that every run with phases evaluates besides its own, to say when they would have fired."""
+"""Rules that every run with phases evaluates besides its own, to record when they would have fired."""
 
 
 def make_trigger(text: str) -> Trigger:
-    """From `name[:key=value;…]`; `file.py:function` and `file.py:Class` are the user's own."""
+    """From `name[:key=value;…]`, or the user's own `file.py:function` or `file.py:Class`."""
     name, options = parse_spec(text, "trigger")
     if name not in TRIGGERS and ":" in name and not isinstance(load_named(name), type):
         name, options = "function", {"of": name, **options}
@@ -49,7 +49,7 @@ def make_trigger(text: str) -> Trigger:
 
 
 def format_trigger(trigger: Trigger) -> str:
-    """The inverse of `make_trigger`: the name and what differs from the default."""
+    """The inverse of `make_trigger`: the name and the options that differ from the default."""
     fields = dataclasses.fields(trigger)  # type: ignore[arg-type]  # all triggers are dataclasses
     changed = {f.name: getattr(trigger, f.name) for f in fields if getattr(trigger, f.name) != f.default}
     options = [f"{name}={value}" for name, value in changed.items()]

@@ -1,12 +1,12 @@
 """Advice from a cost model: the phase ends once asynchronous training is predicted to be faster by a factor.
 
-From what all workers measured (seconds of computing per sample t_i, step time T, b_i samples each, p workers, n bytes):
+From the workers' measurements (seconds of computing per sample t_i, step time T, b samples each, p workers, n bytes):
 
     exchange of a synchronous step    X = T - max_i b t_i, of which a ring takes 2 (p-1)/p n/R: so n/R = X p / (2 (p-1))
     asynchronous, per global batch    A = B / sum_i b / (b t_i + 2 n/R)
 
-fires when T / A >= gain. What it does not know: what hides behind backward (X is then too small, and A with it), that
-servers' links may be shared by many workers, and what staleness costs in accuracy.
+fires when T / A >= gain. The model ignores that exchanges overlap with backward (X is then too small, and A with it),
+that many workers may share the servers' links, and that staleness costs accuracy.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from podium.strategies.triggers.base import Memory, Outlook, Reading, Seen, Trig
 @final
 @dataclass(frozen=True, kw_only=True)
 class Advice(Trigger):
-    """Fires when going asynchronous is predicted to pay."""
+    """Fires when asynchronous training is predicted to be `gain` times as fast."""
 
     name: ClassVar[str] = "advice"
     needs_times: ClassVar[bool] = True
 
     gain: float = 1.3
-    """How many times faster the prediction must be."""
+    """Predicted speed-up at which it fires."""
     after: float = 0.1
-    """Share of the budget that is trained before advice is followed."""
+    """Share of the budget before which it does not fire."""
     latest: float = 1.0
 
     def __post_init__(self) -> None:

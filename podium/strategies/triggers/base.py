@@ -1,10 +1,10 @@
 """A trigger: the rule that ends a phase.
 
-A frozen dataclass of settings, like a strategy. The first worker feeds it what it sees after every step and every
-validation; what the rule must remember is a plain mapping, which checkpoints keep. A rule that knows beforehand where
-it will fire says so (`horizon`), and then nobody has to vote on it.
+A frozen dataclass of settings, like a strategy. The first worker evaluates it after every step and every validation;
+the rule's state is a plain mapping, which checkpoints save. A rule that knows beforehand where it will fire returns the
+position (`horizon`), and then workers do not vote on it.
 
-Rules must end: `latest` is the share of the run's budget at which the phase ends whatever the rule says.
+Phases must end: `latest` is the share of the run's budget at which the phase ends even if the rule has not fired.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 from podium.errors import ConfigError
 
 Memory = dict[str, Any]
-"""What a rule remembers: JSON types only."""
+"""A rule's state: JSON types only."""
 
 
 class Course(NamedTuple):
@@ -26,7 +26,7 @@ class Course(NamedTuple):
     batch_size: int
     end: int = 0
     began: int = 0  # where the present phase began
-    again: bool = False  # whether it is not its first time
+    again: bool = False  # whether the phase ran before
     eval_every: int = 1  # epochs between validations; 0: only at the end
 
     @property
@@ -34,7 +34,7 @@ class Course(NamedTuple):
         return -(-self.samples // self.batch_size)
 
     def position_of(self, step: float) -> int:
-        """Samples used by that many global steps, to the nearest whole one; the last of each epoch may be short."""
+        """Samples used by that many global steps, rounded; the last step of each epoch may be short."""
         epochs, rest = divmod(round(step), self.steps_per_epoch)
         return epochs * self.samples + rest * self.batch_size
 
@@ -44,7 +44,7 @@ class Course(NamedTuple):
         return epochs * self.steps_per_epoch + -(-offset // self.batch_size)
 
     def position_at(self, share: float) -> int:
-        """Where this share of the budget is used up: at the end of a global step."""
+        """The position at which this share of the budget is used, at the end of a global step."""
         return min(self.end, self.position_of(share * self.step_at(self.end)))
 
 
@@ -52,15 +52,15 @@ class Outlook(NamedTuple):
     """What is known of a phase before the run begins."""
 
     course: Course
-    """`began` is where the phase begins at the earliest."""
+    """`began` is the earliest position at which the phase can begin."""
     workers: int = 1
     compared_every: int | None = None
-    """Global steps between two comparisons of the workers' speeds; None where it is not known."""
+    """Global steps between two comparisons of the workers' speeds; None where unknown."""
     rates: Sequence[float] | None = None
-    """The learning rate of each global step; None where it is not known."""
+    """The learning rate of each global step; None where unknown."""
 
     def steps_before(self, position: int) -> int:
-        """Global steps of the phase up to this place."""
+        """Global steps of the phase up to this position."""
         return self.course.step_at(position) - self.course.step_at(self.course.began)
 
 
@@ -70,9 +70,9 @@ class Seen(NamedTuple):
     course: Course
     position: int
     loss: float | None = None
-    """Mean training loss of the last step over all workers; its own, where workers do not go in step."""
+    """Mean training loss of the last step over all workers; in asynchronous training, the first worker's own."""
     validated: float | None = None
-    """The loss of a validation that has just been made."""
+    """The loss of a validation that has just ended."""
     metrics: Mapping[str, float] = {}
     """Of that validation."""
     rate: float = 0.0
@@ -108,11 +108,11 @@ class Trigger(ABC):
 
     name: ClassVar[str]
     needs_times: ClassVar[bool] = False
-    """Whether workers' speeds must be compared for it."""
+    """Whether the rule needs a comparison of the workers' speeds."""
     needs_noise: ClassVar[bool] = False
-    """Whether the gradient noise scale must be measured for it."""
+    """Whether the rule needs the gradient noise scale."""
     latest: float = 1.0
-    """Share of the budget at which the phase ends in any case; from its second time on, counted from its beginning."""
+    """Share of the budget at which the phase ends in any case; when a phase repeats, counted from its beginning."""
 
     def __post_init__(self) -> None:
         if not 0 < self.latest <= 1:
@@ -126,13 +126,13 @@ class Trigger(ABC):
         return min(course.end, course.position_of(steps))
 
     def fitted(self, course: Course) -> Trigger:
-        """This rule with what it leaves open until the run's budget is known."""
+        """This rule, with settings filled in that depend on the run's budget."""
         return self
 
     def never(self, outlook: Outlook) -> str:
-        """Why this rule cannot fire before the phase ends anyway; empty where it can, or where that is not known."""
+        """Why this rule cannot fire before the phase ends anyway; empty where it can, or may."""
         return ""
 
     @abstractmethod
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:
-        """The rule's value now, or None where this is no time for it. `memory` begins empty and may be written to."""
+        """The rule's value now, or None where it is not evaluated. `memory` begins empty and may be written to."""

@@ -1,4 +1,4 @@
-"""Triggers that know beforehand where the phase ends: at a step, at an epoch, or at a share of the budget."""
+"""Triggers with a position that is known beforehand: a step, an epoch, or a share of the budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from podium.strategies.triggers.base import Course, Memory, Outlook, Reading, Se
 
 
 class Fixed(Trigger):
-    """Ends the phase at a known place; `after` counts from where it began, `at` from the run's beginning."""
+    """Ends the phase at a known position; `after` counts from the phase's beginning, `at` from the run's."""
 
     at: float | None = None
     after: float | None = None
@@ -42,10 +42,10 @@ class Fixed(Trigger):
 
     @abstractmethod
     def _steps(self, amount: float, course: Course) -> float:
-        """As global steps."""
+        """The amount in global steps."""
 
     def judge(self, seen: Seen, memory: Memory) -> Reading | None:
-        """Workers do not vote on it, since all know the place. Evaluated only to say when it would have fired."""
+        """Workers do not vote on it, since all know the position. Evaluated only to record when it would have fired."""
         horizon = self.horizon(seen.course)
         if seen.position < horizon:
             return None
@@ -53,7 +53,7 @@ class Fixed(Trigger):
 
     @property
     def reached(self) -> str:
-        """What to say once the phase has ended here: `epoch 2 reached`, `2 epochs after the phase began`."""
+        """The reason in the record of the switch: `epoch 2 reached`, `2 epochs after the phase began`."""
         if self.at is not None:
             return f"{self.name} {self.at:g} reached"
         return f"{self.after:g} {self.name}{'s' * (self.after != 1)} after the phase began"
@@ -90,7 +90,7 @@ class AtEpoch(Fixed):
 @final
 @dataclass(frozen=True, kw_only=True)
 class AtShare(Fixed):
-    """After a share of the budget, as Sync-Switch has it.
+    """After a share of the budget, as in Sync-Switch.
 
     Li, Mangoubi, Xu, Guo, Sync-Switch, ICDCS 2021, https://arxiv.org/abs/2104.08364
     """

@@ -1,4 +1,4 @@
-"""The gradient noise scale ends the phase: once it is well above the batch, exact steps buy little.
+"""The gradient noise scale ends the phase: once it is well above the batch, exact steps gain little.
 
 How it is measured: `podium/records/noise.py`.
 
@@ -24,7 +24,7 @@ class NoiseScale(Trigger):
 
     factor: float = 4.0
     every: int = 20
-    """Global steps between two evaluations, the first of which is after as many."""
+    """Global steps between two evaluations, and before the first."""
     latest: float = 0.5
 
     def __post_init__(self) -> None:

@@ -3,11 +3,11 @@
 Of the last w losses, one per epoch, s = 1/(w-1) * sum |L_i - L_{i-1}| / D_i; fires when s <= threshold.
 
 As published, D_i = L_{i-1}, w = 6 and the threshold is 0.01 (`against=last;threshold=0.01;floor=0;fallen=1`). On
-LeNet-5 and ResNet-20 that never fired in time: a loss that falls by the same factor every epoch keeps s where it is.
-So, unless told otherwise, D_i is the first loss seen: s is the change per epoch in parts of where training began.
-Three more things make it fire when it should: a loss below `floor` counts as `floor` in the denominator, so that
-changes too small to matter look small; nothing fires before the loss has `fallen` to a part of the first, since some
-models stand still before they begin to learn; and `latest` ends the phase where nothing else does.
+LeNet-5 and ResNet-20 that never fired in time: where the loss falls by the same factor every epoch, s is constant. So
+by default D_i is the first loss seen: s is the change per epoch relative to the first loss. Three more settings make it
+fire when it should: a loss below `floor` counts as `floor` in the denominator, so that changes too small to matter look
+small; the rule does not fire before the loss has `fallen` to a part of the first, since some models make no progress
+before they begin to learn; and `latest` ends the phase if the rule does not.
 
 Provatas, Chalas, Konstantinou, Koziris, Strategy-Switch: From All-Reduce to Parameter Server for Faster Efficient
 Training, IEEE Access 13, 2025, https://doi.org/10.1109/ACCESS.2025.3528248
@@ -24,7 +24,7 @@ from podium.errors import ConfigError
 from podium.strategies.triggers.base import Course, Memory, Outlook, Reading, Seen, Trigger
 
 MOST, LEAST = 6, 3
-"""Losses in a window that is left to the budget: as published where they fit, and never fewer than two changes."""
+"""Bounds of a window that depends on the budget: as published where it fits, and never fewer than two changes."""
 
 
 @final
@@ -35,19 +35,19 @@ class Plateau(Trigger):
     name: ClassVar[str] = "plateau"
 
     window: int = MOST
-    """How many losses are looked at; 0: 6, or as many as the phase sees before `latest` ends it, at least 3."""
+    """Number of losses in the mean; 0: 6, or as many as the phase sees before `latest` ends it, at least 3."""
     threshold: float = 0.05
     """Fires at this change per loss, or less."""
     against: Literal["first", "last"] = "first"
-    """What a change is measured against: the first loss, or, as published, the one before it."""
+    """A change is relative to the first loss or, as published, to the one before it."""
     on: Literal["training", "validation"] = "training"
     """Which loss: the mean over an epoch's steps, or that of each validation."""
     smoothing: float = 0.0
-    """How much of the smoothed loss is what it was before; 0 takes losses as they come."""
+    """Weight of the previous smoothed loss in the new one; 0: no smoothing."""
     floor: float = 0.05
     """A loss below this counts as this much."""
     fallen: float = 0.8
-    """Nothing fires before the loss is this part of the first, or less; 1 waits for nothing."""
+    """Does not fire before the loss is this part of the first, or less; 1: fires at any loss."""
     latest: float = 0.35
 
     def __post_init__(self) -> None:
@@ -79,11 +79,11 @@ class Plateau(Trigger):
         )
 
     def losses_wanted(self, course: Course) -> int:
-        """The window, by the run's budget where it is left to that."""
+        """The window; with `window=0`, chosen by the run's budget."""
         return self.window or max(LEAST, min(MOST, self._losses_seen(course)))
 
     def _losses_seen(self, course: Course) -> int:
-        """How many losses there are before the phase ends at the latest."""
+        """Number of losses before the phase ends at the latest."""
         epochs = 1 if self.on == "training" else course.eval_every
         samples = epochs * course.samples
         return self.horizon(course) // samples - course.began // samples if samples else 0
@@ -107,22 +107,22 @@ class Plateau(Trigger):
 
 
 def change(losses: list[float], floor: float, first: float | None = None) -> float:
-    """The mean change from one loss to the next, in parts of the first or, where none is given, of the one before."""
+    """The mean change from one loss to the next, relative to `first` or, where it is None, to the one before."""
     steps = [abs(b - a) / max(a if first is None else first, floor, 1e-12) for a, b in itertools.pairwise(losses)]
     return sum(steps) / len(steps)
 
 
 def _mean_of_epoch(seen: Seen, memory: Memory) -> float | None:
-    """The mean training loss of the epoch that has just ended; None in its midst.
+    """The mean training loss of the epoch that has just ended; None within an epoch.
 
-    Where workers go in step, an epoch ends with a step; where they do not, its end is seen with the first step of the
-    next.
+    Where workers take steps together, an epoch ends with a step; otherwise its end is seen with the first step of the
+    next epoch.
     """
     if seen.loss is None or seen.validated is not None:
         return None
     moved, samples = seen.position != memory.get("position", seen.course.began), seen.course.samples
     memory["position"] = seen.position
-    # In the midst of a round the position stands still where the round began.
+    # Within a round the position stays where the round began.
     epoch = (seen.position - 1) // samples if moved else seen.position // samples
     at_end = moved and seen.position % samples == 0
     mean = None

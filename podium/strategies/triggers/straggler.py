@@ -1,7 +1,7 @@
-"""A straggler ends the phase, or its end does: the online policies of Sync-Switch.
+"""The phase ends when a straggler appears, or when none is left: the online policies of Sync-Switch.
 
-A worker lags when its speed is below the mean minus one standard deviation of all, and `factor` times below the median
-at least: among workers that are alike, somebody is always below the first bound.
+A worker lags when its speed is below the mean minus one standard deviation of all workers, and at least `factor` times
+below the median: among similar workers, one is always below the first bound.
 
 Li, Mangoubi, Xu, Guo, Sync-Switch, ICDCS 2021, https://arxiv.org/abs/2104.08364
 """
@@ -20,7 +20,7 @@ from podium.strategies.triggers.base import Memory, Outlook, Reading, Seen, Trig
 @final
 @dataclass(frozen=True, kw_only=True)
 class Straggler(Trigger):
-    """Fires when some worker has lagged for a number of evaluations in a row; `gone`: when none has."""
+    """Fires when a worker has lagged for `patience` evaluations in a row; with `gone`, when none has."""
 
     name: ClassVar[str] = "straggler"
     needs_times: ClassVar[bool] = True
@@ -30,7 +30,7 @@ class Straggler(Trigger):
     patience: int = 3
     """Evaluations in a row."""
     gone: bool = False
-    """Whether the phase lasts as long as there is a straggler, instead of until there is one."""
+    """Fire when no worker lags any more, instead of when one does."""
     latest: float = 1.0
 
     def __post_init__(self) -> None:
@@ -67,5 +67,5 @@ def slowest(times: Mapping[int, float], factor: float) -> tuple[int, float, bool
     worst = min(speeds, key=lambda rank: (speeds[rank], rank))
     slowness = statistics.median(speeds.values()) / speeds[worst]
     bound = statistics.mean(speeds.values()) - statistics.pstdev(speeds.values())
-    # Of two workers, one lies exactly at the bound.
+    # Of two workers, the slower one lies exactly at the bound.
     return worst, slowness, slowness >= factor and speeds[worst] <= bound * (1 + 1e-9)

@@ -1,7 +1,7 @@
-"""Executors that train groups of trials in arrays: what `fused` and `streams` have in common.
+"""Executors that train groups of trials in arrays: the common part of `fused` and `streams`.
 
-All arrays step together, on a GPU as branches of one captured step. A group whose trials do not train in an array as
-they do alone is trained after the others, one trial after another.
+All arrays step together, on a GPU as branches of one captured step. A group whose trials give other results in an array
+than alone is trained after the other groups, one trial after another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ArrayExecutor(Executor):
     captured: bool = True
     narrows: bool = True
     rows_probed = 2
-    """Rows of the array that is held against trials alone."""
+    """Rows of the array that is compared with trials alone."""
 
     @abstractmethod
     def rows_at_a_time(self, recipe: Recipe) -> int:
@@ -43,7 +43,7 @@ class ArrayExecutor(Executor):
     def verify(
         self, recipe: Recipe, queue: Queue, taken: Sequence[Parts], data: DeviceData, on_event: OnEvent
     ) -> ProbeResult:
-        """Whether these trials train in arrays as they do alone."""
+        """Whether these trials give the same results in arrays as alone."""
         trials = [parts.trial for parts in taken]
         found = probe(recipe, trials, data, rows=self.rows_probed, stop=queue.stop_requested)
         on_event(found.to_event(len(taken)))
@@ -79,7 +79,7 @@ class ArrayExecutor(Executor):
         left: Sequence[Queue] = (),
         step: CapturedStep | None = None,
     ) -> None:
-        """Train in these arrays, then one by one what came back from there, and what is `left` anyway."""
+        """Train in these arrays; then train `left`, and the trials that the arrays returned, one by one."""
         returned: list[Queue] = []
         options = SlotOptions(executor=self.name, on_event=on_event, captured=self.captured, narrows=self.narrows)
         if groups:

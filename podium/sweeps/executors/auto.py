@@ -1,20 +1,20 @@
-"""`auto`: take a few steps with every executor that may be the fastest, and train with the one that is.
+"""`auto`: time a few steps with every executor that may be the fastest, and train with the fastest.
 
 For each group of trials the candidates are timed on the trials' own model, data and batch, a fraction of a second each
 in three parts, and the time to train the whole group is predicted:
 
     start + trials × steps × seconds per model-step
 
-`start` is what must happen before the first step and has not happened yet: a capture, a compilation, starting
-processes. The most promising candidates come first: on a GPU all trials in one array, since no narrower array was ever
-faster there. Timing ends when it has taken a quarter of the best predicted time, and sooner where the next candidate is
-unlikely to be the fastest. Timed steps do not count as training: rows are loaded again afterwards, into the timed array
-itself where it still exists. A candidate that raises, for lack of memory or because its step cannot be captured, is
-left out, and the reason is recorded.
+`start` is the time before the first step: a capture, a compilation, starting processes. The most promising candidates
+come first: on a GPU all trials in one array, since no narrower array was ever faster there. Timing ends when it has
+taken a quarter of the best predicted time, and sooner where the next candidate is unlikely to be the fastest. Timed
+steps do not count as training: rows are loaded again afterwards, into the timed array itself where it still exists. A
+candidate that raises, for lack of memory or because its step cannot be captured, is left out, and the reason is
+recorded.
 
-Compiling takes from a quarter of a minute to minutes, so it is tried only where the group would train for long enough
-to get that back. Processes are timed by what one trial costs on one thread, and are considered on the CPU only:
-starting them on a GPU, to time them, would take longer than most groups train.
+Compiling takes from a quarter of a minute to minutes, so it is tried only where the group trains long enough to save
+that time. Processes are predicted from one trial on one thread, and are considered on the CPU only: starting them on a
+GPU, to time them, would take longer than most groups train.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from podium.sweeps.precision import precision_of
 from podium.sweeps.recipe import Recipe
 
 MEASURE_S = 0.3
-"""How long each candidate is timed at most, after its warm-up; the first, of which nothing is known, a tenth of it."""
+"""How long each candidate is timed at most, after its warm-up; the first is timed for a tenth of it."""
 SHARE_OF_ONE = 0.004
-"""The same, as a share of what the trials would take one after another."""
+"""The same, as a share of the time that the trials would take one after another."""
 COMPILED_GAIN = 1.6
-"""How much faster compiled steps are expected to be, before it is tried."""
+"""The expected gain of compiled steps, by which it is decided whether to time them."""
 TOO_FEW_STEPS = 100
 """Verifying and timing take some dozens of steps themselves."""
 SHARE_OF_TOTAL = 0.25
-"""Timing ends when it has taken this share of what the best candidate so far would take for all trials …"""
+"""Timing ends when it has taken this share of the best candidate's predicted time for all trials …"""
 SHARE_IF_UNLIKELY = 0.05
-"""… or this one, where the next candidate was the fastest nowhere yet."""
+"""… or this share, where the next candidate is of a kind that was never the fastest so far."""
 
 
 @final
@@ -62,7 +62,7 @@ class Auto(Executor):
     seconds: float = MEASURE_S
     """How long each candidate is timed, at most."""
     compiled: bool | None = None
-    """Whether compiled steps are tried; None tries them where they can pay."""
+    """Whether compiled steps are timed; None: where they can save time."""
 
     name = "auto"
     copies_rows = True
@@ -75,7 +75,7 @@ class Auto(Executor):
         self.run_groups(recipe, [queue], on_event)
 
     def run_groups(self, recipe: Recipe, queues: Sequence[Queue], on_event: OnEvent) -> None:
-        """Choose for each group; groups that chose the same way are trained together."""
+        """Choose for each group; groups with the same choice are trained together."""
         chosen: dict[Executor, list[Queue]] = {}
         several = len(queues) > 1  # then arrays run side by side, in one graph
         for number, queue in enumerate(queues):
@@ -84,7 +84,7 @@ class Auto(Executor):
                 continue
             choice = self.choose(recipe, taken, on_event, queue.stop_requested)
             if several:
-                choice = choice._replace(made=None)  # memory that the next group is to find free
+                choice = choice._replace(made=None)  # free its memory for the next group
             if queue.stop_requested():
                 return
             on_event({
@@ -104,7 +104,7 @@ class Auto(Executor):
         on_event: OnEvent = lambda event: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> Choice:
-        """Time the candidates for these trials (all of one structure); `stop` ends it between two of them."""
+        """Time the candidates for these trials (all of one structure); `stop` is checked between candidates."""
         steps = sum(parts.steps for parts in taken)
         if steps < TOO_FEW_STEPS:
             why = f"one after another: {steps} steps in all are done before anything could be timed"
@@ -124,7 +124,7 @@ class Auto(Executor):
         for share, candidate in self._candidates(timing):
             left = min((c.total_s for c in timed), default=math.inf)
             if stop() or time.perf_counter() - began > share * left:
-                break  # what is left takes no longer than looking for something faster would
+                break  # training is nearly as short as the search for a faster candidate
             timed.append(candidate())
             longest = max((c.total_s for c in timed if not c.why_not), default=0.0)
             timing.seconds = max(self.seconds / 10, min(self.seconds, SHARE_OF_ONE * longest))
@@ -136,9 +136,9 @@ class Auto(Executor):
         return timed
 
     def _candidates(self, timing: Timing) -> Iterator[tuple[float, Callable[[], Candidate]]]:
-        """Whatever is most likely to be fast first; with the share of what is left that timing may have taken by then.
+        """Candidates, the most promising first, each with the share of the predicted time at which timing ends.
 
-        On the CPU one after another comes first: there it may be the fastest, and takes no time to begin.
+        On the CPU `sequential` comes first: there it may be the fastest, and takes no time to start.
         """
         unlikely = SHARE_OF_TOTAL if timing.on_cpu or not timing.found.fuses else SHARE_IF_UNLIKELY
         one = (math.inf if timing.on_cpu else SHARE_OF_TOTAL, timing.sequential)

@@ -28,16 +28,16 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 
 class Queue(Protocol):
-    """Where an executor gets its trials, and hands them in. Called from one thread at a time."""
+    """Gives trials to an executor and takes their outcomes. Called from one thread at a time."""
 
     def take(self) -> Trial | None:
         """The next trial of this executor's group; None when there is none now. Finishing one may bring more."""
 
     def expects_more(self) -> bool:
-        """Whether `take` may ever give another trial; where not, free rows are not needed any more."""
+        """Whether `take` may ever return another trial; if not, free rows are no longer needed."""
 
     def report(self, trial: Trial, evaluation: Evaluation) -> Verdict:
-        """Report an evaluation, and get the verdict; after the trial's last step the verdict is ignored."""
+        """Report an evaluation; returns the verdict, which executors ignore after the trial's last step."""
 
     def report_all(self, rows: Sequence[tuple[Trial, Evaluation]]) -> list[Verdict | ConfigError]:
         """Report trials that were evaluated together: each is judged by the reports of all of them.
@@ -49,7 +49,7 @@ class Queue(Protocol):
         """Forget the reports of this trial: it is trained again, in another way, from its beginning."""
 
     def hand_in(self, outcome: Outcome, state: State | None) -> None:
-        """A trial is over; `state` is None where it has none to keep."""
+        """Hand in a trial that is over; `state` is None where there is no model to save."""
 
     def stop_requested(self) -> bool:
         """Whether the user wants the sweep to end now: hand in nothing more, and return."""
@@ -70,13 +70,13 @@ class Executor(ABC):
         """Train until the queue has no more trials. `on_event` is called with events, as plain dicts."""
 
     def run_groups(self, recipe: Recipe, queues: Sequence[Queue], on_event: OnEvent) -> None:
-        """The same for several queues, each with trials of one structure; by default one queue after another."""
+        """Train several queues, each with trials of one structure; by default one queue after another."""
         for queue in queues:
             self.run(recipe, queue, on_event)
 
 
 class QueueWrapper(ABC):
-    """A queue in front of another: it gives out trials in its own way, and forwards all other calls."""
+    """A queue in front of another: it overrides `take`, and forwards all other calls."""
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue

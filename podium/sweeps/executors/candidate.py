@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from podium.sweeps.executors.base import Executor
 
 REPEATS = 3
-"""Timings of each candidate, one after the other, from which a ratio gets its range."""
+"""Timings of each candidate, from which a ratio gets its range."""
 
 
 class Candidate(NamedTuple):
@@ -24,7 +24,7 @@ class Candidate(NamedTuple):
     """The slowest timing over the fastest."""
     fastest_s: float | None = None
     slowest_s: float | None = None
-    """What `total_s` would be by the fastest timing, and by the slowest; None where there was one timing."""
+    """`total_s` by the fastest and by the slowest timing; None where there was one timing."""
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
 
 
 def describe(executor: Executor) -> str:
-    """An executor as it would be asked for."""
+    """An executor as the user would name it: `fused:width=32`."""
     changed = {}
     for field in dataclasses.fields(executor):  # type: ignore[arg-type]  # executors are dataclasses
         value = getattr(executor, field.name)

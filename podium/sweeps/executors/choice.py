@@ -1,4 +1,4 @@
-"""Which of the timed candidates trains a group, and why, in words."""
+"""Chooses the candidate that trains a group, and explains why."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from podium.sweeps.fused.probe import ProbeResult
 
 WORTH_FUSING = 1.1
 UNSTEADY = 1.5
-"""Where the slowest of these takes more than this many times the fastest, no ratio is given: the machine is busy."""
+"""Where the slowest timing is more than this many times the fastest, no ratio is given: the machine is busy."""
 
 
 class Choice(NamedTuple):
-    """What was chosen, why, and from what."""
-
     executor: Executor
     why: str
     candidates: list[Candidate]
     made: CapturedStep | None = None
-    """The chosen array, as it was timed; None where it is gone, or another way was chosen."""
+    """The timed array, if it was chosen and still exists."""
 
 
 def decide(timed: list[Candidate], found: ProbeResult, trials: int) -> Choice:
@@ -55,7 +53,7 @@ def decide(timed: list[Candidate], found: ProbeResult, trials: int) -> Choice:
 
 
 def _speed_text(one: Candidate, best: Candidate) -> str:
-    """How much faster the best is predicted to be, with its range; where timings are no good, that they are not."""
+    """How much faster the best is predicted to be, with a range; no ratio where timings are unsteady."""
     if one.why_not:
         return "where one after another cannot take a step"
     if _is_unsteady(one, best):

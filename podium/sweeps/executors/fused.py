@@ -36,14 +36,14 @@ class Fused(ArrayExecutor):
     captured: bool = True
     """Whether a step is captured in a CUDA graph (on a GPU)."""
     fast: bool | None = None
-    """Whether layers are swapped for forms made for many models at once; None: on a GPU."""
+    """Whether layers are replaced by ones written for many models at once; None: on a GPU."""
     probed: bool = True
     """Whether each structure is first verified against the same trials alone."""
     mode: Mode = "forward"
-    """What `vmap` goes over, where nothing is probed: recurrent nets need `gradient`."""
+    """What `vmap` maps, where nothing is probed: recurrent nets need `gradient`."""
     narrows: bool = True
-    """Whether trials move into narrower arrays when others have ended. It depends on times, so two runs of a sweep may
-    differ in rounding; without it they do not."""
+    """Whether trials move into narrower arrays when other trials have ended. That depends on timing, so two runs of a
+    sweep may differ in rounding; without narrowing they do not."""
     threads: int | None = None
     """Threads of each operation on the CPU; torch's own number when not given. Small models are faster with one."""
 
@@ -79,8 +79,8 @@ class Fused(ArrayExecutor):
     def run_in(
         self, step: CapturedStep, recipe: Recipe, queue: Queue, taken: Sequence[Parts], on_event: OnEvent
     ) -> None:
-        """Train these trials of the queue, and all others, in the one array of this step, whatever it held before."""
-        # No name for the array here: once its trials have moved into a narrower one, nothing may hold it.
+        """Train these trials and the rest of the queue in the one array of this step, after clearing its rows."""
+        # No local variable for the array: its memory must be freed once its trials have moved into a narrower one.
         rows = step.arrays[0].rows
         for row in range(rows):
             step.arrays[0].release(row)

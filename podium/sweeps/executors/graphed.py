@@ -50,7 +50,7 @@ class GraphedTrainer:
         return self.array.loss[0]
 
     def step(self) -> None:
-        """One step; on a GPU this returns before it is done."""
+        """One step; on a GPU this returns before the step is done."""
         if self.steps_done >= self._filled_to:
             self.array.refill([self.steps_done])
             self._filled_to = self.steps_done + self.array.window
@@ -58,7 +58,6 @@ class GraphedTrainer:
         self.steps_done += 1
 
     def evaluate(self) -> Evaluation:
-        """How it does now on its validation data."""
         found = self.array.evaluate([0], [self.steps_done])[0]
         if isinstance(found, Exception):
             raise found

@@ -1,8 +1,8 @@
 """Trials in processes that share the GPU through MPS: their kernels run side by side instead of taking turns.
 
-A busy client that is killed may harm all others, so processes are asked to stop between two steps and given time for
-it; one that has to be killed all the same is taken off the GPU first. For the same reason a fault of one process may
-fail the trials of all: each is handed in as failed, and the next ones go to fresh processes.
+Killing a busy client may harm all other clients, so processes are asked to stop between two steps and given time for
+it; a process that must be killed anyway is taken off the GPU first. A fault of one process may fail the trials of all:
+each is handed in as failed, and the next trials go to new processes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ GRACE_S = 60.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class Mps(ProcessExecutor):
-    """Trials in processes that compute on the GPU at the same time. A GPU takes 48."""
+    """Trials in processes that compute on the GPU at the same time. A GPU serves at most 48."""
 
     name = "mps"
 
     active_thread_percentage: float | None = None
-    """The share of the GPU's multiprocessors that each may use at most; None: all of them."""
+    """The share of the GPU's multiprocessors that each process may use at most; None: all of them."""
     memory_limit: str | None = None
-    """GPU memory that each may take, such as `4G`; None: whatever is free."""
+    """GPU memory that each process may take, such as `4G`; None: whatever is free."""
     env: Mapping[str, str] | None = None
     """Environment variables, over those of this process."""
 
@@ -70,13 +70,13 @@ def need_gpu(executor: str, recipe: Recipe) -> None:
 
 @contextmanager
 def daemon_for(executor: str, recipe: Recipe) -> Iterator[MpsDaemon]:
-    """An MPS daemon for as long as trials are trained."""
+    """An MPS daemon that runs inside the `with`."""
     need_gpu(executor, recipe)
     with MpsDaemon() as daemon:
         yield daemon
 
 
 def take_off(daemon: MpsDaemon, pid: int) -> None:
-    """Take a client's work off the GPU, so that its process can be killed; a daemon that does not answer is let be."""
+    """Take a client's work off the GPU, so that its process can be killed; gives up if the daemon does not answer."""
     with contextlib.suppress(OSError, ValueError, DeadlineExceeded):
         daemon.terminate(pid)

@@ -1,9 +1,8 @@
 """A private CUDA MPS daemon: processes that share a GPU run their kernels side by side, not in turns.
 
-The daemon lives in a folder of its own (pipe, log, and a lock that its owner holds), so it disturbs no other, and only
-processes started with `MpsDaemon.env()` go through it. It is stopped whatever happens to its owner: at the end of the
-`with`, by error or by Ctrl-C; and where the owner was killed, by the next one that starts, which finds a folder whose
-lock nobody holds.
+The daemon has its own folder (pipe, log, and a lock that its owner holds), so it does not disturb other daemons, and
+only processes started with `MpsDaemon.env()` use it. It is always stopped: at the end of the `with`, also after an
+error or Ctrl-C; if its owner was killed, by the next `MpsDaemon` that starts and finds a folder without a held lock.
 
 Under MPS, a busy client that is killed leaves the server in an undefined state, and a fault in one client ends them
 all: take a client off with `terminate` before you kill it.
@@ -37,7 +36,7 @@ CONTROL: Final = "nvidia-cuda-mps-control"
 
 _START_S: Final = 20.0
 _ANSWER_S: Final = 10.0
-_GRACE_S: Final = 2.0  # for clients whose work was taken off: one that then asks nothing of CUDA stays connected
+_GRACE_S: Final = 2.0  # for terminated clients: one that makes no further CUDA call stays connected
 _LEAVE_S: Final = 5.0  # for processes that were told to end
 _POLL_S: Final = 0.05
 _SOCKET_PATH_BYTES: Final = 107
@@ -48,14 +47,14 @@ _UNANSWERED: Final = contextlib.suppress(OSError, ValueError, DeadlineExceeded)
 
 
 class Client(NamedTuple):
-    """A process that computes through the daemon, and the daemon's server that serves it."""
+    """A process that computes through MPS, and the process id of the MPS server that serves it."""
 
     pid: int
     server: int
 
 
 def why_unavailable(control: str = CONTROL) -> str | None:
-    """Why MPS cannot be had here; None where it can."""
+    """Why MPS is not available here; None where it is."""
     if not sys.platform.startswith("linux"):
         return f"MPS exists on Linux only, this is {sys.platform}"
     missing = why_absent()
@@ -70,9 +69,9 @@ def why_unavailable(control: str = CONTROL) -> str | None:
 class MpsDaemon:
     """An MPS daemon for as long as its `with` lasts. Client processes are started with `env()` in their environment.
 
-    At the end it waits up to `patience_s` for clients to leave by themselves, takes off those that stay, and stops the
-    daemon; a warning tells where that needed SIGKILL. Raises ConfigError where MPS is not available. Serves the GPUs
-    that CUDA_VISIBLE_DEVICES names, and this user only.
+    At the end it waits up to `patience_s` for clients to exit, terminates the remaining ones, and stops the daemon; it
+    warns if that needed SIGKILL. Raises ConfigError where MPS is not available. Serves the GPUs that
+    CUDA_VISIBLE_DEVICES names, and this user only.
     """
 
     limit_of_clients: ClassVar[int] = 48
@@ -101,11 +100,11 @@ class MpsDaemon:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # After an error there is no reason to wait: clients that stay have lost their parent.
+        # After an error there is no reason to wait: remaining clients have lost their parent.
         self._close(self._patience_s if error is None else 0.0)
 
     def env(self, *, active_thread_percentage: float | None = None, memory_limit: str | None = None) -> dict[str, str]:
-        """What a client's environment must hold on top of the usual, from before it starts CUDA.
+        """Variables that a client's environment must have in addition, before it starts CUDA.
 
         `active_thread_percentage` caps the multiprocessors that a client may use, and reserves none. `memory_limit`,
         such as "4G" (of device 0) or "1=512M", is enforced: a client that wants more runs out of memory.
@@ -127,17 +126,17 @@ class MpsDaemon:
 
     @property
     def pid(self) -> int:
-        """The daemon's process."""
+        """The daemon's process id."""
         return self._running.read_pid()
 
     def clients(self) -> tuple[Client, ...]:
-        """Who computes through the daemon now. Asks the daemon: some milliseconds."""
+        """The connected clients. Asks the daemon, which takes some milliseconds."""
         return self._running.clients()
 
     def terminate(self, pid: int) -> bool:
-        """Take a client's work off the GPU, so that its process may be killed; False where it is no client.
+        """Take a client's work off the GPU, so that its process may be killed; False if `pid` is not a client.
 
-        Its next use of CUDA fails. It is listed among the clients until its process ends.
+        The client's next use of CUDA fails. It is listed among the clients until its process ends.
         """
         return self._running.terminate(pid)
 
@@ -155,7 +154,7 @@ class MpsDaemon:
 
 @final
 class _DaemonFolder:
-    """A daemon's folder, held by a lock, and the daemon in it."""
+    """A daemon's locked folder, and the daemon in it."""
 
     def __init__(self, folder: Path, lock: int, control: str) -> None:
         self.folder, self._lock, self._control = folder, lock, control
@@ -164,13 +163,13 @@ class _DaemonFolder:
 
     @classmethod
     def make(cls, root: Path, control: str) -> _DaemonFolder:
-        """A fresh folder, seen by others only once it is held."""
+        """A new folder, which gets its visible name only once it is locked."""
         hidden = Path(tempfile.mkdtemp(prefix=".", dir=root))
         try:
             (hidden / "pipe").mkdir()
             (hidden / "log").mkdir()
             lock = _hold(hidden)
-            assert lock is not None, "nobody else knows of this folder"
+            assert lock is not None, "no other process knows of this folder"
             return cls(hidden.rename(root / hidden.name.removeprefix(".")), lock, control)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -181,14 +180,14 @@ class _DaemonFolder:
         if len(os.fsencode(longest)) > _SOCKET_PATH_BYTES:
             raise ConfigError(f"MpsDaemon: the path {longest} is too long for a socket: set TMPDIR to a shorter one")
         try:
-            with (self._log / "start").open("wb") as words:  # no pipe: the daemon would hold it open
+            with (self._log / "start").open("wb") as words:  # no pipe: the daemon would keep it open
                 started = subprocess.run(
                     [self._control, "-d"],
                     env=os.environ | self.addresses,
                     stdin=subprocess.DEVNULL,
                     stdout=words,
                     stderr=words,
-                    start_new_session=True,  # Ctrl-C is ours to answer
+                    start_new_session=True,  # Ctrl-C must reach only this process
                     timeout=_START_S,
                     check=False,
                 )
@@ -214,10 +213,10 @@ class _DaemonFolder:
         return bool(found)
 
     def stop(self, patience_s: float) -> None:
-        """End clients, daemon and folder, in this order. Whatever interrupts it, no process stays."""
+        """End clients, daemon and folder, in this order. Also when interrupted, no process stays."""
         try:
             if self._processes():
-                with _UNANSWERED:  # a daemon that answers nobody is killed below
+                with _UNANSWERED:  # a daemon that does not answer is killed below
                     self._see_clients_off(patience_s)
                 with _UNANSWERED:
                     self._ask(f"quit -t {_GRACE_S:.0f}")
@@ -230,12 +229,12 @@ class _DaemonFolder:
     def _see_clients_off(self, patience_s: float) -> None:
         if not _wait_for(self._is_left, patience_s):
             for client in self.clients():
-                with _UNANSWERED:  # it has left by itself meanwhile
+                with _UNANSWERED:  # the client has exited meanwhile
                     self._ask(f"terminate_client {client.server} {client.pid}")
             _wait_for(self._is_left, _GRACE_S)
 
     def _is_left(self) -> bool:
-        """Whether all clients are gone; a daemon that misses one question may answer the next."""
+        """Whether all clients are gone; a daemon that does not answer once may answer the next time."""
         with _UNANSWERED:
             return not self.clients()
         return not self._processes()
@@ -264,7 +263,7 @@ class _DaemonFolder:
         return False
 
     def _ask(self, command: str) -> str:
-        """What the daemon answers. Raises OSError where it does not, DeadlineExceeded where it takes too long."""
+        """The daemon's answer. Raises OSError if the command fails, DeadlineExceeded if it takes too long."""
         try:
             answer = subprocess.run(
                 [self._control],
@@ -289,7 +288,7 @@ class _DaemonFolder:
 
 
 def _root() -> Path:
-    """The folder of this user's daemons. Its name does not begin as that of a run's folder, which others clear away."""
+    """The folder of this user's daemons. Its prefix is not that of a run's folder, which other runs clear away."""
     root = Path(tempfile.gettempdir()) / f"mps-podium-{os.geteuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     found = root.lstat()
@@ -302,14 +301,14 @@ def _stop_abandoned(root: Path, control: str) -> None:
     """Stop the daemons whose owners were killed."""
     for folder in root.iterdir():
         if not folder.name.startswith("."):
-            with contextlib.suppress(OSError):  # gone in this moment, or damaged
+            with contextlib.suppress(OSError):  # deleted meanwhile, or damaged
                 lock = _hold(folder)
                 if lock is not None:
                     _DaemonFolder(folder, lock, control).stop(patience_s=0.0)
 
 
 def _hold(folder: Path) -> int | None:
-    """The folder's lock, for as long as it is open; None where somebody else holds it."""
+    """The file descriptor of the folder's lock; None where another process holds the lock."""
     lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -334,7 +333,7 @@ def _is_zombie(process: Path) -> bool:
 def _environment(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is somebody else's
+    except OSError:  # the process has ended, or is another user's
         return []
 
 

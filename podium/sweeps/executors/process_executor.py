@@ -1,4 +1,4 @@
-"""What executors that start processes have in common: their options, and how a pool of processes is run."""
+"""The common part of executors that start processes: their options, and how they run a pool of processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from podium.sweeps.executors.trial_process import Mode
 from podium.sweeps.recipe import Recipe
 
 MOST_ON_A_GPU = 16
-"""How many processes share a GPU unless the user says: beyond that each one's context costs more than it adds."""
+"""How many processes share a GPU by default: beyond that, each one's context costs more than it adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class ProcessExecutor(Executor):
     count: int | None = None
     """How many at a time; None: as many as cores, at most 16 on a GPU."""
     mode: Mode = "eager"
-    """`graph`, on a GPU: the whole step captured once and replayed; `compiled`: the same, by `torch.compile` first."""
+    """On a GPU, `graph`: the whole step captured once and replayed; `compiled`: the same, after `torch.compile`."""
     threads: int | None = None
-    """Of each process, within an operation; None divides the cores among them."""
+    """Threads of each operation in a process; None divides the cores among the processes."""
     deadline_s: float = 300.0
     """Without progress for this long, a process counts as dead."""
 
@@ -50,7 +50,7 @@ class ProcessExecutor(Executor):
 
     @abstractmethod
     def transport(self, recipe: Recipe, pool: ProcessPool, spool: Path) -> AbstractContextManager[ProcessTransport]:
-        """How processes are started and spoken to, for as long as the block lasts."""
+        """The transport, open for as long as the `with` lasts."""
 
     def run(self, recipe: Recipe, queue: Queue, on_event: OnEvent) -> None:
         pool = self.pool(recipe)
@@ -58,7 +58,7 @@ class ProcessExecutor(Executor):
             run_pool(pool, transport, recipe, spool, queue, on_event)
 
     def pool(self, recipe: Recipe) -> ProcessPool:
-        """What the options come to on this machine."""
+        """The pool that the options give on this machine."""
         on_gpu = recipe.torch_device.type == "cuda"
         if self.mode != "eager" and not on_gpu:
             raise ConfigError(f"executor {self.name}: mode={self.mode} needs a GPU, got device {recipe.torch_device}")
@@ -70,5 +70,5 @@ class ProcessExecutor(Executor):
             mode=self.mode,
             threads=self.threads or max(1, cores // count),
             deadline_s=self.deadline_s,
-            most_losses=max(8, 2 * count),  # when memory runs out, all may go at once
+            most_losses=max(8, 2 * count),  # when memory runs out, all processes may be lost at once
         )

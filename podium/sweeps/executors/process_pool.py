@@ -1,10 +1,9 @@
-"""A pool of processes that train trials, and what happens when one of them is lost.
+"""A pool of processes that train trials, and replaces those that are lost.
 
 When a process dies, only its trial fails: the pool hands it in as failed with the cause, and starts another process. A
-process without progress for `deadline_s` counts as dead. A process is started when there is a trial for it, so there
-are never more than needed.
+process without progress for `deadline_s` counts as dead. A process is started only when there is a trial for it.
 
-The pool does not know how its processes are started and spoken to: `processes.py` and `ray.py` do.
+How processes are started and messages sent is the transport's part: `processes.py` and `ray.py`.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ class ProcessPool:
     deadline_s: float = 300.0
     """Without progress for this long, a process counts as dead."""
     start_deadline_s: float = 120.0
-    """The same, until it has begun."""
+    """The same, until the process has started."""
     most_losses: int = 8
-    """Processes lost one after the other, with no trial trained between, after which there is no sense in going on."""
+    """After more losses in a row than this, with no trial trained between, the sweep fails."""
 
 
 class ProcessMessage(NamedTuple):
-    """What came from a process: an answer, or the news that it is gone."""
+    """An answer from a process, or how the process was lost."""
 
     number: int
     answer: str | None
@@ -68,11 +67,11 @@ class ProcessMessage(NamedTuple):
 
 
 class ProcessTransport(ABC):
-    """Processes of one kind, wherever they live. Leaving the `with` ends them all, whatever happened in it."""
+    """Starts processes and exchanges messages with them. Leaving the `with` ends all of them, also after an error."""
 
     @abstractmethod
     def start(self, setup: ProcessSetup) -> int | None:
-        """Start one, and do not wait until it is ready; its process id where that is known."""
+        """Start a process without waiting until it is ready; returns its process id where that is known."""
 
     @abstractmethod
     def send(self, number: int, text: str) -> None:
@@ -80,11 +79,11 @@ class ProcessTransport(ABC):
 
     @abstractmethod
     def hear(self, timeout_s: float) -> list[ProcessMessage]:
-        """What has come by now, or within this time."""
+        """Messages that have arrived; waits up to `timeout_s` for the first."""
 
     @abstractmethod
     def end(self, number: int) -> None:
-        """End a process that is not needed any more; `hear` does not report it."""
+        """End a process that is no longer needed; `hear` does not report it."""
 
     def __enter__(self) -> ProcessTransport:
         return self
@@ -97,7 +96,7 @@ class ProcessTransport(ABC):
 
 @dataclass
 class _Process:
-    """What is known here of one process."""
+    """The pool's view of one process."""
 
     number: int
     page: ProgressPage
@@ -110,7 +109,7 @@ class _Process:
 def run_pool(
     pool: ProcessPool, transport: ProcessTransport, recipe: Recipe, spool: Path, queue: Queue, on_event: OnEvent
 ) -> None:
-    """Train the queue's trials until it has no more, or wants to stop. Whoever made the transport ends it."""
+    """Train the queue's trials until it has no more, or wants to stop. The caller closes the transport."""
     plain = {**recipe.to_dict(), "device": recipe.torch_device.type}
     save_folds(spool, recipe.folds)
     _Dispatcher(pool, transport, plain, spool, queue, on_event).run()
@@ -132,7 +131,7 @@ class _Dispatcher:
         self.started = 0
         self.any_began = False
         self.has_none = False
-        """Whether the queue had no trial when it was last asked, and nothing was handed in since."""
+        """Whether the last `take` returned None, and nothing was handed in since."""
         self.losses_in_a_row = 0
         self.reported_at = time.monotonic()
         self.looked_at = time.monotonic()
@@ -155,7 +154,7 @@ class _Dispatcher:
                 process.page.ask_to_stop()
 
     def _tell_progress(self) -> None:
-        """Now and then, how many steps of its trial each process has done."""
+        """Every `_TELL_S`, send an event with the steps done in each process."""
         now = time.monotonic()
         if now - self.reported_at >= _TELL_S:
             self.reported_at = now
@@ -163,7 +162,7 @@ class _Dispatcher:
             self.on_event({"event": "progress", "steps": steps})
 
     def _give_out(self) -> None:
-        """A trial for everyone who has none, for as long as there are trials."""
+        """Give a trial to each idle process, and start processes while there are trials."""
         idle = [process for process in self.processes.values() if process.trial is None]
         while not self.has_none and (idle or len(self.processes) < self.pool.count):
             trial = self.queue.take()
@@ -194,7 +193,7 @@ class _Dispatcher:
         return process
 
     def _answered(self, process: _Process, message: dict[str, Any]) -> None:
-        assert process.trial is not None, "an answer comes from one who was asked"
+        assert process.trial is not None, "only a process with a trial answers"
         process.moved_at = time.monotonic()
         if "over" in message:
             self._over(process, process.trial, TrialEnd(**message["over"]))
@@ -248,7 +247,7 @@ class _Dispatcher:
         self.has_none = False
 
     def _lost(self, process: _Process, loss: str) -> None:
-        """A process is gone: its trial has failed, and the next one starts another process."""
+        """A process is gone: hand in its trial as failed. The next trial starts another process."""
         why = loss + self._last_words(process.number)
         self.on_event({"event": "process lost", "process": process.number, "why": why})
         self._forget(process)
@@ -285,10 +284,10 @@ class _Dispatcher:
             self._lost(process, f"its process {'showed no progress' if ticks else 'did not begin'} within {limit:g} s")
 
     def _last_words(self, number: int) -> str:
-        """The last line of its log: an error that it could not report itself."""
+        """The last line of a process's log: an error that it could not report itself."""
         try:
             lines = log_path(self.spool, number).read_text(errors="replace").splitlines()
-        except OSError:  # it did not come far enough to open one
+        except OSError:  # the process died before it opened its log
             return ""
         said = [line.strip() for line in lines if line.strip()]
         return f" ({said[-1][:_LAST_WORDS]})" if said else ""

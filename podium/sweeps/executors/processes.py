@@ -1,6 +1,6 @@
 """Trials side by side in processes of this machine, each with a model, an optimizer and a CUDA context of its own.
 
-Processes are forked from the server that has torch loaded and has never touched a GPU, so one starts in hundredths of a
+Processes are forked from a fork server that has torch loaded and never uses a GPU, so one starts in hundredths of a
 second; its first trial still pays for its CUDA context. Without MPS the driver lets processes of one GPU take turns.
 """
 
@@ -29,7 +29,7 @@ from podium.sweeps.recipe import Recipe
 _GRACE_S = 5.0
 """How long a process may take to end once its connection is closed."""
 _KILLED_S = 10.0
-"""How long the kernel may take to end one that was killed."""
+"""How long the kernel may take to end a killed process."""
 
 
 @final
@@ -78,11 +78,11 @@ class ForkedProcesses(ProcessTransport):
         return pid
 
     def send(self, number: int, text: str) -> None:
-        with contextlib.suppress(ConnectionError):  # it is gone: `hear` reports that
+        with contextlib.suppress(ConnectionError):  # the process is gone: `hear` reports that
             self._children[number][1].send_bytes(text.encode())
 
     def hear(self, timeout_s: float) -> list[ProcessMessage]:
-        # A process that the task has forked holds the connection open when its parent is gone: the sentinel tells.
+        # A child that the task forked keeps the connection open when the process is gone: so wait for the sentinel too.
         places = [place for process, connection in self._children.values() for place in (connection, process.sentinel)]
         ready = wait(places, timeout_s)
         return [

@@ -1,10 +1,10 @@
 """Trials in Ray actors that each book a share of the GPU.
 
-Ray keeps the books and starts the processes; it enforces neither memory nor multiprocessors, and without MPS the driver
-lets the actors take turns. Only short JSON texts travel through Ray: a model goes through a file.
+Ray schedules and starts the processes; it limits neither memory nor multiprocessors, and without MPS the driver lets
+the actors take turns. Only short JSON texts are sent through Ray: a model goes through a file.
 
-A Ray of its own is started for the sweep, on the loopback address, and shut down after it. One that is already there is
-used, and left as it was; actors are then bound to this machine, whose files and GPU they share.
+The sweep starts its own Ray, on the loopback address, and shuts it down at the end. A Ray that is already initialized
+is used and left running; its actors are bound to this machine, whose files and GPU they share.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _GRACE_S = 5.0
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; Podium stores nothing in it
 _LONGEST_LOSS = 300
 _RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT")
-"""How the environment variables begin that Ray sets."""
+"""Prefixes of the environment variables that Ray sets."""
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent to anyone
-    "RAY_worker_niceness": "0",  # or every other process of the machine would go before
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # there it listens on the loopback address only, and so here
-    "RAY_AUTH_MODE": "token",  # or any process of this machine could run code in it; not every version does by itself
+    "RAY_worker_niceness": "0",  # or every other process of the machine would have priority
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback address only, as on Windows and macOS
+    "RAY_AUTH_MODE": "token",  # or any process of this machine could run code in it; not the default of every version
 }
 _FIRST_WITH_TOKENS = (2, 52)
 """The version of Ray that brought tokens: https://docs.ray.io/en/latest/ray-security/token-auth.html"""
@@ -88,7 +88,7 @@ class RayActors(ProcessExecutor):
 
 
 class _Actor:
-    """A process in a Ray process; its messages are the arguments and results of calls."""
+    """A `TrialProcess` in a Ray actor; its messages are the arguments and results of calls."""
 
     def __init__(self, setup: str) -> None:
         told = ProcessSetup.from_json(setup)
@@ -101,7 +101,7 @@ class _Actor:
 
 @final
 class RayProcesses(ProcessTransport):
-    """Processes that are Ray actors of this machine."""
+    """Starts processes as Ray actors on this machine."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class RayProcesses(ProcessTransport):
         """Calls that are not answered yet."""
 
     def start(self, setup: ProcessSetup) -> int | None:
-        # The environment is set in the actor and not by Ray, which chooses the visible GPU after it.
+        # The actor sets its environment itself: Ray chooses the visible GPU after setting it.
         setup = dataclasses.replace(setup, env=self._env)
         affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
         actor = self._ray.remote(_Actor).options(
@@ -159,7 +159,7 @@ class RayProcesses(ProcessTransport):
         self._end(list(self._actors))
 
     def _end(self, numbers: list[int]) -> None:
-        """Wait until their calls end, which is soon for actors that were asked to stop; then end them."""
+        """Wait up to `grace_s` for the actors' open calls, then kill the actors."""
         ending = {number: self._actors.pop(number) for number in numbers}
         calls = {call: number for call, number in self._open.items() if number in ending}
         self._open = {call: number for call, number in self._open.items() if call not in calls}
@@ -177,11 +177,11 @@ class RayProcesses(ProcessTransport):
 
 @contextmanager
 def _own_ray(ray: Any, folder: Path, gpus: int) -> Iterator[None]:
-    """A Ray of this machine, for as long as the `with` lasts. Who wants to join it needs its token."""
+    """A local Ray, for as long as the `with` lasts. Joining it needs its token."""
     with (
         _as_it_was(),
         _own_token(),
-        # Ray has read its environment if it was imported before, and prints what it has to say to standard output.
+        # If Ray was imported before, it has read its environment already; and it prints to standard output.
         _replaced("ray._private.ray_constants", "ENABLE_RAY_CLUSTER", False),
         _replaced("ray._private.worker", "print_to_stdstream", lambda *_args, **_options: None),
     ):
@@ -207,11 +207,11 @@ def _own_ray(ray: Any, folder: Path, gpus: int) -> Iterator[None]:
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Give Ray its settings; then put back what it has changed in this process."""
+    """Set Ray's environment variables; afterwards restore what Ray has changed in this process."""
     settings = {name: value for name, value in os.environ.items() if name.startswith(_RAYS_OWN)}
     on_sigterm, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("ray")
     level = logger.level
-    # Ray would take its number of CPUs for this, and start one process after the other.
+    # The default is Ray's number of CPUs, 0 here, and would start one process after the other.
     at_once = {"RAY_worker_maximum_startup_concurrency": str(len(os.sched_getaffinity(0)))}
     os.environ.update(_SETTINGS | at_once)
     logger.setLevel(logging.ERROR)
@@ -228,9 +228,9 @@ def _as_it_was() -> Iterator[None]:
 
 @contextmanager
 def _own_token() -> Iterator[None]:
-    """Have Ray ask for a token of this sweep's own, whatever the environment said when Ray was imported.
+    """Have Ray require a new token for this sweep, whatever the environment was when Ray was imported.
 
-    Ray would leave its token in the user's home, in a file that others may be able to read.
+    By default Ray stores its token in the user's home, in a file that other users may be able to read.
     """
     raylet = importlib.import_module("ray._raylet")
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
@@ -238,7 +238,7 @@ def _own_token() -> Iterator[None]:
     try:
         _read_again(raylet)
         if raylet.get_authentication_mode() != raylet.AuthenticationMode.TOKEN:
-            raise TrainingError("executor ray: Ray must ask for a token before it runs anybody's code, it does not")
+            raise TrainingError("executor ray: Ray must require a token before it runs code, it does not")
         yield
     finally:
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
@@ -247,14 +247,14 @@ def _own_token() -> Iterator[None]:
 
 
 def _read_again(raylet: Any) -> None:
-    """Ray remembers its environment from when it was imported."""
+    """Make Ray read its environment, which it does only at import."""
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextmanager
 def _replaced(module: str, name: str, value: object) -> Iterator[None]:
-    """What Ray offers no setting for; a Ray that has no such name keeps its own ways."""
+    """Replace a name in one of Ray's modules, where Ray has no setting; does nothing if the name does not exist."""
     place = importlib.import_module(module)
     if not hasattr(place, name):
         yield
@@ -276,26 +276,26 @@ def _import_ray() -> Any:
     if tuple(int(part) for part in version.split(".")[:2]) < _FIRST_WITH_TOKENS:
         least = ".".join(map(str, _FIRST_WITH_TOKENS))
         raise ConfigError(
-            f"executor ray: Ray must be at least {least}, which asks for a token before it runs anybody's code, "
+            f"executor ray: Ray must be at least {least}, which requires a token before it runs code, "
             f"got {version}: pip install 'podium[ray]'"
         )
     return ray
 
 
 def _python_path() -> str:
-    """Where an actor finds this Podium: before all that it would look through by itself."""
+    """PYTHONPATH of an actor: this Podium comes first."""
     root = str(Path(podium.__file__).resolve().parents[1])
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _in_short(error: Exception) -> str:
-    """Ray's account of a loss, without the addresses and the advice."""
+    """The last line of Ray's error, without its addresses and advice."""
     text = str(error).strip().splitlines()
     return (text[-1] if text else type(error).__name__)[:_LONGEST_LOSS]
 
 
 def _see_off(pids: list[int]) -> None:
-    """Wait until these processes are gone, which Ray sees to; not for ever."""
+    """Wait until Ray has ended these processes; kill those that live after `_GRACE_S`."""
     until = time.monotonic() + _GRACE_S
     for pid in filter(None, pids):
         while _is_alive(pid) and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""`sequential`: one trial after another, as everybody does it; on a GPU, if asked, each step as one CUDA graph."""
+"""`sequential`: one trial after another; plain PyTorch, or on a GPU, with `mode=graph`, each step as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sequential(Executor):
 
     mode: Literal["eager", "graph", "compiled"] = "eager"
     """`eager`: plain PyTorch. On a GPU, `graph`: the whole step captured and replayed without the host's work;
-    `compiled`: the same, by `torch.compile` first."""
+    `compiled`: the same, compiled by `torch.compile` first."""
     threads: int | None = None
     """Threads of each operation on the CPU; torch's own number when not given. Small models are faster with one."""
 
@@ -43,7 +43,7 @@ class Sequential(Executor):
                     state = trainer.state()
                 except PopulationError:
                     raise
-                except Exception as error:  # whatever the user's own code raises is this trial's, not the sweep's
+                except Exception as error:  # an error in the user's own code fails this trial, not the sweep
                     queue.hand_in(failed(trial, error, self.name), None)
                     continue
                 if outcome is not None:
@@ -51,9 +51,9 @@ class Sequential(Executor):
 
 
 def make_trainer(mode: str, recipe: Recipe, parts: Any, device_data: DeviceData, graphs: dict[Any, Any]) -> Any:
-    """A trial ready to be trained by itself; `graphs` keeps captured steps for trials of the same structure.
+    """A trainer of one trial; `graphs` keeps captured steps for trials of the same structure.
 
-    What a captured step would change (state in Python, branches, randomness) is trained without one.
+    A model that a captured step would change (state in Python, branches, randomness) is trained without one.
     """
     if mode == "eager" or recipe.torch_device.type != "cuda":
         return ReferenceTrainer(recipe, parts.trial, device_data, parts)

@@ -1,7 +1,7 @@
-"""`streams`: one process, one CUDA graph with a branch for each model; the models may be of any mixture.
+"""`streams`: one process, one CUDA graph with a branch for each model; the models need not be alike.
 
-Nothing is stacked, so nothing needs to be alike; what is saved is the host's work for every launch, and what is gained
-is that small kernels of different models run at the same time. On the CPU the models take turns.
+Nothing is stacked, so models of different structure run together. The graph saves the host's work for every launch, and
+small kernels of different models run at the same time. On the CPU the models take turns.
 """
 
 from __future__ import annotations

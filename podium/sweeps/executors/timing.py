@@ -33,33 +33,31 @@ _WIDTHS = (4, 8, 16, 32, 64, 128, 256)
 
 
 class Timing:
-    """Times ways to train one group of trials."""
-
     def __init__(
         self, recipe: Recipe, taken: Sequence[Parts], device_data: DeviceData, found: ProbeResult, seconds: float
     ) -> None:
         self.recipe, self.taken, self.device_data, self.found, self.seconds = recipe, taken, device_data, found, seconds
         self.steps = sum(parts.steps for parts in taken)
         self.captures = found.fuses or probe(recipe, [parts.trial for parts in taken], device_data, rows=1).fuses
-        """Whether a step is the same step when it is captured: what fuses, can be."""
+        """Whether a captured step gives the same results; trials that fuse always do."""
         self.on_cpu = recipe.torch_device.type == "cpu"
         several = self.on_cpu and torch.get_num_threads() > 1
         self.threads: tuple[int | None, ...] = (1, None) if several else (None,)
         self.on_one_thread: dict[str, list[float]] = {}
         """Microseconds per model-step, by executor."""
         self._made: tuple[Executor, CapturedStep] | None = None
-        """The array that was timed last; one at a time, since each may fill the memory."""
+        """The array that was timed last; only one, since each may fill the memory."""
 
     @property
     def widths(self) -> list[int]:
-        """Of arrays that are worth timing, the widest first."""
+        """Widths of arrays that are worth timing, the widest first."""
         if not self.found.fuses or len(self.taken) < 2:
             return []
         most = widest(self.recipe, self.taken[0], self.device_data, len(self.taken), self.found.mode)
         return sorted({w for w in _WIDTHS if w < most} | {most})[:-5:-1]
 
     def made_for(self, executor: Executor) -> CapturedStep | None:
-        """The array that this executor was timed with, if it is still there."""
+        """The array that this executor was timed with, if it still exists."""
         return self._made[1] if self._made is not None and self._made[0] == executor else None
 
     def sequential(self) -> Candidate:
@@ -75,7 +73,7 @@ class Timing:
         return self._timed(Sequential(mode="graph" if on_gpu else "eager"), 1, begin)
 
     def processes(self, one: Candidate) -> Candidate:
-        """From one trial on one thread: each process has one, and as many run as there are cores."""
+        """Predicted from one trial on one thread: as many processes of one thread run as there are cores."""
         cores = len(os.sched_getaffinity(0))
         width = min(cores, len(self.taken))
         if cores < 2 or not isinstance(self.recipe.task, str):
@@ -104,7 +102,7 @@ class Timing:
         def begin() -> Callable[[int], None]:
             array = Array(self.recipe, self.taken[0], self.device_data, width, mode=self.found.mode, compiled=compiled)
             again = self.recipe.make(self.taken[0].trial)  # in all rows: values do not change how long a step takes
-            own = not array.optimizer.capturable  # then each row takes over an optimizer
+            own = not array.optimizer.capturable  # then each row needs an optimizer
             array.fill([self.recipe.make(again.trial) if own else again for _ in range(width)])
             made.append(CapturedStep([array]))
             return made[0].run
@@ -116,7 +114,7 @@ class Timing:
         return found
 
     def _timed(self, executor: Any, width: int, begin: Callable[[], Callable[[int], None]]) -> Candidate:
-        """Time an executor; on the CPU with one thread and with all, and keep the faster."""
+        """Time an executor; on the CPU with one thread and with all threads, and take the faster."""
         began = time.perf_counter()
         try:
             with with_threads(self.threads[0]):
@@ -132,20 +130,20 @@ class Timing:
             best = min(took, key=lambda count: statistics.median(took[count]))
             executor = dataclasses.replace(executor, threads=best)
             self.on_one_thread[executor.name] = took[self.threads[0]]
-        except Exception as error:  # the user's own code, or memory: this way is not open
+        except Exception as error:  # the user's own code raised, or memory ran out: this executor is left out
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
             return Candidate(executor, width, float("inf"), 0.0, float("inf"), why)
         finally:
             if self.recipe.torch_device.type == "cuda":
                 torch.cuda.empty_cache()
-        # An array of many rows trains them all in the steps of one; the last ones may find it half empty.
+        # The array trains `width` trials at a time; during the last trials it may be half empty.
         waves = -(-len(self.taken) // width) * width / len(self.taken)
         return self._candidate(executor, width, start_s, took[best], waves)
 
     def _candidate(
         self, executor: Executor, width: int, start_s: float, times: Sequence[float], waves: float
     ) -> Candidate:
-        """What all trials take by these timings, in microseconds per model-step."""
+        """The candidate with its predicted times, from timings in microseconds per model-step."""
 
         def total(step_us: float) -> float:
             return start_s + self.steps * step_us * waves / 1e6
@@ -156,12 +154,12 @@ class Timing:
 
 
 def seconds_per_step(run: Callable[[int], None], wait: Callable[[], None], seconds: float) -> float:
-    """What a step takes, by the mean of its timings."""
+    """The mean of `step_timings`."""
     return statistics.fmean(step_timings(run, wait, seconds))
 
 
 def step_timings(run: Callable[[int], None], wait: Callable[[], None], seconds: float) -> list[float]:
-    """What a step takes, timed `REPEATS` times: more and more steps until they take long enough, and the last count."""
+    """Seconds per step, timed `REPEATS` times; the number of steps grows until they take `seconds` together."""
     steps = 1
     while True:
         took = []
@@ -172,13 +170,13 @@ def step_timings(run: Callable[[int], None], wait: Callable[[], None], seconds: 
             took.append(time.perf_counter() - began)
         if sum(took) >= seconds:
             return [one / steps for one in took]
-        # By the fastest: one that was held up says nothing of how many steps are enough.
+        # By the fastest: a delayed timing says nothing about how many steps are enough.
         wanted = int(steps * 1.2 * seconds / max(REPEATS * min(took), 1e-6))
         steps = max(2 * steps, min(wanted, 64 * steps))
 
 
 def repeated(step: Callable[[], None]) -> Callable[[int], None]:
-    """So many steps, from one that takes one."""
+    """A function that calls `step` the given number of times."""
 
     def run(steps: int) -> None:
         for _ in range(steps):

@@ -1,13 +1,13 @@
 """The process that trains trials for a pool, one message at a time.
 
-It makes the recipe again from plain values, opens the data once, and then answers one message at a time, so that it
-does not matter how messages travel (a pipe in `processes.py`, a call in `ray.py`):
+It rebuilds the recipe from plain values, opens the data once, and then answers one message at a time, over any
+transport (a pipe in `processes.py`, a call in `ray.py`):
 
     {"trial": …}    →  {"evaluation": …}  or  {"over": …}
     {"verdict": …}  →  {"evaluation": …}  or  {"over": …}
 
-Messages are JSON; nothing is unpickled. A model does not travel: its file is left in the spool, a folder that both
-sides see. A trial that raises is answered as failed, and the process takes the next.
+Messages are JSON; nothing is unpickled. Models are not in messages: the process writes a file into the spool, a folder
+that it shares with the pool. A trial that raises is answered as failed, and the process takes the next.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _LONGEST_TRACEBACK = 16000
 
 
 def to_json(value: Any) -> str:
-    """A message. What JSON does not know is refused, but for mappings and numbers of other kinds."""
+    """A message. Mappings and numpy numbers are converted; any other type that JSON does not know raises."""
     try:
         return json.dumps(value, default=_plain)
     except (TypeError, ValueError) as error:
@@ -73,27 +73,27 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSetup:
-    """All that a process needs to know to begin. Plain values, since they travel as JSON."""
+    """All that a process needs to start. Plain values, since they are sent as JSON."""
 
     number: int
     recipe: Mapping[str, Any]
     """As `Recipe.to_dict` gives it."""
     spool: str
-    """The folder that both sides see."""
+    """The folder that pool and process share."""
     mode: Mode = "eager"
     threads: int = 1
     deadline_s: float = 300.0
-    """How long it waits for a verdict."""
+    """How long the process waits for a verdict."""
     cwd: str = "."
-    """Where names of files are looked up from."""
+    """The working directory."""
     path: tuple[str, ...] = ()
     """Where Python looks for modules."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that it gets."""
+    """Environment variables to set."""
     clears_env: bool = False
-    """Whether it has no others."""
+    """Whether all other environment variables are removed."""
     grace_s: float = 5.0
-    """How long it may take to finish a step once the pool is gone."""
+    """How long the process may take to finish a step once the pool is gone."""
 
     def to_json(self) -> str:
         return to_json(vars(self))
@@ -114,7 +114,7 @@ class ProcessSetup:
         return Recipe(**self.recipe, folds=load_folds(Path(self.spool)))
 
 
-# What lies in the spool.
+# Files in the spool.
 
 
 def page_path(spool: Path, number: int) -> Path:
@@ -144,10 +144,10 @@ def load_folds(spool: Path) -> Folds | None:
 
 
 class ProgressPage:
-    """A few bytes of memory that a process and its pool both see: how far it is, and whether it is to stop.
+    """A few bytes of memory shared by a process and its pool: the process's progress, and the pool's request to stop.
 
-    Reading and writing them costs less than a microsecond, so it is done at every step; and a process that hangs does
-    not move, which a heartbeat from a thread of its own would hide.
+    Reading and writing them costs less than a microsecond, so it is done at every step. A process that hangs stops
+    ticking, which a heartbeat from a separate thread would hide.
     """
 
     _FORM = struct.Struct("<QQQ")
@@ -155,7 +155,7 @@ class ProgressPage:
     _BYTES = _FORM.size + 1
 
     def __init__(self, path: Path) -> None:
-        """Open the page; it is made where it does not exist."""
+        """Open the page; creates it if it does not exist."""
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
             if os.fstat(file.fileno()).st_size < self._BYTES:
                 file.truncate(self._BYTES)
@@ -163,7 +163,7 @@ class ProgressPage:
         self._pid = os.getpid()
 
     def tick(self, steps: int = 0) -> None:
-        """Say that something was done, and how many steps of the trial that makes."""
+        """Report progress: one tick, and the steps done of the trial."""
         self._FORM.pack_into(self._memory, 0, self.ticks + 1, steps, self._pid)
 
     @property
@@ -176,7 +176,7 @@ class ProgressPage:
 
     @property
     def pid(self) -> int:
-        """The process's process; 0 until it has begun."""
+        """The process id; 0 until the process has started."""
         return int(self._FORM.unpack_from(self._memory)[2])
 
     def ask_to_stop(self) -> None:
@@ -192,22 +192,22 @@ class TrialEnd:
     """How a trial ended in a process; the pool makes an outcome of it."""
 
     status: Status | Literal["cut"]
-    """`cut`: it was asked to stop, and the trial is neither finished nor handed in."""
+    """`cut`: the process was asked to stop; the trial is neither finished nor handed in."""
     why: str = ""
     steps: int = 0
     samples: int = 0
     seconds: float = 0.0
     evaluation: dict[str, Any] | None = None
-    """The last one, where it was not sent before."""
+    """The last one, if it was not sent before."""
     state: str = ""
     """The name of its file in the spool."""
     traceback: str = ""
     is_fit: bool = True
-    """Whether the process can train another one: after some faults its GPU context cannot."""
+    """Whether the process can train another trial: some faults leave its GPU context unusable."""
 
 
 class TrialProcess:
-    """Trains one trial after the other, as messages say."""
+    """Trains one trial after another, driven by messages."""
 
     def __init__(self, setup: ProcessSetup) -> None:
         self.recipe = setup.make_recipe()
@@ -222,7 +222,7 @@ class TrialProcess:
         return self._training is not None
 
     def answer(self, text: str) -> str:
-        """Do what a message says until the next evaluation or the trial's end, which is the answer."""
+        """Train until the next evaluation or the trial's end, and return that as a message."""
         message = json.loads(text)
         with precision_of(self.recipe):
             if "trial" in message:
@@ -268,27 +268,27 @@ class TrialProcess:
         return runner
 
     def _come_to_rest(self) -> None:
-        """Let the device end what it was given: a process that goes with work under way may harm others under MPS."""
+        """Wait for the GPU: under MPS, a process that exits with work under way may harm other clients."""
         if self.recipe.torch_device.type == "cuda":
             torch.cuda.synchronize()
 
     def _recover(self) -> bool:
-        """Give back what a failed trial held; whether the device still works."""
-        self._graphs.clear()  # one that failed in mid-step may have left its array half changed
+        """Free the memory of a failed trial; whether the device still works."""
+        self._graphs.clear()  # a trial that failed in mid-step may have left its array half changed
         gc.collect()
         if self.recipe.torch_device.type != "cuda":
             return True
         try:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-        except RuntimeError:  # an illegal access or a failed assertion stays with the context for good
+        except RuntimeError:  # after an illegal access or a failed assertion the context is unusable
             return False
         return True
 
 
 def train(runner: ReferenceTrainer, page: ProgressPage) -> Generator[Evaluation, Verdict, TrialEnd]:
     """Train to the end: yields each evaluation and takes the verdict on it."""
-    torch.manual_seed(seed_of_training(runner.trial))  # what the model draws itself comes from the trial's seed
+    torch.manual_seed(seed_of_training(runner.trial))  # for models that draw random numbers themselves
     seed_others(seed_of_training(runner.trial))
     began = time.perf_counter()
     ending = yield from training(runner, lambda: page.stop_asked, page.tick)
@@ -303,17 +303,17 @@ def train(runner: ReferenceTrainer, page: ProgressPage) -> Generator[Evaluation,
 
 
 def work(connection: Connection, text: str) -> None:
-    """Be a process at the other end of this connection, until it is closed."""
-    leave_to_launcher()  # signals reach all processes of a job; the pool's is the one to answer
+    """The main function of a process: answers messages until the connection is closed."""
+    leave_to_launcher()  # signals reach all processes of a job; the pool's process handles them
     let_go_of_fork_server()
     setup = ProcessSetup.from_json(text)
-    if _MPS not in setup.env:  # a client of MPS that is killed may take the others with it: it ends by itself
+    if _MPS not in setup.env:  # killing a client of MPS may harm the other clients: it ends by itself
         die_with_parent()
     settle_in(setup)
     watch = partial(_end_when_closed, connection.fileno(), ProgressPage(setup.page), setup.grace_s)
     threading.Thread(target=watch, name="watch", daemon=True).start()
     trial_process = TrialProcess(setup)
-    with contextlib.suppress(EOFError, ConnectionError):  # the pool is gone, or wants nothing more
+    with contextlib.suppress(EOFError, ConnectionError):  # the pool is gone, or has no more trials
         while trial_process.is_fit:
             if not connection.poll(setup.deadline_s if trial_process.awaits_verdict else None):
                 raise DeadlineExceeded(f"process {setup.number}: no verdict came within {setup.deadline_s:g} s")
@@ -322,9 +322,9 @@ def work(connection: Connection, text: str) -> None:
 
 
 def _end_when_closed(file: int, page: ProgressPage, grace_s: float) -> None:
-    """Wait for the other end to be closed, which its death does too; then stop, at the latest after this time."""
+    """Wait until the pool closes its end or dies; then stop after the step, or exit after `grace_s`."""
     watched = select.poll()
-    watched.register(file, 0)  # for no event but the one that cannot be left out: that it is closed
+    watched.register(file, 0)  # no events: `poll` still reports a hang-up
     watched.poll()
     page.ask_to_stop()
     time.sleep(grace_s)
@@ -332,8 +332,8 @@ def _end_when_closed(file: int, page: ProgressPage, grace_s: float) -> None:
 
 
 def settle_in(setup: ProcessSetup) -> None:
-    """Make this process a process's own: its environment, where it is, where its output goes, its threads."""
-    # Before anything starts CUDA, which looks at its environment once.
+    """Set this process's environment, working directory, output, import path and threads."""
+    # Before anything starts CUDA, which reads its environment once.
     for name in set(os.environ) - set(setup.env) if setup.clears_env else ():
         del os.environ[name]
     os.environ.update(setup.env)

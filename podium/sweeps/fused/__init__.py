@@ -1,1 +1,1 @@
-"""Many models in one: stacked parameters, fused layers and optimizers, rows that come and go."""
+"""Many models in one: stacked parameters, fused layers and optimizers, rows that trials enter and leave."""

@@ -1,18 +1,18 @@
 """An array: trials of one structure, one per row, that take their steps together.
 
     flat        [rows, parameters]   trainable parameters, each row one trial's, side by side
-    buffers     [rows, …] each       what the model keeps besides (running statistics, dropout's counters)
-    numbers     [rows, window, columns]  what the optimizer steps by; `window` is 1 where nothing is scheduled
-    order       [rows, window × batch]   which samples come next, `keys` what augmentation draws from
-    tick        [rows]               the place inside the window
+    buffers     [rows, …] each       the model's buffers (running statistics, dropout's counters)
+    numbers     [rows, window, columns]  the optimizer's numbers (lr, betas …); `window` is 1 without a schedule
+    order       [rows, window × batch]   indices of the next samples; `keys` seed their augmentation
+    tick        [rows]               the step inside the window
 
 A step gathers every row's own batch from the one copy of the data, runs the model once under `torch.vmap`, takes the
 gradient of the sum of the losses (rows are independent, so each row's gradient is its own, and backward runs on
-ordinary kernels), and updates all rows. Nothing in it depends on the host, so it can be captured in a CUDA graph and
-replayed; rows come and go between replays, as copies into a row.
+ordinary kernels), and updates all rows. A step does not depend on the host, so it can be captured in a CUDA graph and
+replayed; between replays trials are copied into and out of rows.
 
-A row without a trial computes on, with whatever its last trial left; its results are ignored. So may a row whose
-numbers have become NaN: no operation here mixes rows.
+A row without a trial keeps computing, with the values of its last trial; its results are ignored. A row may also become
+NaN without harm: no operation here mixes rows.
 
 With one row there is no `vmap`: the module is called as it is.
 """
@@ -56,7 +56,7 @@ from podium.sweeps.reference import on_device, plain_state
 from podium.sweeps.trial import Evaluation
 
 Mode = Literal["forward", "gradient"]
-"""What `vmap` goes over: the forward pass, with an ordinary backward; or the gradient too (recurrent nets need it)."""
+"""What `vmap` maps: the forward pass, with an ordinary backward; or the gradient too (recurrent nets need it)."""
 
 _WINDOW_BYTES = 32 << 20
 _LONGEST_WINDOW = 512
@@ -80,15 +80,15 @@ class Array:
     ) -> None:
         """`first` is any trial of the structure.
 
-        `fast` swaps layers for forms made for many models at once; None does so on a GPU, where they are faster. They
-        have no gradient under `vmap`, so the mode `gradient` does without. `tells`: torch warns of operations that it
-        does row by row.
+        `fast` replaces layers by ones written for many models at once; None does so on a GPU, where they are faster.
+        They have no gradient under `vmap`, so the mode `gradient` does not use them. With `tells` torch warns of
+        operations that it computes row by row.
         """
         self.recipe, self.device_data, self.rows, self.mode = recipe, device_data, rows, mode
         self.device, self.task, self.batch_size = recipe.torch_device, first.task, first.batch_size
         self._check_data(first)
         self._options: dict[str, Any] = {"mode": mode, "fast": fast, "compiled": compiled}
-        switch: Any = torch._C._functorch  # there is no public one
+        switch: Any = torch._C._functorch  # there is no public switch
         switch._set_vmap_fallback_warning_enabled(tells)
         self.structure = first.structure
         self.parts: list[Parts | None] = [None] * rows
@@ -112,7 +112,7 @@ class Array:
 
     def step(self) -> None:
         """One step of every row, on its own next batch."""
-        tick = self.tick % self.window  # a row without a trial counts on, for ever
+        tick = self.tick % self.window  # the tick of a row without a trial keeps growing
         place = tick[:, None] * self.batch_size + self._places_in_batch
         index = self.order.gather(1, place)
         keys = None if self.keys is None else self.keys.gather(1, place)
@@ -120,12 +120,12 @@ class Array:
         if self.mode == "gradient":
             grads, losses = self._gradients(inputs, targets)
         else:
-            # Fresh leaves: a leaf remembers the stream it was first used on, which would break a capture on another.
+            # New leaves: a leaf remembers the stream it was first used on, which would break a capture on another.
             leaves = [leaf.detach().requires_grad_() for leaf in self.leaves]
             losses = self._losses(leaves, inputs, targets)
             grads = torch.autograd.grad(losses.sum(), leaves)
         with torch.no_grad():
-            self._apply(grads, losses.detach())  # torch warns when it compiles for one that has a graph behind it
+            self._apply(grads, losses.detach())  # torch warns when it compiles for a tensor with an autograd graph
 
     def _stacked_losses(self, leaves: list[Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         with computing(self.recipe, self.task):
@@ -135,7 +135,7 @@ class Array:
                 return self._one(
                     [leaf[0] for leaf in leaves], frozen, buffers, inputs[0], targets[0], self.smoothing[0]
                 )[None]
-            # Randomness that the trial's seed does not govern would differ from a trial alone: refuse it.
+            # Random numbers that do not come from the trial's seed would differ from a trial alone: raise.
             losses: Tensor = vmap(self._one, randomness="error")(
                 leaves, self.frozen, self.buffers, inputs, targets, self.smoothing
             )
@@ -150,7 +150,7 @@ class Array:
         targets: Tensor,
         smoothing: Tensor,
     ) -> Tensor:
-        """One row's loss, as the model computes it."""
+        """One row's loss."""
         given = {place.name: leaf for place, leaf in zip(self.places, leaves, strict=True)}
         outputs = functional_call(self.base, {**given, **frozen, **buffers}, (inputs,), strict=True)
         loss = self._call(outputs, targets, smoothing)
@@ -180,7 +180,7 @@ class Array:
         self.loss.copy_(losses)
 
     def _joined(self, grads: Sequence[Tensor], span: Span) -> Tensor:
-        """Gradients of small parameters, side by side as they lie in a row."""
+        """The gradients of a span's parameters, concatenated in the layout of a row."""
         gaps = self._gaps[span.first : span.last]
         pieces = [t for pair in zip(grads, gaps, strict=True) for t in pair if t is not None]
         return torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
@@ -195,7 +195,7 @@ class Array:
         return self
 
     def load(self, row: int, parts: Parts) -> None:
-        """A trial begins in this row; what the row held is gone."""
+        """Start a trial in this row, overwriting its contents."""
         if parts.structure != self.structure:
             unlike = [
                 name for name in Structure._fields if getattr(parts.structure, name) != getattr(self.structure, name)
@@ -212,7 +212,7 @@ class Array:
         self._hold(row, parts)
 
     def _hold(self, row: int, parts: Parts) -> None:
-        """The row's numbers are this trial's from now on."""
+        """Set the row's clip norm, label smoothing and timetable from this trial."""
         self.clip[row] = parts.task.clip_norm or 1.0
         self.smoothing[row] = lifted(parts.task.loss).number
         self._timetables[row] = self._timetable(parts) if self.optimizer.capturable else None
@@ -240,9 +240,9 @@ class Array:
             self.numbers[row].copy_(timetable.rows(done, self.window_of_numbers).to(self.device))
 
     def refill(self, steps: Sequence[int | None]) -> None:
-        """Give rows the samples and numbers of their next `window` steps; `steps`: how many each has done.
+        """Give rows the samples and numbers of their next `window` steps.
 
-        None leaves a row as it is.
+        `steps`: how many each row has done; None leaves the row as it is.
         """
         for row, done in enumerate(steps):
             parts = self.parts[row]
@@ -268,12 +268,12 @@ class Array:
         return plain_state(parts.model, values)
 
     def release(self, row: int) -> None:
-        """The row's trial is over; the row computes on, and its results are ignored."""
+        """The row's trial is over; the row keeps computing, and its results are ignored."""
         self.parts[row] = None
         self.optimizer.release(row)
 
     def copy_row(self, source: int, target: int) -> None:
-        """Parameters, buffers and moments of one row to another; its numbers, seed and samples stay its own."""
+        """Copy parameters, buffers and moments of one row to another, which keeps its numbers, seed and samples."""
         kept = {name: self.buffers[name][target].clone() for name in self._own_buffers}
         for tensor in [*self.tensors(), *self.frozen.values()]:
             if tensor is not self.tick:
@@ -286,8 +286,8 @@ class Array:
     def narrower(self, rows: Sequence[int], steps: Sequence[int]) -> Array:
         """A new array of these rows only, as they are after `steps` steps each; refill it before its next step.
 
-        Rows beyond `steps` hold no trial. This array must not take another step: some of what rows hold (their
-        schedules) belongs to the new one.
+        Rows beyond `steps` have no trial. This array must not take another step: its schedules now belong to the new
+        array.
         """
         first = self.recipe.make(self.parts_of(rows[0]).trial)
         new = Array(self.recipe, first, self.device_data, len(rows), **self._options)
@@ -305,18 +305,18 @@ class Array:
 
     @property
     def compile_s(self) -> float:
-        """What compiling an array like this of another width is expected to take; 0 where nothing is compiled.
+        """Expected seconds to compile this array with another number of rows; 0 where nothing is compiled.
 
-        What torch has compiled for this one does not serve it.
+        torch cannot reuse the code that it compiled for this number of rows.
         """
         return seconds_to_compile(self.base) if self._options["compiled"] else 0.0
 
     def _all_of_rows(self) -> list[Tensor]:
-        """What a row holds besides its samples and its numbers."""
+        """All tensors of rows but their samples and numbers."""
         return [*self.tensors(), *self.frozen.values(), self.clip, self.smoothing, self.loss]
 
     def tensors(self) -> list[Tensor]:
-        """All that a step changes; the first dimension is rows."""
+        """All tensors that a step changes; the first dimension is rows."""
         return [self.flat, self.tick, *self.buffers.values(), *self.optimizer.tensors()]
 
     def evaluate(
@@ -324,11 +324,11 @@ class Array:
     ) -> list[Evaluation | Exception]:
         """Evaluate these rows on their validation data, or its first `most` samples; `steps`: how many each has done.
 
-        Where a trial's own loss or metric raises, the exception takes the place of its evaluation.
+        Where a trial's loss or metric raises, the list has the exception instead of an evaluation.
         """
         return evaluate_rows(self, rows, steps, most)
 
-    # How it is made.
+    # Construction.
 
     def _check_data(self, first: Parts) -> None:
         data = self.device_data
@@ -338,19 +338,19 @@ class Array:
             raise ConfigError(f"fused: the test data must lie on {self.device}, but {data.test.why_not}")
 
     def _make_models(self, first: Parts, *, fast: bool) -> None:
-        self.base = copy.deepcopy(first.model).to(self.device)  # its modules in the modes that they were made in
+        self.base = copy.deepcopy(first.model).to(self.device)  # no `train()`: modules keep the modes they were made in
         if self.rows > 1:
             dense = skips_zero_gradients(first)
             self.base = prepared(self.base, fast=fast, drops=self.structure.dropped, dense=dense)
         self.eval_model = copy.deepcopy(self.base).eval()
-        """The same module for evaluation: its mode never changes under a compiled step."""
+        """A copy for evaluation, so that the mode of the compiled module never changes."""
 
     def _make_tables(self, first: Parts) -> None:
-        """What rows step by: numbers, samples, and the place of each row in its window."""
+        """Make the tables of numbers and samples, and each row's step in its window."""
         rows, device = self.rows, self.device
         self._timetables: list[Timetable | None] = [None] * rows
         self._shared: WeakValueDictionary[Hashable, Timetable] = WeakValueDictionary()
-        """Timetables that rows have now: trials with the same numbers and schedule, folds and seeds, run it once."""
+        """Timetables in use: trials with the same numbers and schedule (folds, seeds) share one."""
         self.window = self._window_of(first)
         self.order = torch.zeros(rows, self.window * self.batch_size, dtype=torch.int64, device=device)
         self.keys = torch.zeros_like(self.order) if self.device_data.train.augment is not None else None
@@ -385,7 +385,7 @@ class Array:
         self.spans = spans_of(self.places, self.flat, compiled=compiled)
         self.leaves = [self.flat[:, p.start : p.stop].view(rows, *p.shape) for p in self.places]
         self.frozen = {name: _stacked(p.detach(), rows) for name, p in params.items() if name not in used}
-        # Rows that are written to in place must be contiguous, or running statistics are silently not updated.
+        # Buffers are written in place, so rows must be contiguous, or running statistics are silently not updated.
         self.buffers = {name: _stacked(b, rows) for name, b in model.named_buffers()}
         self._own_buffers = [
             f"{name}.{own}" if name else own
@@ -406,7 +406,7 @@ class Array:
         return window
 
     def _used(self, first: Parts, names: Sequence[str]) -> set[str]:
-        """The parameters that the loss depends on: the others get no gradient, and no step, alone either."""
+        """The parameters that the loss depends on: the others get no gradient and no step, also in a trial alone."""
         model = copy.deepcopy(first.model).to(self.device)
         params = dict(model.named_parameters())
         index = torch.from_numpy(upcoming(first, 0, 1)[0]).to(self.device)
@@ -430,13 +430,13 @@ class Array:
 
 
 def skips_zero_gradients(parts: Parts) -> bool:
-    """Whether a row without a gradient stays as it is under this optimizer, so that sparse and dense are the same."""
+    """Whether this optimizer leaves parameters with zero gradients as they are: then sparse and dense are the same."""
     plain = all(g.get("momentum", 0) == 0 and g.get("weight_decay", 0) == 0 for g in parts.optimizer.param_groups)
     return type(parts.optimizer) in (SGD, Adagrad) and plain
 
 
 def upcoming(parts: Parts, done: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Samples and keys of `count` steps after `done`; beyond the trial's end, whatever comes."""
+    """Samples and keys of `count` steps after `done`, also beyond the trial's end."""
     index, keys = [], []
     step, left = done, count
     while left > 0:

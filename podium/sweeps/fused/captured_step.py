@@ -1,7 +1,7 @@
 """Arrays that step side by side: on a GPU one captured graph with a branch for each, replayed step after step.
 
-A replay costs the host a few microseconds whatever the number of models, and branches run at the same time where the
-GPU has room. On the CPU, or where a step cannot be captured, arrays step one after another.
+A replay costs the host a few microseconds for any number of models, and branches run at the same time where the GPU has
+room. On the CPU, or where a step cannot be captured, arrays step one after another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WARM_UP = 3
 
 
 class CapturedStep:
-    """These arrays, one step at a time."""
+    """Steps these arrays together."""
 
     def __init__(self, arrays: Sequence[Array], *, captured: bool | None = None) -> None:
         """`captured`: whether to capture the step; None captures on a GPU wherever the optimizers allow."""
@@ -32,7 +32,7 @@ class CapturedStep:
         self.captured = possible if captured is None else captured and possible
         self._graph: torch.cuda.CUDAGraph | None = None
         self.start_s: float | None = None
-        """What came before the first step, the capture and what it compiled; on the CPU with that step."""
+        """Seconds of capture and compilation; without a capture, of the first step."""
 
     def run(self, steps: int) -> None:
         """Take this many steps. On a GPU the call returns before they are done."""
@@ -49,7 +49,7 @@ class CapturedStep:
                 self.start_s = time.perf_counter() - began
 
     def close(self) -> None:
-        """Drop the graph and the arrays, so that their memory is freed unless something else holds them."""
+        """Drop the graph and the arrays, so that their memory is freed unless something else refers to them."""
         self._graph, self.arrays = None, []
 
     def _step(self) -> None:
@@ -57,7 +57,7 @@ class CapturedStep:
             array.step()
 
     def _capture(self) -> None:
-        """Capture one step. Warm-up steps change the arrays, so what they held is put back."""
+        """Capture one step. Warm-up steps change the arrays, so their values are restored."""
         held = [[tensor.clone() for tensor in array.tensors()] for array in self.arrays]
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
@@ -65,7 +65,7 @@ class CapturedStep:
             for _ in range(_WARM_UP):
                 self._step()
                 for array in self.arrays:
-                    array.tick.zero_()  # the first step again: there may be no third
+                    array.tick.zero_()  # repeat the first step: the window may be shorter than the warm-up
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
         gc.collect()  # a tensor freed while capturing would end the capture

@@ -1,8 +1,8 @@
-"""The data of a sweep, once on the device for all its trials.
+"""The data of a sweep: one copy on the device for all its trials.
 
-A fold is a set of indices, an order is a permutation: neither needs a copy of the samples. Data that cannot lie
-on the device as two tensors (nested inputs, augmentation that needs the host, more than fits) are gathered by the host,
-batch by batch. That serves trials that are trained alone; a fused array refuses such data.
+A fold is a set of indices, an order is a permutation: neither needs a copy of the samples. Data that cannot be two
+tensors on the device (nested inputs, augmentation that needs the host, more than fits) are gathered by the host, batch
+by batch. That works for trials that are trained alone; a fused array raises on such data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHUNK = 4096
 
 
 class DeviceDataset:
-    """One data set, as rows by index: on the device where it can be, gathered by the host where not."""
+    """Batches of one data set by index, from the device if the data fit there, else gathered by the host."""
 
     def __init__(self, dataset: Dataset, device: torch.device, dtype: torch.dtype) -> None:
         self.dataset, self.device, self.dtype = dataset, device, dtype
@@ -31,14 +31,14 @@ class DeviceDataset:
         self.targets: Tensor | None = None
         self.augment: Any = None
         self.why_not = _why_not(dataset, device)
-        """Why it does not lie on the device; empty when it does."""
+        """Why the data are not on the device; empty when they are."""
         if not self.why_not:
             self._load()
 
     def batch(self, index: Tensor, keys: Tensor | None) -> tuple[Any, Any]:
         """Inputs and targets of these samples, shaped as `index` is; augmented where there are keys.
 
-        `index` and `keys` lie on the device where the data do, and on the CPU where the host gathers.
+        `index` and `keys` must be on `index_device`: the data's device, or the CPU where the host gathers.
         """
         if self.inputs is None or self.targets is None:
             bits = None if keys is None else keys.numpy().view(np.uint64)
@@ -73,7 +73,7 @@ class DeviceDataset:
         self.augment = _augment(self.dataset)
 
     def _float(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Floating numbers in this precision, where it is not the usual one."""
+        """Floating point tensors converted to `dtype`, unless that is float32."""
         if self.dtype == torch.float32:
             return batch
         inputs, targets = (x.to(self.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in batch)

@@ -1,11 +1,11 @@
-"""Dropout whose masks are counted, not drawn: a hash of (seed, layer, step, element).
+"""Dropout with counter-based masks: a hash of (seed, layer, step, element), not draws from a generator.
 
-A generator's stream depends on whatever was drawn before, so a trial in a fused array could never see the masks that it
-sees alone, and a row that is stopped would change its neighbours'. Here a mask depends on nothing but the trial itself.
+A generator's stream depends on all earlier draws, so a trial in a fused array would never get the masks that it gets
+alone, and stopping one row would change the masks of others. Here a mask depends on nothing but the trial itself.
 The rate is a buffer, so that rows of a fused array may differ in it.
 
 The hash is a 32-bit finaliser by multiplication and shifts (Murmur's constants), twice: once over (seed, step), once
-over the element. Its top 24 bits, held against the rate, decide.
+over the element. Its top 24 bits are compared with the rate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BITS = 24
 
 @final
 class CountedDropout(nn.Module):
-    """Takes the place of nn.Dropout; with `channels` of nn.Dropout1d, 2d or 3d, which drop whole channels."""
+    """Replaces nn.Dropout; with `spatial`, nn.Dropout1d, 2d or 3d, which drop whole channels."""
 
     rate: Tensor
     key: Tensor
@@ -41,7 +41,7 @@ class CountedDropout(nn.Module):
 
     @property
     def p(self) -> float:
-        """The rate as a number, for models that ask their layer for it; rows of a fused array have many."""
+        """The rate as a number, for models that read `p` of a layer; not in a fused array, where rows differ."""
         return float(self.rate)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class CountedDropout(nn.Module):
 
 
 def mix(values: Tensor) -> Tensor:
-    """32 bits that look like chance, from the lower 32 bits of whole numbers (int64)."""
+    """32 pseudo-random bits from the lower 32 bits of int64 values."""
     low = 0xFFFFFFFF
     values = values & low
     values = ((values ^ (values >> 16)) * 0x7FEB352D) & low
@@ -79,7 +79,7 @@ def with_counted_dropout(model: nn.Module, seed: int) -> nn.Module:
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):
             if child is not None and type(child) in _SPATIAL:
-                if child not in swapped:  # one module in two places stays one
+                if child not in swapped:  # one module in two places stays one module
                     swapped[child] = _counted(child, _key(seed, len(swapped)))
                 module._modules[name] = swapped[child]
     return model
@@ -102,5 +102,5 @@ def _counted(module: nn.Module, key: int) -> CountedDropout:
 
 
 def _key(seed: int, layer: int) -> int:
-    """31 bits for a layer of a trial."""
+    """The 31-bit key of a trial's layer."""
     return derived_seed(seed, 0x0D20, layer) & 0x7FFFFFFF

@@ -1,4 +1,4 @@
-"""Rows of an array on their validation data."""
+"""Evaluates rows of an array on their validation data."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _predict(array: Array, rows: Sequence[int], places: Tensor) -> tuple[Tensor,
 
     given = {p.name: take(leaf) for p, leaf in zip(array.places, array.leaves, strict=True)}
     given.update({name: take(tensor) for name, tensor in array.frozen.items()})
-    # Copies, where they would be the rows' own: an evaluation leaves no trace.
+    # Buffers are copied, so that an evaluation does not change the rows.
     given.update({name: take(b).clone() if all_rows else take(b) for name, b in array.buffers.items()})
     samples = validation(array.device_data, array.parts_of(rows[0]))[0]
     size = max(1, array.task.eval_batch_size // max(1, len(rows) // 8))

@@ -1,13 +1,14 @@
 """Convolution of many models in one launch: Triton kernels for the forward pass and both gradients.
 
 Every kernel is an implicit matrix product per model: rows are output positions, the inner dimension runs over the
-filter's taps and channels, and nothing is unfolded in memory. Tensors lie with channels last and the model first:
+filter's taps and channels, and nothing is unfolded in memory. Tensors have channels last and the model first:
 activations [models, images, height, width, channels], filters [models, out, R, S, in].
 
-No program reads two models and none adds to what another wrote, so a model's bits depend neither on its neighbours
-nor on the order of arrival: the weight gradient is summed in a fixed number of pieces, and those in a second pass.
+No program reads two models and none adds to another's output, so a model's bits depend neither on its neighbours nor on
+the order in which programs run: the weight gradient is summed in a fixed number of pieces, and a second pass sums the
+pieces.
 
-This module needs Triton and is imported only when a CUDA tensor is to be convolved.
+This module needs Triton and is imported only when a CUDA tensor is convolved.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 jit: Callable[[Callable[..., None]], Any] = triton.jit
 
-# Triton reads a kernel's annotations too: it must know the names, and what is `constexpr` is part of the compiled code.
+# Triton reads a kernel's annotations too: it must know the names, and `constexpr` arguments are compiled in.
 if TYPE_CHECKING:
     constexpr: TypeAlias = Any
     tensor: TypeAlias = Any
 else:
     constexpr, tensor = tl.constexpr, tl.tensor
 
-# Of the positions over which a filter's gradient is added up.
+# Pieces of the positions over which a filter's gradient is summed.
 SMALLEST_PIECE, MOST_PIECES = 1024, 16
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut: rows, columns and inner length of one block's product, and how it is scheduled."""
+    """A kernel's tiling: rows, columns and inner length of one block's product, and how it is scheduled."""
 
     rows: int
     columns: int
@@ -43,7 +44,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     pack: int = 1  # neighbouring positions that share a row
-    flip: bool = False  # of a filter's gradient: the product is computed transposed
+    flip: bool = False  # for a filter's gradient: the product is computed transposed
 
 
 @jit
@@ -84,11 +85,11 @@ def _convolve(
     BN: constexpr,
     BK: constexpr,
 ) -> None:
-    """One block of one model's output; positions are counted over images, then ROWS_H × ROWS_W places in each.
+    """One block of one model's output; positions are counted over images, then ROWS_H × ROWS_W in each image.
 
-    PACK neighbouring places share one row: their patches overlap, so that the input is fetched fewer times. S counts
-    the taps across that such a row meets, and the columns are the neighbours' channels, one neighbour after the other.
-    Which taps lie inside the picture is kept as bits, 15 in each direction.
+    PACK neighbouring positions share one row: their patches overlap, so that the input is fetched fewer times. S counts
+    the horizontal taps of such a row, and the columns are the neighbours' channels, one neighbour after the other.
+    A bit mask, 15 bits in each direction, says which taps lie inside the image.
     """
     blocks_o = tl.cdiv(PACK * OUT, BN)
     per_model = tl.cdiv(positions, BM) * blocks_o
@@ -130,7 +131,7 @@ def _convolve(
             w_at = ((W_START + r * W_STEP_R + s * W_STEP_S) * C + c)[:, None] + (n * (W_TAPS * C))[None, :]
             b = tl.load(w + w_at, mask=inside[:, None] & (n < OUT)[None, :], other=0.0)
         else:
-            tap = s[:, None] - (n // OUT)[None, :]  # the neighbour's own filter starts that much further
+            tap = s[:, None] - (n // OUT)[None, :]  # the n-th neighbour's filter starts n taps further
             w_at = ((W_START + r * W_STEP_R) * C + c)[:, None] + tap * (W_STEP_S * C) + (o * (W_TAPS * C))[None, :]
             real = inside[:, None] & (n < PACK * OUT)[None, :]
             b = tl.load(w + w_at, mask=real & (tap >= 0) & (tap <= S - PACK), other=0.0)
@@ -261,7 +262,7 @@ def input_grad(
         for h in across
     ]
     if any(not all(part.taps) for part in parts):
-        dx.zero_()  # positions that no tap ever saw
+        dx.zero_()  # some positions are under no tap
     for part in parts:
         if all(part.taps) and all(part.rows):
             _launch(grad, turned, None, dx, part)
@@ -287,7 +288,7 @@ def weight_grad(x: Tensor, grad: Tensor, stride: Sequence[int], padding: Sequenc
         ROWS_H=rows_h, ROWS_W=rows_w // pack, MASKED=any(padding), PRECISION=precision(x.dtype), FLIP=tile.flip,
         BM=tile.rows, BN=tile.columns, BK=tile.inner, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    # A neighbour's tap s lies at s plus the neighbour's number: one step of the neighbour is one step of both.
+    # Tap s of neighbour n is stored at s + n, so the stride over neighbours is the sum of both strides.
     dw = dw.view(models, pieces, taps[0], across, channels, pack, out)
     steps = dw.stride()
     shape = (models, pieces, *taps, channels, pack, out)
@@ -303,12 +304,12 @@ def output_size(
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: as torch's own matrix products are told to; other types as they are."""
+    """Triton's precision for float32 products, following torch's `allow_tf32`; other types ignore it."""
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 class _Part(NamedTuple):
-    """A convolution over some positions: which taps it uses, and where its rows lie in the output."""
+    """A convolution over some positions: the taps it uses, and where its rows are in the output."""
 
     taps: tuple[int, int]
     stride: tuple[int, int]
@@ -321,15 +322,15 @@ class _Part(NamedTuple):
 
 
 class _Phase(NamedTuple):
-    start: int  # the first of the input positions, which lie a stride apart
-    rows: int  # how many there are
-    taps: int  # how many taps ever meet them
+    start: int  # the first of the input positions, which are a stride apart
+    rows: int  # how many positions there are
+    taps: int  # how many taps cover them
     last: int  # the last of those taps, which are used backwards
     padding: int
 
 
 def _phases(taps: int, stride: int, padding: int, size: int) -> Iterator[_Phase]:
-    """Input position p meets tap t at output (p + padding - t) / stride: those p with one remainder form a phase."""
+    """Input position p meets tap t at output (p + padding - t) / stride: all p with the same remainder are a phase."""
     for start in range(stride):
         first = (start + padding) % stride
         count = len(range(first, taps, stride))
@@ -338,8 +339,8 @@ def _phases(taps: int, stride: int, padding: int, size: int) -> Iterator[_Phase]
 
 
 def _pieces(positions: int) -> tuple[int, int]:
-    """Into how many pieces the positions are cut, and how long one is: by their number alone, so that a model's bits
-    do not depend on how many models there are."""
+    """The number of pieces of the positions, and the length of one. They depend on `positions` alone, so that a model's
+    bits do not depend on the number of models."""
     piece = max(SMALLEST_PIECE, triton.cdiv(positions, MOST_PIECES))
     piece = triton.cdiv(piece, 128) * 128  # a multiple of every tile's inner length, so that pieces do not overlap
     return triton.cdiv(positions, piece), piece
@@ -368,17 +369,17 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, part: _Pa
 
 
 def _reaches_out(part: _Part, height: int, width: int) -> bool:
-    """Whether any tap ever meets a place outside the input."""
+    """Whether any tap reaches outside the input."""
     sides = zip((height, width), part.taps, part.stride, part.padding, part.rows, strict=True)
     return any(p > 0 or (rows - 1) * s - p + taps > n for n, taps, s, p, rows in sides)
 
 
 def forward_tile(part: _Part, channels: int, out: int, dtype: torch.dtype) -> Tile:
-    """How to cut a convolution: the best, or nearly, at the shapes of a small CNN and of ResNet-20 on an H200.
+    """A convolution's tile: the fastest, or nearly, at the shapes of a small CNN and of ResNet-20 on an H200.
 
     Chosen by the shape alone, not timed at run time, so that two runs give the same bits (`docs/log.md` has the times).
     """
-    if precision(dtype) == "ieee":  # multiplied one by one: small blocks, or registers run out
+    if precision(dtype) == "ieee":  # no tensor cores: small blocks, or registers run out
         return Tile(32, 32, 16, 4, 2)
     short = dtype != torch.float32
     if channels < 16:
@@ -398,7 +399,7 @@ def forward_tile(part: _Part, channels: int, out: int, dtype: torch.dtype) -> Ti
 def weight_tile(
     taps: Sequence[int], channels: int, out: int, across: int, stride: Sequence[int], dtype: torch.dtype
 ) -> Tile:
-    """The same for a filter's gradient; `rows` are taps and channels there, `inner` the positions added up."""
+    """The tile for a filter's gradient, where `rows` are taps and channels, and `inner` the positions summed."""
     if precision(dtype) == "ieee":
         return Tile(32, 32, 16, 4, 2)
     inner = taps[0] * taps[1] * channels
@@ -407,8 +408,9 @@ def weight_tile(
     pack = _pack(across, out, 64, most=2) if stride[1] == 1 else 1
     columns = _columns(pack * out, 64)
     if dtype == torch.float32:
-        # Hopper's own instruction reads float32 along the positions only, which here lie apart, so that each number
-        # would be copied by itself. Two warps are too few for it, and the older instruction minds one side alone.
+        # Hopper's own instruction needs float32 operands contiguous along the positions. They are strided here, so each
+        # number would be copied separately. With two warps Triton uses the older instruction, which needs this for one
+        # operand only.
         return Tile(128, columns, 16, 2, 4, pack, flip=True)
     return Tile(64, columns, 64, 4, 3, pack)
 

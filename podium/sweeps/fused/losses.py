@@ -1,7 +1,7 @@
 """Losses whose numbers may differ from trial to trial.
 
 Cross entropy's label smoothing is a number in a function call. Rows of a fused array share one call, so there it must
-be a tensor; `lifted` gives the form that takes it as one, and says what each trial's number is.
+be a tensor; `lifted` returns a form that takes a tensor, and each trial's number.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from podium.errors import ConfigError
 from podium.sweeps.fused.structure import callable_key, module_key
 
 _IGNORED = -100
-"""Targets that do not count, as torch has it."""
+"""Targets that do not count: torch's default `ignore_index`."""
 _FEW_CLASSES = 64
 
 Loss = Callable[[Any, Any], Tensor]
 
 
 class Lifted(NamedTuple):
-    """A loss in the form that rows share."""
+    """A loss in a form that all rows share."""
 
     key: Any  # equal for losses that can share a call
     call: Callable[[Any, Any, Tensor], Tensor]  # (outputs, targets, the row's number)
@@ -43,7 +43,7 @@ def smoothed(loss: Loss, amount: float, who: str) -> Loss:
 
 
 def lifted(loss: Loss, *, varies: bool = False) -> Lifted:
-    """The form in which trials that differ only in label smoothing share one call; `varies`: it may be other than 0."""
+    """A form in which trials that differ only in label smoothing share one call; `varies`: it may be above 0."""
     options = _cross_entropy(loss)
     if options is not None and not options.keys() - {"label_smoothing"}:
         amount = float(options.get("label_smoothing", 0.0))
@@ -55,7 +55,7 @@ def lifted(loss: Loss, *, varies: bool = False) -> Lifted:
 
 
 def _cross_entropy(loss: Loss) -> dict[str, Any] | None:
-    """The options of a loss that is cross entropy; None for another."""
+    """The options of cross entropy; None for another loss."""
     if loss is F.cross_entropy:
         return {}
     if isinstance(loss, functools.partial) and loss.func is F.cross_entropy and not loss.args:
@@ -71,7 +71,7 @@ def _cross_entropy(loss: Loss) -> dict[str, Any] | None:
 def _plain_cross_entropy(outputs: Tensor, targets: Tensor, amount: Tensor) -> Tensor:
     if outputs.is_cuda or outputs.dim() != 2 or targets.is_floating_point() or outputs.shape[1] > _FEW_CLASSES:
         return F.cross_entropy(outputs, targets)
-    # Classes first: a CPU then does many samples at a time, which is four times faster than few classes at a time.
+    # Classes first: a CPU then vectorises over many samples, four times faster than over few classes.
     surprise = -F.log_softmax(outputs.T.contiguous(), dim=0)
     counts = targets != _IGNORED
     hit = surprise.gather(0, targets.clamp(min=0).unsqueeze(0)).squeeze(0)
@@ -81,7 +81,7 @@ def _plain_cross_entropy(outputs: Tensor, targets: Tensor, amount: Tensor) -> Te
 def _smoothed_cross_entropy(outputs: Tensor, targets: Tensor, amount: Tensor) -> Tensor:
     """(1 - a) times the loss of the target plus a times the mean over classes; classes along dimension 1.
 
-    Targets of -100 do not count, as torch has it.
+    Targets of -100 do not count, as in torch.
     """
     surprise = -F.log_softmax(outputs, dim=1)
     amount = amount.to(surprise.dtype)
@@ -90,5 +90,5 @@ def _smoothed_cross_entropy(outputs: Tensor, targets: Tensor, amount: Tensor) ->
         return (surprise * share).sum(dim=1).mean()
     counts = targets != _IGNORED
     hit = surprise.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
-    spread = torch.where(amount > 0, amount * surprise.mean(dim=1), 0.0)  # 0 times infinity is not wanted
+    spread = torch.where(amount > 0, amount * surprise.mean(dim=1), 0.0)  # 0 times infinity would be nan
     return torch.where(counts, (1 - amount) * hit + spread, 0.0).sum() / counts.sum()

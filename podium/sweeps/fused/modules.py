@@ -1,7 +1,7 @@
-"""Stand-ins for the layers that `torch.vmap` makes slow: same names, same parameters, another way to compute.
+"""Replacements for the layers that `torch.vmap` makes slow: same names, same parameters, other operations.
 
-`stack_form` looks at one module and nothing below it; its caller walks the tree. A module of a derived class is left
-as it is, since what the class changed is unknown, and so is one with hooks.
+`stack_form` looks at one module, not at its children; its caller walks the tree. A module of a derived class is not
+replaced, since it is unknown what the class changes, nor is one with hooks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from podium.sweeps.fused.normalization import BatchNorm
 
 
 def stack_form(module: nn.Module) -> nn.Module | None:
-    """A module to put in the place of this one before it runs under vmap, or None where it should stay.
+    """A replacement for this module under vmap, or None where it should stay.
 
-    The stand-in holds the original's own parameters and buffers under the same names.
+    The replacement has the original's own parameters and buffers under the same names.
     """
     kind = type(module)
     if _watched(module):
@@ -41,7 +41,7 @@ def stack_form(module: nn.Module) -> nn.Module | None:
 
 
 def _watched(module: nn.Module) -> bool:
-    """Whether hooks hang on it, which a stand-in would lose; old-style weight norms are such hooks too."""
+    """Whether the module has hooks, which a replacement would lose; old-style weight norms are such hooks too."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds)
 
@@ -52,10 +52,10 @@ def _share(original: nn.Module, stand_in: nn.Module) -> None:
 
 
 class Linear(nn.Module):
-    """Stands in for a `Linear`: the product is taken the other way round, y' = W x'.
+    """Replaces a `Linear`: the product is computed transposed, y' = W x'.
 
-    Its gradient then comes out in the order in which the weights lie; otherwise it comes transposed, and the
-    optimizer, which reads it next, takes nearly twice as long.
+    The weight's gradient then has the memory layout of the weight; otherwise it is transposed, and the optimizer, which
+    reads it next, takes nearly twice as long.
     """
 
     weight: Tensor
@@ -78,7 +78,7 @@ class Linear(nn.Module):
 
 
 class MaxPool(nn.Module):
-    """Stands in for a `MaxPool2d` whose windows do not overlap: element-wise when compiled, so that it fuses."""
+    """Replaces a `MaxPool2d` whose windows do not overlap: element-wise when compiled, so that it fuses."""
 
     def __init__(self, height: int, width: int) -> None:
         super().__init__()
@@ -99,15 +99,15 @@ class MaxPool(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() or x.ndim != 4:
             return functional.max_pool2d(x, (self.height, self.width))
-        with torch.autocast(x.device.type, enabled=False):  # it would add up in float32, and here nothing is added
+        with torch.autocast(x.device.type, enabled=False):  # autocast would run `sum` in float32: only zeros are added
             return pool(x, self.height, self.width)
 
 
 def pool(x: Tensor, height: int, width: int) -> Tensor:
-    """The largest of each window, as torch does it: of equals the first, and a NaN beats all.
+    """The maximum of each window as in torch: of equal values the first, and a NaN beats all.
 
-    The winner's number is found first, without gradient; the value is then picked by it, and so is the gradient. In
-    float32 throughout, since a compiler splits a sum of shorter numbers off; it is exact, only zeros are added.
+    The index of the maximum is found first, without gradient; value and gradient are then selected by it. All in
+    float32, since a compiler does not fuse a sum of shorter numbers; the sum is exact, as only zeros are added.
     """
     images, channels, rows, columns = x.shape[0], x.shape[1], x.shape[2] // height, x.shape[3] // width
     windows = x[:, :, : rows * height, : columns * width].reshape(images, channels, rows, height, columns, width)
@@ -128,7 +128,7 @@ def _two(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 class Conv(nn.Module):
-    """Stands in for a `Conv1d` or `Conv2d` padded with zeros; follows autocast as they do."""
+    """Replaces a `Conv1d` or `Conv2d` padded with zeros; follows autocast as they do."""
 
     weight: Tensor
     bias: Tensor | None
@@ -141,7 +141,7 @@ class Conv(nn.Module):
         self.stride, self.dilation = tuple(original.stride), tuple(original.dilation)
         self.padding = original.padding if isinstance(original.padding, str) else tuple(original.padding)
         self.groups = original.groups
-        if self.flat:  # a picture one row high
+        if self.flat:  # an image one row high
             self.stride, self.dilation = (1, *self.stride), (1, *self.dilation)
             self.padding = self.padding if isinstance(self.padding, str) else (0, *self.padding)
         self.train(original.training)
@@ -162,9 +162,9 @@ class Conv(nn.Module):
 
 
 def prepared(model: nn.Module, *, fast: bool, drops: bool, dense: bool = False) -> nn.Module:
-    """The model with layers swapped for forms made for many models at once; names stay.
+    """Replace layers of the model, in place, by ones written for many models at once; names stay.
 
-    `dense`: sparse embeddings give ordinary gradients, which `vmap` can stack.
+    `dense`: sparse embeddings give dense gradients, which `vmap` can stack.
     """
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):
@@ -182,7 +182,7 @@ def prepared(model: nn.Module, *, fast: bool, drops: bool, dense: bool = False) 
 
 
 def _like(stand_in: nn.Module, original: nn.Module) -> nn.Module:
-    """With the original's attributes too: a model may ask its layer how wide it is."""
+    """The replacement with the original's attributes: a model may read `in_features` of its layer."""
     for name, value in vars(original).items():
         if not name.startswith("_") and not hasattr(stand_in, name):
             setattr(stand_in, name, value)
@@ -190,7 +190,7 @@ def _like(stand_in: nn.Module, original: nn.Module) -> nn.Module:
 
 
 def _embedding(original: nn.Embedding, *, dense: bool) -> nn.Module:
-    """One whose gradient `vmap` can stack: it is not sparse, and padding gets none in any row."""
+    """An embedding whose gradient `vmap` can stack: not sparse, and zero for padding in every row."""
     table = copy.copy(original)
     table.sparse = original.sparse and not dense
     plain = original.max_norm is None and not original.scale_grad_by_freq and not table.sparse
@@ -198,7 +198,7 @@ def _embedding(original: nn.Embedding, *, dense: bool) -> nn.Module:
 
 
 class PaddedEmbedding(nn.Module):
-    """An embedding with padding: `vmap`'s own rule keeps gradients from the padding of the first model only."""
+    """An embedding with padding: `vmap`'s own rule zeroes the padding's gradient for the first model only."""
 
     weight: Tensor
     padding_idx: int
@@ -216,7 +216,7 @@ class PaddedEmbedding(nn.Module):
 
 
 class _Idle(nn.Module):
-    """Dropout where no row drops anything: its buffers, and nothing else."""
+    """Dropout where no row drops anything: the buffers and an identity."""
 
     def __init__(self, dropout: CountedDropout) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Batch normalization under `vmap`, written out so that a compiler can fuse it with its neighbours.
 
-`torch.vmap` folds the models into the channels of one batch normalization, which costs transpositions and leaves the
-scale and shift as passes of their own. Here the statistics are plain reductions of one model, and the rest is one
-expression per element, in whatever order the tensor lies in memory.
+`torch.vmap` folds the models into the channels of one batch normalization, which costs transpositions and leaves scale
+and shift as separate passes. Here the statistics are plain reductions of one model, and the rest is one element-wise
+expression, in any memory layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from podium.errors import ConfigError
 
 
 class BatchNorm(nn.Module):
-    """Stands in for a `BatchNorm1d`, `2d` or `3d`: same names, same parameters and buffers (shared), same results.
+    """Replaces a `BatchNorm1d`, `2d` or `3d`: same names, same parameters and buffers (shared), same results.
 
     The running statistics are updated in place, so under vmap they must be stacked like the parameters.
     """

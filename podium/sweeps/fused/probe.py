@@ -1,17 +1,17 @@
-"""Can these trials be fused? Found out by doing it: a few rows and steps, in float64, against the same trials alone.
+"""Can these trials be fused? Tested by training a few rows and steps, in float64, against the same trials alone.
 
 The structures that cannot be fused fail in many ways, loudly (a branch on a tensor's value) and silently (a counter in
-Python, randomness from a generator, a buffer that is not written to). A list of them would never be whole, so nothing
-is listed: parameters, buffers and an evaluation after a few steps are held against those of each trial trained by
-itself, and anything further apart than rounding refuses. Rows differ in whatever varies, and each begins one step after
-the one before it, as rows do that take the place of others. A forward pass that keeps changing anything but
-parameters and buffers refuses, too: whatever it does at a later step, it would do once for all rows. So does one that
-draws from any generator. Batches are small, since only the structure is in question; where a model does not take them,
-its own are used.
+Python, randomness from a generator, a buffer that is not written to). A list of them would never be complete, so there
+is none: parameters, buffers and an evaluation after a few steps are compared with those of each trial trained alone,
+and trials that differ by more than rounding are not fused. Rows differ in the options that vary, and each begins one
+step after the one before it, as when a new trial takes over a row. A forward pass that keeps changing anything but
+parameters and buffers is not fused either: it would change it once for all rows. Nor is one that draws from any
+generator. Batches are small, since only the structure is tested; where a model does not take small batches, its own
+are used.
 
-One-row arrays (`streams`, captured steps of single trials) are put to the same test, two trials one after the other.
+One-row arrays (`streams`, captured steps of single trials) get the same test, with two trials one after the other.
 
-What `torch.vmap` has no rule for it does row by row; that is correct and slow, and is reported.
+`torch.vmap` computes operations without a rule row by row; that is correct and slow, and is reported.
 """
 
 from __future__ import annotations
@@ -43,25 +43,23 @@ TOLERANCE = 1e-9
 SINGLE = 1e-3
 """The same where a model cannot be computed in float64 (it converts its input itself)."""
 NOISE = 1e-13
-"""Gradients below this share of the largest are rounding: what an optimizer makes of them is chance."""
+"""Gradients below this share of the largest are rounding errors, and so are the parameters' updates."""
 NOISY_STATISTICS = 1e-3
-"""What such parameters may move running statistics by: an optimizer makes whole steps of rounding."""
+"""By how much such parameters may change running statistics: Adam turns rounding errors into whole steps."""
 TIMES_ITS_OWN = 4.0
 """How many times further from float64 than the same trial alone a fused one may be in the sweep's own precision …"""
 OF_A_STEP = {"fp32": 0.02, "tf32": 0.15, "bf16": 0.5}
-"""… besides this share of what one step moves. A wrong kernel is off by all of it; short numbers, deep down, by some,
-and a library may choose to compute a layer of a single model in longer ones."""
+"""… besides this share of one step's change. A wrong kernel is off by all of it, low precision in a deep model by a
+part, and a library may compute a layer of a single model in higher precision."""
 STEPS = 2
-"""Of the last trial; each before it takes one more than the next."""
+"""Steps of the last trial; each trial takes one step more than the next."""
 _BATCH = 8
 _MOST = 4
-"""Trials that are held against themselves alone."""
+"""How many trials are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """What a probe found."""
-
     fuses: bool
     mode: Mode = "forward"
     why: str = ""
@@ -69,16 +67,14 @@ class ProbeResult:
     worst: float = 0.0
     """The largest relative difference."""
     looped: Sequence[str] = ()
-    """Operations that go row by row."""
+    """Operations that `vmap` computes row by row."""
 
     def to_event(self, trials: int) -> dict[str, Any]:
-        """The event that an executor sends about it."""
+        """The executor's event about this probe."""
         return {"event": "probe", **dataclasses.asdict(self), "trials": trials}
 
 
 class _Result(NamedTuple):
-    """The result of one trial in a probe."""
-
     state: dict[str, Tensor]
     evaluation: Evaluation | Exception
     silent: frozenset[str] = frozenset()  # parameters whose gradients were never more than rounding
@@ -103,8 +99,8 @@ def probe(
 ) -> ProbeResult:
     """Train some of these trials (all of one structure) in one array and alone, and compare.
 
-    `rows`: 1 trains them one after another in a single row, more side by side. `stop`: whether to give up,
-    asked between steps.
+    `rows`: 1 trains them one after another in a single row, more side by side. `stop` is called between steps; True
+    ends the probe.
     """
     if device_data.train.why_not:
         return ProbeResult(fuses=False, why=f"the data do not lie on the device: {device_data.train.why_not}")
@@ -116,7 +112,7 @@ def probe(
             yardstick = _Yardstick(recipe, chosen, device_data, stop)
         except _Stopped:
             return ProbeResult(fuses=False, why="it was asked to stop before that was known")
-        except Exception as error:  # the user's own code: perhaps it minds the size of the batch
+        except Exception as error:  # the user's own code, perhaps because of the batch size
             said.append(f"alone, {'small batches' if small else 'its own batches'}: {_first_line(error)}")
             continue
         for mode in modes:
@@ -131,9 +127,9 @@ def probe(
 
 
 def _chosen(trials: Sequence[Trial], *, small: bool) -> list[Trial]:
-    """A few trials that differ: the first, and for each option that varies one in which it is another.
+    """A few trials that differ: the first, and for each option that varies one with another value.
 
-    Where there is but one, the same under another seed.
+    Where there is only one trial, the same under another seed.
     """
     first, found = trials[0], [trials[0]]
     for name in dict.fromkeys(name for trial in trials for name in trial.options):
@@ -150,7 +146,7 @@ def _small(trial: Trial) -> Trial:
 
 
 class _Yardstick:
-    """The trials alone: in float64, or in float32 where a model insists."""
+    """The results of the trials alone: in float64, or in float32 where a model does not run in float64."""
 
     def __init__(
         self, recipe: Recipe, trials: Sequence[Trial], device_data: DeviceData, stop: Callable[[], bool] = lambda: False
@@ -186,7 +182,7 @@ class _Yardstick:
         silent = frozenset(name for name, size in largest.items() if size < NOISE * top)
         try:
             evaluation: Evaluation | Exception = trainer.evaluate(_BATCH)
-        except Exception as error:  # the user's own code: then the array must raise, too
+        except Exception as error:  # the user's own code: the array must then raise the same
             evaluation = error
         buffers = frozenset(name for name, _ in trainer.model.named_buffers())
         return _Result(trainer.state(), evaluation, silent, buffers)
@@ -200,7 +196,7 @@ def _compare(yardstick: _Yardstick, mode: Mode, rows: int) -> ProbeResult:
         for name in theirs.state.keys() - theirs.silent:
             apart = _apart(mine.state[name], theirs.state[name])
             if name in theirs.buffers and theirs.silent and apart <= NOISY_STATISTICS:
-                continue  # statistics of what those parameters add to
+                continue  # statistics of activations that depend on those parameters
             if apart > worst:
                 worst, where = apart, name
         apart = _evaluations_apart(mine.evaluation, theirs.evaluation)
@@ -215,10 +211,10 @@ def _compare(yardstick: _Yardstick, mode: Mode, rows: int) -> ProbeResult:
 def _in_own_precision(
     recipe: Recipe, yardstick: _Yardstick, device_data: DeviceData, found: ProbeResult
 ) -> ProbeResult:
-    """One step again as the sweep will take it, with the kernels that it will use on a GPU.
+    """Compare one step in the sweep's own precision, with the kernels that it will use on a GPU.
 
-    Short numbers scatter, more in some layers than in others, so the yardstick is what the same trial alone does in the
-    same precision: neither may be much further from float64 than the other.
+    Rounding errors of low precision differ from layer to layer, so the fused trial is compared with the same trial
+    alone in the same precision: it may not be much further from float64.
     """
     trial = yardstick.trials[-1]  # the row that takes one step
     with precision_of(recipe):
@@ -252,9 +248,9 @@ def _in_an_array(
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             results = (_side_by_side if rows > 1 else _in_turn)(recipe, trials, device_data, mode, steps)
-    except Exception as error:  # whatever it is, it is why
+    except Exception as error:  # any error is the reason not to fuse
         failure = error
-    if _generators(recipe.torch_device) != drawn:  # what it raised may be chance, too
+    if _generators(recipe.torch_device) != drawn:  # the more likely reason, also where it raised
         raise _NotFusable("it draws from a generator (torch's, Python's or numpy's) that rows would share") from failure
     if isinstance(failure, _NotFusable):
         raise failure
@@ -275,7 +271,7 @@ def _side_by_side(
             array.load(row, one)
             array.refill([0 if row == i else None for i in range(count)])
             array.step()
-            python = python or attributes_key(array.base)  # what is made once, at the first step, stays as it is
+            python = python or attributes_key(array.base)  # after the first step, which may create attributes once
         for _ in range(steps - 1):
             array.step()
     evaluations = array.evaluate(range(count), [steps] * count, most=_BATCH)
@@ -299,12 +295,12 @@ def _in_turn(recipe: Recipe, trials: Sequence[Trial], device_data: DeviceData, m
 
 
 def steps_of(place: int, count: int, steps: int = STEPS) -> int:
-    """How many steps the trial at this place has taken when the last one has taken `steps`."""
+    """The steps of the trial at this place when the last trial has taken `steps`."""
     return steps + count - 1 - place
 
 
 class _Watching(TorchFunctionMode):
-    """Refuses what `vmap` computes wrongly for all models but the first: embeddings with padding."""
+    """Raises on embeddings with padding, which `vmap` computes wrongly for all models but the first."""
 
     def __torch_function__(
         self, function: Any, kinds: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
@@ -327,7 +323,7 @@ def _check_python(array: Array, before: Any) -> None:
 
 
 def _generators(device: torch.device) -> tuple[Any, ...]:
-    """Where all generators stand that a model might draw from."""
+    """The states of all generators that a model might draw from."""
     state: Any = np.random.get_state(legacy=True)
     on_device = bytes(torch.cuda.get_rng_state(device).tolist()) if device.type == "cuda" else b""
     return (random.getstate(), state[1].tobytes(), state[2:], torch.get_rng_state().numpy().tobytes(), on_device)
@@ -337,7 +333,7 @@ _NO_RULE = re.compile(r"batching rule for (\S+?)[\s.,]")
 
 
 def _apart(mine: Tensor, theirs: Tensor) -> float:
-    """The largest difference, relative to the largest element; NaN in one place only is infinitely far."""
+    """The largest difference, relative to the largest element; inf where only one of the two is NaN."""
     if not theirs.numel():
         return 0.0
     one, two = mine.double(), theirs.double()

@@ -1,11 +1,11 @@
 """Slots: rows of running arrays, which trials enter and leave.
 
-The host knows beforehand when something will happen to a row: its samples run out, it must be evaluated, it ends. So
-the host lets all arrays run until the next such step without looking at the device, and then does what is due: it gives
-rows new samples, evaluates rows that are due together, asks the queue for verdicts, frees rows and fills them from the
-queue. The graph stays the same while rows are needed; a trial that comes late starts at its own step 0 in it.
+The host knows in advance at which step a row needs it: its samples run out, it must be evaluated, it ends. So the host
+lets all arrays run until the next such step without synchronising with the device. Then it gives rows new samples,
+evaluates due rows together, gets verdicts from the queue, frees rows and fills them from the queue. The graph stays the
+same while rows are needed; a trial that starts later starts at its own step 0.
 
-Towards a sweep's end rows stay empty, and an empty row costs as much as another. Once half of the rows are empty, and
+Towards a sweep's end rows stay empty, and an empty row costs as much as any other. Once half of the rows are empty, and
 the rest of the sweep is long enough to pay for new arrays, the trials move into narrower ones.
 """
 
@@ -28,17 +28,17 @@ from podium.sweeps.reference import outcome_of
 from podium.sweeps.trial import Evaluation, Trial, Verdict, failed
 
 _LONGEST_RUN = 2000
-"""Steps after which the host looks up, to see whether it is asked to stop."""
+"""Steps after which the host checks whether the user wants to stop."""
 _LOOK_UP_S = 0.5
 """The same on the CPU, in seconds."""
 _PER_ROW = 0.5
-"""What a step's rows cost of it, at least: the rest is the same for any number of them."""
+"""The share of a step's time that grows with the rows, at least; the rest is the same for any number of rows."""
 _NARROW_S = 0.1
-"""What new arrays cost, besides what the first ones did."""
+"""Seconds that new arrays cost, besides capture and compilation."""
 
 
 class ArrayGroup(NamedTuple):
-    """An array, the queue that its trials come from, and the trials that were taken from the queue already."""
+    """An array, the queue of its trials, and the trials that were taken from the queue already."""
 
     array: Array
     queue: Queue
@@ -50,10 +50,10 @@ class SlotOptions:
     """How trials are trained in rows, and what is called with events."""
 
     executor: str
-    """The name that outcomes bear."""
+    """The executor's name in outcomes."""
     on_event: OnEvent
     captured: bool | None = None
-    """Whether a step is captured in a CUDA graph; None: wherever it can be."""
+    """Whether a step is captured in a CUDA graph; None: where possible."""
     narrows: bool = True
     """Whether arrays may be made narrower."""
 
@@ -72,7 +72,7 @@ class Slot:
         return self.parts.trial
 
     def until_event(self, every: int) -> int:
-        """Steps until something happens to this row."""
+        """Steps until this row needs samples, an evaluation, or ends."""
         ahead = min(self.parts.steps, self.filled_to) - self.steps
         if every > 0:
             period = every * self.parts.steps_per_epoch
@@ -81,15 +81,15 @@ class Slot:
 
 
 class Slots:
-    """Fills the rows of these arrays from the queue, until there is no more."""
+    """Trains the trials of the queues in rows of these arrays, until none is left."""
 
     def __init__(
         self, recipe: Recipe, groups: Sequence[ArrayGroup], options: SlotOptions, step: CapturedStep | None = None
     ) -> None:
-        """`step`: of these arrays, if there is one already."""
+        """`step`: the captured step of these arrays, if there is one already."""
         self.recipe, self.executor, self.on_event = recipe, options.executor, options.on_event
         self.arrays = {place: (group.array, group.queue) for place, group in enumerate(groups)}
-        """By their places; arrays that no trial needs any more are dropped."""
+        """By place in `groups`; arrays that no trial needs any more are dropped."""
         self.captured = options.captured
         self.captured_step = step or CapturedStep([group.array for group in groups], captured=options.captured)
         self.narrows = options.narrows
@@ -98,11 +98,11 @@ class Slots:
         self.copied = False
         """Whether any row was copied over another: then no trial can be trained again alone."""
         self.steps = 0
-        """How often all arrays took a step."""
+        """Steps that all arrays have taken."""
         self._timed: tuple[int, float] = (0, 0.0)
-        """Steps of this captured step that were timed, and what they took, without evaluations."""
+        """Timed steps of this captured step, and their seconds without evaluations."""
         self._since: tuple[int, float] | None = None
-        """From which step on, and when, the next ones are timed."""
+        """The step and the time at which the current timing began."""
 
     def run(self, first: Sequence[Sequence[Parts]] = ()) -> None:
         """Train until no trial is left; `first`: for each array, trials that were taken from its queue already."""
@@ -116,12 +116,12 @@ class Slots:
             steps = min(slot.until_event(self.recipe.eval_every) for slot in self.slots.values())
             steps = min(steps, longest)
             if self.captured_step.captured:
-                self.captured_step.run(0)  # the capture is no step
+                self.captured_step.run(0)  # captures, without a step
             began = time.perf_counter()
             if self.captured_step.start_s is not None:  # the first step of all may take far longer
                 self._since = self._since or (self.steps, began)
             self.captured_step.run(steps)
-            if self.captured_step.device.type == "cpu":  # elsewhere steps are only asked for by now
+            if self.captured_step.device.type == "cpu":  # on a GPU steps are only launched by now
                 longest = max(1, min(_LONGEST_RUN, int(steps * _LOOK_UP_S / (time.perf_counter() - began + 1e-9))))
             self.steps += steps
             for slot in self.slots.values():
@@ -137,15 +137,15 @@ class Slots:
             self._refill()
 
     def _note_time(self) -> None:
-        """What steps took since the last time, before anything else is done."""
-        self.recipe.wait()  # as the evaluation would
+        """Add the time of the steps since `_since`, before rows are evaluated."""
+        self.recipe.wait()  # the evaluation would wait, too
         if self._since is not None:
             steps, at = self._since
             done, seconds = self._timed
             self._timed = (done + self.steps - steps, seconds + time.perf_counter() - at)
         self._since = None
 
-    # What happens to rows.
+    # Rows.
 
     def _fill(self) -> None:
         for place, (array, queue) in self.arrays.items():
@@ -171,7 +171,7 @@ class Slots:
         return next(row for row in range(self.arrays[place][0].rows) if (place, row) not in self.slots)
 
     def _refill(self) -> None:
-        """Rows whose samples are used up get the next ones."""
+        """Give the next samples to rows whose samples are used up."""
         for place, (array, _) in self.arrays.items():
             slots = {row: slot for (at, row), slot in self.slots.items() if at == place}
             due = {row: slot for row, slot in slots.items() if slot.steps >= slot.filled_to}
@@ -182,7 +182,7 @@ class Slots:
                 slot.filled_to = slot.steps + array.window
 
     def _narrow(self) -> None:
-        """Leave out rows, and arrays, that no trial will ever need again, where that pays."""
+        """Drop rows and arrays that no trial will need again, if that saves time."""
         wanted = {place: self._rows_wanted(place) for place in self.arrays}
         if not self.narrows or not self.slots or not self._pays(sum(wanted.values())):
             return
@@ -217,7 +217,7 @@ class Slots:
         )
 
     def _rows_wanted(self, place: int) -> int:
-        """How many rows the array would have if it were made now."""
+        """How many rows the array still needs."""
         array, queue = self.arrays[place]
         live = sum(at == place for at, _ in self.slots)
         if queue.expects_more():
@@ -227,11 +227,11 @@ class Slots:
         return min(array.rows, max(2, live)) if live else 0
 
     def _narrower(self, place: int) -> tuple[Array, list[Slot]]:
-        """The array with the rows that hold trials alone, and their slots in its order."""
+        """A new array of the rows with trials only, and their slots in its order."""
         array, _ = self.arrays[place]
         slots = [slot for (at, _), slot in sorted(self.slots.items()) if at == place]
         rows = [slot.row for slot in slots]
-        if len(rows) < 2:  # an array has at least two: the other one computes, and its results are ignored
+        if len(rows) < 2:  # an array has at least two rows: the results of the second are ignored
             rows.append(next(row for row in range(array.rows) if row not in rows))
         return array.narrower(rows, [slot.steps for slot in slots]), slots
 
@@ -258,7 +258,7 @@ class Slots:
         becoming: list[tuple[Slot, Verdict]] = []
         verdicts = queue.report_all([(slot.trial, evaluation) for slot, evaluation in sound])
         for (slot, _), verdict in zip(sound, verdicts, strict=True):
-            if isinstance(verdict, ConfigError):  # it has not the metric that the sweep is about
+            if isinstance(verdict, ConfigError):  # the trial lacks the sweep's metric
                 self._end(place, slot, "failed", f"{type(verdict).__name__}: {verdict}")
             elif slot.steps >= slot.parts.steps:
                 self._end(place, slot, "finished", "")
@@ -270,7 +270,7 @@ class Slots:
             self._become(place, slot, verdict)
 
     def unfinished(self, place: int) -> list[Trial]:
-        """The trials that sit in rows of this array."""
+        """The trials in rows of this array."""
         return [slot.trial for (at, _), slot in sorted(self.slots.items()) if at == place]
 
     def _end(self, place: int, slot: Slot, status: str, why: str) -> None:
@@ -284,7 +284,7 @@ class Slots:
     def _become(self, place: int, slot: Slot, verdict: Verdict) -> None:
         """Copy another row's parameters and moments over this one, and continue with changed numbers."""
         others = [s for (at, _), s in self.slots.items() if at == place and s.trial.number == verdict.source]
-        if not others:  # it ended in this very round
+        if not others:  # the source ended at this evaluation
             self.on_event({"event": "not copied", "trial": slot.trial.number, "source": verdict.source})
             return
         parts = self._changed(slot, verdict.options)
@@ -292,10 +292,10 @@ class Slots:
         slot.array.copy_row(others[0].row, slot.row)
         slot.parts = parts
         slot.array.change_numbers(slot.row, slot.parts, slot.steps)
-        slot.filled_to = slot.steps  # its samples continue where they were; its numbers are read again
+        slot.filled_to = slot.steps  # refill: the samples stay the same, the numbers are read again
 
     def _changed(self, slot: Slot, options: Mapping[str, Any]) -> Parts:
-        """The trial with these options changed, but for those that would make it another model."""
+        """The trial with these options changed, except those that would change its structure."""
         parts = self._with_options(slot, options)
         if parts.structure == slot.array.structure:
             return parts
@@ -314,9 +314,9 @@ class Slots:
 def train_in_slots(
     recipe: Recipe, groups: list[ArrayGroup], options: SlotOptions, step: CapturedStep | None = None
 ) -> list[Queue]:
-    """Train in these arrays. Where a step raises, what is not finished is left for another way, from its beginning.
+    """Train in these arrays. If a step raises, returns queues of the unfinished trials, to train otherwise from step 0.
 
-    The list of groups is emptied, so that an array that becomes narrower on the way is freed.
+    The list of groups is emptied, so that an array is freed when a narrower one replaces it.
     """
     slots, first = Slots(recipe, groups, options, step), [group.first for group in groups]
     groups.clear()
@@ -324,7 +324,7 @@ def train_in_slots(
         slots.run(first)
     except PodiumError:
         raise
-    except Exception as error:  # the user's own code at a later step, or memory that did not suffice
+    except Exception as error:  # the user's own code at a later step, or out of memory
         if slots.copied:
             raise TrainingError(f"fused: a step raised {type(error).__name__}: {error}") from error
         options.on_event({"event": "fell back", "why": f"{type(error).__name__}: {error}"[:500]})

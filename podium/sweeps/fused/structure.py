@@ -1,11 +1,11 @@
-"""What must be alike for trials to share a fused array.
+"""Keys of models, optimizers and functions: trials with equal keys may share a fused array.
 
 Rows share one module's Python: its code, its attributes and its branches run once for all of them. So all that is not a
 row's own tensor must be equal, or one trial's model would silently train as another's (a dropout rate is the famous
-case). What can be lifted into tensors (the optimizer's numbers, dropout rates, label smoothing) may differ.
+case). Values that can be lifted into tensors (the optimizer's numbers, dropout rates, label smoothing) may differ.
 
-Keys err on one side only: what cannot be compared by value counts by its identity, which may put two equal trials into
-two arrays, but never two different ones into one.
+Keys err on one side only: objects that cannot be compared by value are compared by identity, which may put two equal
+trials into two arrays, but never two different ones into one.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.optim import Optimizer
 
 MAY_BE_ABSENT = ("momentum", "weight_decay", "dampening")
-"""Numbers that cost something only where they are not 0."""
+"""Numbers that need no computation where they are 0."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = set(vars(nn.Module())) | {"_is_full_backward_hook"}
 """Attributes that every module has."""
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.generic, Path, slice, range)
 _LONGEST = 1000
-"""Of containers: longer ones count by their identity."""
+"""Longer containers are compared by identity."""
 _DEEPEST = 12
-"""How far attributes of attributes are followed; beyond, things count by their identity."""
+"""How deep attributes of attributes are followed; deeper objects are compared by identity."""
 
 
 def module_key(model: nn.Module, *, values: bool = False) -> Any:
     """The model's structure: classes, names, shapes, hooks, and every attribute that is not a parameter or buffer.
 
-    With `values`, what parameters and buffers hold, too.
+    With `values`, the values of parameters and buffers, too.
     """
     shared: dict[int, str] = {}
     found: list[Any] = []
@@ -60,9 +60,9 @@ def attributes_key(model: nn.Module) -> Any:
 
 
 def optimizer_key(optimizer: Optimizer, names: dict[int, str], varies: Collection[str] = ()) -> Any:
-    """The optimizer's class, which parameters each group holds, and its options that are not numbers.
+    """The optimizer's class, the parameters of each group, and its options that are not numbers.
 
-    One without momentum or weight decay computes none, so that is part of the key, unless it is among what varies.
+    An optimizer without momentum or weight decay computes none, so that is part of the key, unless it `varies`.
     """
     groups = []
     for group in optimizer.param_groups:
@@ -84,26 +84,26 @@ def is_number(value: Any) -> bool:
 
 
 def callable_key(function: Any) -> Any:
-    """What tells one function from another: its code and what it holds.
+    """A function's code, defaults and closure.
 
-    A function that another one defines is made anew at each call, so its identity would tell apart what is the same;
-    and its name would not tell apart what differs (a slope that a lambda took from around it).
+    A nested function is made anew at each call, so its identity would differ where the function is the same; and its
+    name would be the same where closures differ (a slope that a lambda took from its scope).
     """
     return value_key(function)
 
 
 def class_key(cls: type) -> Any:
-    """A class by itself, where it can be imported; one made inside a function by its code and what it is made of."""
+    """A class by its name, where it can be imported; one made inside a function by its bases and attributes."""
     return _class(cls, ())
 
 
 def value_key(value: Any) -> Any:
-    """Something that can be compared and hashed, and differs wherever two values may behave differently."""
+    """A hashable key that differs wherever two values may behave differently."""
     return _value(value, ())
 
 
 def _value(value: Any, way: tuple[int, ...]) -> Any:
-    """`way` holds what encloses this value: what is met again on it is not followed again."""
+    """`way` has the ids of the enclosing values: a cycle is not followed again."""
     if value is None or isinstance(value, _PLAIN):
         return (type(value).__name__, repr(value))
     if id(value) in way:
@@ -111,7 +111,7 @@ def _value(value: Any, way: tuple[int, ...]) -> Any:
     if len(way) >= _DEEPEST:
         return _Same(value)
     on = (*way, id(value))
-    if isinstance(value, nn.Parameter):  # a module's own, listed a second time: its value is a row's
+    if isinstance(value, nn.Parameter):  # a module's parameter in a second attribute: its values may differ by row
         return ("Parameter", tuple(value.shape), str(value.dtype))
     if isinstance(value, Tensor | np.ndarray):
         return _array(value)
@@ -153,10 +153,10 @@ def _function(function: types.FunctionType, on: tuple[int, ...]) -> Any:
     for cell in function.__closure__ or ():
         try:
             cells.append(_cell(cell.cell_contents, on))
-        except ValueError:  # nothing is in it yet
+        except ValueError:  # the cell is still empty
             cells.append("empty")
     defaults = _value(function.__defaults__ or (), on), _value(function.__kwdefaults__ or {}, on)
-    where = (function.__module__, function.__globals__.get("__file__"))  # equal code may look at other constants
+    where = (function.__module__, function.__globals__.get("__file__"))  # equal code may read other globals
     return ("function", function.__code__, where, *defaults, tuple(cells))
 
 
@@ -175,7 +175,7 @@ def _class(cls: type, way: tuple[int, ...]) -> Any:
 
 
 def _array(value: Tensor | np.ndarray) -> Any:
-    """Its kind, its shape and a digest of its bytes; what has no plain bytes counts by its identity."""
+    """Type, shape and a digest of the bytes; by identity where there are no plain bytes."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             return _Same(value)
@@ -186,7 +186,7 @@ def _array(value: Tensor | np.ndarray) -> Any:
 
 
 def _digest(value: Tensor | np.ndarray, version: int) -> str:
-    """Of the bytes. Large arrays (data that a function holds) are read once: they do not change during a sweep."""
+    """A digest of the bytes. Large arrays (data in a closure) are read once: they do not change during a sweep."""
     known = _DIGESTS.get(id(value))
     if known is not None and known[0]() is value and known[1] == version:
         return known[2]
@@ -205,7 +205,7 @@ _DIGESTS: dict[int, tuple[weakref.ref[Any], int, str]] = {}
 
 
 def _generator(value: random.Random | np.random.Generator | torch.Generator) -> Any:
-    """A generator by where it stands."""
+    """A generator by its state."""
     if isinstance(value, random.Random):
         return ("random", repr(value.getstate()))
     if isinstance(value, torch.Generator):
@@ -214,13 +214,13 @@ def _generator(value: random.Random | np.random.Generator | torch.Generator) -> 
 
 
 def _holds_only_attributes(value: Any) -> bool:
-    """Whether an object's behaviour is its class and its attributes: nothing is kept where Python cannot see it."""
+    """Whether class and attributes are all of an object's state: no slots, no state in C."""
     plain = type(value).__flags__ & (1 << 9)  # made by a class statement
     return bool(plain) and hasattr(value, "__dict__") and not any("__slots__" in vars(c) for c in type(value).__mro__)
 
 
 class _Same:
-    """Equal to nothing but the same object, which it keeps: an address alone might be given to another."""
+    """Equal only for the same object. It keeps the object alive, since an address alone might be reused."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -236,7 +236,7 @@ class _Same:
 
 
 class _Shared:
-    """A container that a function holds: the same as itself, whatever has come into it since, or as one like it."""
+    """A container in a closure: equal to the same container, even if that has changed, or to one with an equal key."""
 
     def __init__(self, value: Any, key: Any) -> None:
         self.value, self.key = value, key
@@ -249,10 +249,10 @@ class _Shared:
 
 
 def _module(module: nn.Module) -> tuple[Any, Any, Any, bool]:
-    """Its class, its attributes, its hooks, its mode."""
+    """Class, attributes, hooks and mode of a module."""
     way = (id(module),)
     held = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
-    if isinstance(module, nn.RNNBase):  # its parameters once more, in lists that torch keeps up to date by itself
+    if isinstance(module, nn.RNNBase):  # its parameters again, in lists that torch updates itself
         held = {k: v for k, v in held.items() if k not in ("_flat_weights", "_flat_weight_refs")}
     attributes = tuple((name, _value(held[name], way)) for name in sorted(held))
     hooks = tuple(

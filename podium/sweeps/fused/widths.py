@@ -1,9 +1,9 @@
-"""How many rows an array may have: memory is a straight line in the number of rows, found from two points.
+"""How many rows an array may have: peak memory is linear in the number of rows.
 
     peak(rows) = fixed + rows × each
 
 Both are measured by taking a step with two arrays of few rows. On the CPU nothing is measured: arrays there are small
-beside the machine's memory, and wider ones than fit the caches gain nothing.
+compared to the machine's memory, and rows beyond the caches gain nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from podium.sweeps.parts import Parts
 from podium.sweeps.recipe import Recipe
 
 SHARE_OF_FREE = 0.8
-"""How much of the free memory an array may take: captured graphs keep a pool of their own."""
+"""How much of the free memory an array may take: captured graphs have their own memory pool."""
 _FEW = (2, 4)
 
 
 def widest(
     recipe: Recipe, first: Parts, device_data: DeviceData, wanted: int, mode: Mode = "forward", share: float = 1.0
 ) -> int:
-    """As many rows as wanted, or as many as fit into this share of what may be taken."""
+    """As many rows as wanted, or as many as fit into `share` of the memory that may be taken."""
     if recipe.torch_device.type != "cuda" or wanted <= _FEW[1]:
         return wanted
     try:
@@ -45,7 +45,7 @@ def memory_line(recipe: Recipe, first: Parts, device_data: DeviceData, mode: Mod
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        again = recipe.make(first.trial)  # loading uses a trial's parts up
+        again = recipe.make(first.trial)  # loading consumes a trial's parts
         array = Array(recipe, again, device_data, rows, mode=mode)
         array.load(0, again)
         array.refill([0] + [None] * (rows - 1))

@@ -44,8 +44,8 @@ def make_source(
 ) -> CrossedSource:
     """All trials of a sweep, from `name[:key=value,…]` or a source: each point once per fold and seed.
 
-    None is a grid where every name has a list of values, and random draws otherwise. What is said in the text goes
-    before `points` (how many), `seed` (of the draws) and `parallel` (how many points at once).
+    None is a grid where every name has a list of values, and random draws otherwise. Options in the text override
+    `points` (how many), `seed` (of the draws) and `parallel` (how many points at once).
     """
     space = read_space(space)
     if isinstance(how, Source):
@@ -62,7 +62,7 @@ def make_source(
     if space and "space" not in fields:
         raise ConfigError(f"search {name}: has its own points, and takes no space, got {', '.join(space.texts())}")
     if points is not None and "points" not in fields:
-        raise ConfigError(f"search {name}: has as many points as it has, and takes no number, got {points}")
+        raise ConfigError(f"search {name}: the number of its points is fixed and must not be given, got {points}")
     if "points" in fields and points is None and "points" not in options:
         raise ConfigError(f"search {name}: how many points must be given (`{name}:points=20`), got none")
     if name in ("random", "optuna") and not space:

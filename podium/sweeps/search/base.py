@@ -1,4 +1,4 @@
-"""Where the trials of a sweep come from: one small interface, asked for trials and told their outcomes.
+"""Where the trials of a sweep come from: an interface that gives trials (`ask`) and receives outcomes (`tell`).
 
 A source gives one trial per point of the search; `crossed.py` makes the folds and seeds of each point from it. A source
 knows neither how trials are trained nor by which rule they are stopped.
@@ -14,7 +14,7 @@ from podium.sweeps.trial import Outcome, Trial
 
 
 class Source(ABC):
-    """Gives out trials, numbered from 0 in the order in which they are asked for."""
+    """Gives out trials, numbered from 0 in the order in which `ask` returns them."""
 
     @property
     @abstractmethod
@@ -24,7 +24,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def exhausted(self) -> bool:
-        """Whether `ask` will never give another trial."""
+        """Whether `ask` will never return another trial."""
 
     @abstractmethod
     def ask(self) -> Trial | None:
@@ -34,7 +34,7 @@ class Source(ABC):
         """A trial of this source is over. `score` is the metric as it was measured, None where there is none."""
 
     def recall(self, points: Sequence[Mapping[str, Any]]) -> None:
-        """Options that an interrupted sweep asked for, by point: `ask` must give these first. Called before `ask`.
+        """Options of the points of an interrupted sweep: `ask` must return these first. Called before `ask`.
 
-        A source that gives the same trials whatever it is told need not do anything.
+        A source whose trials do not depend on outcomes need not override this.
         """

@@ -1,7 +1,7 @@
 """Points × folds × seeds: every point of a search, trained once per fold and seed.
 
-The source inside sees one trial per point, as if there were neither folds nor seeds, and is told one score: the mean,
-when all trials of the point are in.
+The inner source sees one trial per point, as if there were neither folds nor seeds, and receives one score: the mean,
+when all trials of the point are over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Point:
 
 @final
 class CrossedSource(Source):
-    """Every point of another source once per fold and seed; a point's trials come one after the other."""
+    """Every point of another source once per fold and seed; `ask` returns a point's trials one after the other."""
 
     def __init__(self, points: Source, *, seeds: Sequence[int] = (0,), folds: int | None = None) -> None:
         """`folds`: how many there are; None validates on the task's test data."""

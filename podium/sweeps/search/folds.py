@@ -26,10 +26,10 @@ _HELD_OUT = 0.2  # by `shuffle`
 
 
 class FoldSpec(NamedTuple):
-    """What a text says of folds."""
+    """Folds as parsed from text."""
 
     kind: str | None
-    """None: as the targets are (`default_kind`)."""
+    """None: chosen by the targets (`default_kind`)."""
     n_splits: int
     repeats: int = 1
 
@@ -49,7 +49,7 @@ def read_folds(text: str | int) -> FoldSpec:
 
 
 def default_kind(targets: np.ndarray, n_splits: int) -> str:
-    """`stratified` for class numbers of which each fold can have one, `kfold` for all else."""
+    """`stratified` if targets are class numbers and each class has a sample for every fold, else `kfold`."""
     targets = np.asarray(targets)
     if targets.ndim != 1 or targets.dtype.kind not in "iu" or not len(targets):
         return "kfold"
@@ -68,7 +68,7 @@ def make_folds(
     """For each fold the training and the validation samples, as ascending indices into the training data.
 
     `kind` is a name of `FOLDS`, None (`group` where groups are given, else `default_kind`), or any object with
-    scikit-learn's `split(X, y, groups)`, which then knows the number of folds itself.
+    scikit-learn's `split(X, y, groups)`, which has its own number of folds.
     """
     targets = np.asarray(targets)
     if kind is None:

@@ -19,8 +19,8 @@ from podium.sweeps.trial import Trial
 class Grid(Source):
     """Every combination of the choices, the last name changing fastest, or shuffled.
 
-    Where trials do not all run at once, a rule that stops the worse of those so far stops nobody while each is better
-    than the one before, as may be in a grid that goes from bad to good: then shuffle.
+    Where trials do not all run at once, a rule that compares a trial with earlier ones stops none while each is better
+    than the one before, as in a grid ordered from bad to good: then shuffle.
     """
 
     space: Space

@@ -32,7 +32,7 @@ class PointList(Source):
     rows: Sequence[Row] = ()
     """Each point's options."""
     file: str = ""
-    """Where they are written, when they are not given as `rows`."""
+    """The file with the points, when `rows` is not given."""
 
     def __post_init__(self) -> None:
         if bool(self.rows) == bool(self.file):
@@ -58,14 +58,14 @@ class PointList(Source):
 
 
 def read_points(path: Path) -> list[Row]:
-    """The points of a file; its ending says how it is written."""
+    """The points of a file; its suffix decides the format."""
     if path.suffix not in _READERS:
         raise UnknownName(f"ending of a list of points, {path.name}:", path.suffix, _READERS)
     try:
-        rows = _READERS[path.suffix](path.read_text(encoding="utf-8-sig"))  # some programs begin a file with a mark
+        rows = _READERS[path.suffix](path.read_text(encoding="utf-8-sig"))  # some programs write a byte order mark
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, csv.Error) as error:  # what is no JSON, no TOML or no text is a ValueError
+    except (ValueError, csv.Error) as error:  # invalid JSON, TOML or UTF-8 is a ValueError
         raise ConfigError(f"{path}: cannot be read as {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path}: must hold a list of points, each a table of options")

@@ -1,8 +1,8 @@
 """Points that Optuna suggests from the scores of earlier points.
 
-One Optuna trial per point. A finished point is told its score, a stopped one is pruned (its last score counts as an
-intermediate value), a failed or diverged one has failed. A sweep that is resumed gives Optuna the earlier points
-first, with their scores; what it suggests then need not be what an uninterrupted sweep would have got.
+One Optuna trial per point. A finished point reports its score, a stopped one is pruned (its last score counts as an
+intermediate value), a failed or diverged one has failed. A resumed sweep gives Optuna the earlier points first, with
+their scores; its suggestions may then differ from those in an uninterrupted sweep.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class OptunaSearch(Source):
     sampler: Any = "tpe"
     """`tpe`, `gp`, `cmaes`, `qmc`, `random` … (a class of `optuna.samplers`), or an instance."""
     maximize: bool = False
-    """Whether larger scores are better; must be as in `study`, when that is given."""
+    """Whether larger scores are better; must match `study`, when that is given."""
     seed: int = 0
     parallel: int = 16
-    """How many points may be under way at once: the fewer, the more each suggestion knows."""
+    """How many points may be open at once: the fewer, the more scores each suggestion is based on."""
     study: Any = None
-    """An `optuna.Study` to go on with; one in memory is made when not given."""
+    """An `optuna.Study` to continue; None makes one in memory."""
 
     def __post_init__(self) -> None:
         optuna = import_optuna("the search with Optuna")
@@ -48,7 +48,7 @@ class OptunaSearch(Source):
                 raise ConfigError(f"search optuna: {name} must be at least 1, got {getattr(self, name)}")
         direction = "maximize" if self.maximize else "minimize"
         if self.study is None:
-            # Points that are under way count as bad ones, or many asked for at once would be much the same.
+            # `constant_liar`: open points count as bad ones, or many suggestions at once would be nearly the same.
             settings = {"seed": self.seed % 2**32, "constant_liar": True}
             sampler = make_part(self.sampler, optuna.samplers, "Sampler", settings)
             self._study = optuna.create_study(sampler=sampler, direction=direction)
@@ -111,7 +111,7 @@ class OptunaSearch(Source):
 
 
 def import_optuna(purpose: str) -> Any:
-    """The package, with what it says of each trial turned off."""
+    """The package, with its log line for each trial turned off."""
     try:
         optuna = importlib.import_module("optuna")
     except ImportError:
@@ -140,14 +140,14 @@ def make_part(given: Any, module: Any, kind: str, settings: Mapping[str, Any]) -
     accepted = inspect.signature(classes[key]).parameters
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a class is experimental is no news to who asked for it by name
+            warnings.simplefilter("ignore")  # no warning that a class is experimental: the user named it
             return classes[key](**{name: value for name, value in settings.items() if name in accepted})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optuna: {given} must be made in Python and given as an instance: {error}") from None
 
 
 def _labels(dimension: Dimension) -> dict[Any, Any]:
-    """What Optuna calls values that it cannot hold itself; empty where it can."""
+    """Text labels for values that Optuna cannot store; empty where it can store all of them."""
     if not isinstance(dimension, Choices) or all(isinstance(v, str | int | float | None) for v in dimension.values):
         return {}
     return {json.dumps(value): value for value in dimension.values}

@@ -17,7 +17,7 @@ from podium.sweeps.trial import Trial
 class RandomDraws(Source):
     """Points drawn at random from lists and ranges.
 
-    Each value is fixed by (seed, point, name): more points or another name leave the rest as they were.
+    Each value is fixed by (seed, point, name): more points or another name do not change the other values.
     """
 
     space: Space

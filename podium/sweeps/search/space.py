@@ -1,4 +1,4 @@
-"""What is searched: for each name a list of values, or a range.
+"""The search space: for each name a list of values, or a range.
 
     lr=0.1,0.03,0.01       three choices
     hidden=64|128,64       where there is a bar, it separates, and commas belong to the values
@@ -7,9 +7,9 @@
     width=16..128:int      a range of whole numbers, both ends included; `:int:log` too
     lr=1e-4..1e-1:log:5    five values spread evenly from end to end: choices again
 
-A value reads as in `--set task.NAME=VALUE`: as TOML would read it, bare words stay text, but for Python's True, False
-and None, which are what they say. Commas and bars inside quotes
-or brackets do not separate, so `betas=[0.9,0.99],[0.9,0.999]` is two choices; text with two dots in it needs quotes.
+A value is parsed as in `--set task.NAME=VALUE`: as TOML; bare words are text, except Python's True, False and None.
+Commas and bars inside quotes or brackets do not separate, so `betas=[0.9,0.99],[0.9,0.999]` is two choices; text with
+two dots in it needs quotes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Choices:
     values: tuple[Any, ...]
 
     def draw(self, rng: random.Random) -> Any:
-        """One value, each as likely as any other."""
+        """One value, uniformly at random."""
         return self.values[rng.randrange(len(self.values))]
 
     def __str__(self) -> str:
@@ -52,9 +52,9 @@ class Range:
     low: float
     high: float
     log: bool = False
-    """Whether every factor is as likely as any other, rather than every difference."""
+    """Whether numbers are drawn uniformly on a logarithmic scale."""
     whole: bool = False
-    """Whether only whole numbers are meant."""
+    """Whether the range has whole numbers only."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
@@ -66,7 +66,7 @@ class Range:
 
     def draw(self, rng: random.Random) -> float | int:
         """One number at random."""
-        # Half a number beyond each end of a whole range, or its ends would come half as often.
+        # Half a number beyond each end of a whole range, or its ends would be drawn half as often.
         margin = 0.5 if self.whole else 0.0
         low, high = self.low - margin, self.high + margin
         value = math.exp(rng.uniform(math.log(low), math.log(high))) if self.log else rng.uniform(low, high)
@@ -83,11 +83,11 @@ class Range:
             value = self.low * math.exp(share * math.log(self.high / self.low))
         else:
             value = self.low + share * (self.high - self.low)
-        # Twelve digits: 0.001 is meant where the arithmetic says 0.0009999999999999998.
+        # Twelve digits: 0.001 instead of 0.0009999999999999998.
         return self.clip(float(f"{value:.12g}"))
 
     def spread(self, count: int) -> Choices:
-        """Values spread evenly from end to end; of whole numbers that fall together one stays."""
+        """Values spread evenly from end to end; equal whole numbers are taken once."""
         if count < 2:
             raise ConfigError(f"range {self}: a range is spread over at least 2 values, got {count}")
         return Choices(tuple(dict.fromkeys(self.at(i / (count - 1)) for i in range(count))))
@@ -101,7 +101,7 @@ Dimension = Choices | Range
 
 
 class Space(Mapping[str, Dimension]):
-    """Names and what each may be, in the order in which they were given."""
+    """The dimension of each name, in the order in which they were given."""
 
     def __init__(self, dimensions: Mapping[str, Dimension]) -> None:
         self._dimensions = dict(dimensions)
@@ -123,15 +123,15 @@ class Space(Mapping[str, Dimension]):
         return [f"{name}={dimension}" for name, dimension in self.items()]
 
     def ranges(self) -> list[str]:
-        """Names that have a range, which no list of points can hold."""
+        """Names that have a range, not a list of values."""
         return [name for name, dimension in self.items() if isinstance(dimension, Range)]
 
 
 def read_space(given: Space | Mapping[str, Any] | Iterable[str] | None) -> Space:
     """A space from texts (`NAME=VALUES`), or from a mapping.
 
-    In a mapping, a list is choices, a text reads as behind `NAME=`, `Choices` and `Range` are themselves, and anything
-    else is the one value there is.
+    In a mapping, a list is choices, text is parsed as after `NAME=`, `Choices` and `Range` are taken as they are, and
+    anything else is a single choice.
     """
     if isinstance(given, Space):
         return given
@@ -193,7 +193,6 @@ def _read(name: str, text: str) -> Dimension:
 
 
 def read_value(text: str) -> Any:
-    """A value of a sweep from its text."""
     return _WORDS[text] if text in _WORDS else parse_value(text)
 
 
@@ -228,7 +227,7 @@ def _choices(name: str, values: Sequence[Any]) -> Choices:
 
 
 def _same(value: Any) -> Any:
-    """What two values have in common when they mean the same, as 1 and 1.0 do, but 1 and true do not."""
+    """A key that is equal for values of the same meaning: for 1 and 1.0, but not for 1 and true."""
     if isinstance(value, Mapping):
         return "table", frozenset((k, _same(v)) for k, v in value.items())
     if isinstance(value, list | tuple):
@@ -249,7 +248,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _split(name: str, text: str, separator: str) -> list[str]:
-    """Parts of the text between separators that stand outside quotes and brackets."""
+    """Split the text at separators outside quotes and brackets."""
     parts, depth, quote, escaped = [""], 0, "", False
     for char in text:
         if escaped:
@@ -273,7 +272,7 @@ def _split(name: str, text: str, separator: str) -> list[str]:
 
 
 def _shown(value: Any, inside: bool = False) -> str:
-    """A value as `parse_value` reads it; `inside` a list or table text is always quoted."""
+    """A value as text that `parse_value` reads back; text `inside` a list or table is always quoted."""
     if isinstance(value, str):
         bare = parse_value(value) == value == value.strip() != "" and not set(value) & set("|,\"'[]{}")
         bare = bare and ".." not in value and value not in _WORDS

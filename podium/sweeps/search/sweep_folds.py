@@ -1,4 +1,4 @@
-"""The folds of a sweep: made from what the user gave, and described for the manifest."""
+"""The folds of a sweep: made from the user's `folds`, and described for the manifest."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _CHUNK = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFolds:
-    """Folds, and what the manifest says of them."""
+    """Folds, and their description for the manifest."""
 
     kind: str
     folds: Folds
     request: str | None = None
-    """As text, where it was one."""
+    """The user's `folds` as text; None for a splitter or pairs."""
 
     def to_dict(self) -> dict[str, Any]:
         digest = hashlib.sha256()
@@ -40,7 +40,6 @@ class SweepFolds:
 
 
 def make_sweep_folds(given: Any, train: Dataset, seed: int) -> SweepFolds:
-    """Folds of these training data."""
     given = int(given) if isinstance(given, np.integer) else given
     if isinstance(given, list | tuple):
         given = _FoldPairs(given)
@@ -54,7 +53,7 @@ def make_sweep_folds(given: Any, train: Dataset, seed: int) -> SweepFolds:
 
 
 class _FoldPairs:
-    """Pairs of index arrays, with the method of a splitter."""
+    """Pairs of index arrays as a splitter."""
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         self._pairs = pairs
@@ -64,7 +63,7 @@ class _FoldPairs:
 
 
 def targets_of(data: Dataset) -> np.ndarray:
-    """What is true of each sample; zeros where it is no tensor, which no stratification can go by."""
+    """The target of each sample; zeros where targets are not tensors, so that folds are not stratified."""
     if isinstance(data, ArrayDataset):
         return np.asarray(data.targets)
     parts = []

@@ -31,7 +31,7 @@ def find_stopping(name: str) -> type[Stopping]:
 
 
 def make_stopping(given: str | Stopping | None, *, space: Any = None) -> Stopping:
-    """From `name[:key=value,…]`, as `asha:grace=2,factor=3`; an instance is itself, None stops no trial.
+    """From `name[:key=value,…]`, as `asha:grace=2,factor=3`; an instance is returned as it is, None stops no trial.
 
     `space` is the sweep's, for rules that draw from it.
     """

@@ -1,12 +1,12 @@
 """When a trial is stopped early: one small interface, and the ledger that rules read.
 
-A rule is a frozen dataclass of settings and looks at nothing but the ledger, which holds what all trials have reported
-so far. Scores there are turned so that larger is better; one that is no finite number is `-inf`, the worst there is,
-so comparisons need no special cases.
+A rule is a frozen dataclass of settings and reads nothing but the ledger, which has the reports of all trials so far.
+Scores in the ledger are signed so that larger is better; inf and nan become `-inf`, the worst score, so comparisons
+need no special cases.
 
 Trials are compared at the same epoch, not at the same step (batch sizes may differ) and not at the same time (a trial
 may begin when others end), and with trials of the same fold only. A sweep of thousands of small models reports
-thousands of times per second, so rules keep what they need in order in the ledger's memory, rather than read it all.
+thousands of times per second, so rules keep sorted scores in the ledger's memory, rather than read the whole ledger.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SLACK = 1e-9  # an epoch is steps divided by steps per epoch, and may be a round
 
 
 class Entry(NamedTuple):
-    """One report, its score turned so that larger is better."""
+    """One report; a larger score is better."""
 
     step: int
     epoch: float
@@ -40,11 +40,11 @@ class Page:
     entries: list[Entry] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     status: Status | None = None
-    """None while it is not over."""
+    """None while the trial runs."""
 
     @property
     def epoch(self) -> float:
-        """How far it has come, by its last report."""
+        """The epoch of the last report."""
         return self.entries[-1].epoch if self.entries else 0.0
 
     @property
@@ -55,23 +55,23 @@ class Page:
         return bool(self.entries) and self.epoch >= epoch - SLACK
 
     def score_at(self, epoch: float) -> float | None:
-        """Of the first report at this epoch or later; None when it has not come so far."""
+        """The score of the first report at this epoch or later; None if there is none yet."""
         return next((entry.score for entry in self.entries if entry.epoch >= epoch - SLACK), None)
 
 
 class Ledger:
-    """What all trials have reported so far."""
+    """The reports of all trials so far."""
 
     def __init__(self, *, maximize: bool, metric: str = "loss") -> None:
         self.maximize, self.metric = maximize, metric
         self.pages: dict[int, Page] = {}
         """By trial number, in the order in which trials began."""
         self.running: dict[int, Page] = {}
-        """Of trials that are not over."""
+        """Pages of trials that are not over."""
         self.points: dict[int, list[Page]] = {}
         """The pages of each point's trials."""
         self.memory: dict[str, Any] = {}
-        """What rules remember, by the name of the rule."""
+        """State of the rules, by the name of the rule."""
 
     def __getitem__(self, number: int) -> Page:
         return self.pages[number]
@@ -80,14 +80,14 @@ class Ledger:
         return iter(self.pages.values())
 
     def begin(self, trial: Trial) -> Page:
-        """A trial's page, opened if it is not."""
+        """A trial's page, new if the trial has none."""
         if trial.number not in self.pages:
             self.pages[trial.number] = self.running[trial.number] = page = Page(trial)
             self.points.setdefault(trial.point, []).append(page)
         return self.pages[trial.number]
 
     def record(self, trial: Trial, evaluation: Evaluation) -> float:
-        """Add a report; its score."""
+        """Add a report and return its score."""
         score = self.score_of(evaluation)
         page = self.begin(trial)
         page.entries.append(Entry(evaluation.step, evaluation.epoch, score))
@@ -95,7 +95,6 @@ class Ledger:
         return score
 
     def close(self, trial: Trial, status: Status) -> None:
-        """The trial is over."""
         self.begin(trial).status = status
         self.running.pop(trial.number, None)
 
@@ -106,7 +105,7 @@ class Ledger:
         return evaluation.value_of(self.metric)
 
     def score_of(self, evaluation: Evaluation) -> float:
-        """Larger is better; `-inf` for what is no finite number."""
+        """Larger is better; `-inf` where the metric is inf or nan."""
         value = self.value_of(evaluation)
         if not math.isfinite(value):
             return WORST
@@ -118,21 +117,21 @@ class Stopping(ABC):
 
     name: ClassVar[str]
     copies: ClassVar[bool] = False
-    """Whether it gives `become` verdicts, which not every executor can follow."""
+    """Whether the rule returns `become` verdicts, which not every executor can follow."""
 
     def hear(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> None:
-        """A trial has just reported; the ledger holds it already.
+        """Called with each report, after it was added to the ledger.
 
-        Trials that train side by side report together: all reports are recorded before the first is judged, so
+        Trials that train side by side report together: all their reports are recorded before the first is judged, so
         that a rule which compares trials at the same epoch does not depend on their order.
         """
 
     @abstractmethod
     def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
-        """What is to happen to a trial that has just reported; the ledger holds this report already.
+        """The verdict on a trial that has just reported; the report is in the ledger already.
 
-        Called once for each report. Those of an earlier session that is resumed come first, trial by trial, and
-        the verdicts on them are ignored.
+        Called once for each report. When a sweep is resumed, the reports of earlier sessions come first, trial by
+        trial, and the verdicts on them are ignored.
         """
 
     @property
@@ -141,12 +140,12 @@ class Stopping(ABC):
         return 0.0
 
     def check(self, *, epochs: int | None, eval_every: int, per_point: int) -> None:
-        """Refuse a sweep in which the rule could never act.
+        """Raise if the rule could never act in this sweep.
 
         `epochs` of a trial, None where they differ; `eval_every`: epochs between evaluations (0: only at the end,
         which is too late); `per_point`: trials of each point, over folds and seeds.
         """
-        if type(self).skip is not Stopping.skip:  # it acts between trials, too
+        if type(self).skip is not Stopping.skip:  # the rule acts between trials, too
             return
         if eval_every == 0:
             raise ConfigError(f"stopping {self.name}: judges at evaluations, so eval_every must be at least 1, got 0")
@@ -159,7 +158,7 @@ class Stopping(ABC):
             )
 
     def skip(self, trial: Trial, ledger: Ledger) -> str:
-        """Why a trial that has not begun need not begin; empty when it may."""
+        """Why this trial need not be trained; empty when it must. Called before the trial begins."""
         return ""
 
 
@@ -171,7 +170,7 @@ class NoStopping(Stopping):
     name: ClassVar[str] = "none"
 
     def check(self, *, epochs: int | None, eval_every: int, per_point: int) -> None:
-        """Anything goes."""
+        """No sweep is refused."""
 
     def judge(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> Verdict:
         return GO

@@ -1,8 +1,8 @@
-"""The median rule: a trial that has never been better than the others were on average is stopped.
+"""The median rule: a trial whose best score is below the other trials' typical mean score is stopped.
 
-Golovin et al., 2017, https://doi.org/10.1145/3097983.3098043: a trial is stopped at an epoch when its best score up to
-there is below the median of the others' mean scores up to there. The others are all that have reported at that epoch
-by then, whether they are through or not.
+Golovin et al., 2017, https://doi.org/10.1145/3097983.3098043: a trial is stopped at an epoch when its best score so far
+is below the median of the other trials' mean scores up to that epoch. The other trials are all that have reported at
+that epoch by then, whether they have ended or not.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from podium.sweeps.trial import GO, Evaluation, Trial, Verdict
 @final
 @dataclass(frozen=True, kw_only=True)
 class Median(Stopping):
-    """Stopped when the best score so far is below the median of the others' means so far."""
+    """Stops a trial when its best score so far is below the median of the other trials' means so far."""
 
     name: ClassVar[str] = "median"
     grace: float = 1.0
     """No trial is stopped before this many epochs."""
     least: int = 4
-    """How many others must have reported at the same epoch."""
+    """How many other trials must have reported at the same epoch."""
 
     def __post_init__(self) -> None:
         if self.grace < 0:
@@ -43,7 +43,7 @@ class Median(Stopping):
         bisect.insort(self._means(trial, evaluation, ledger), sum(scores) / len(scores))
 
     def _means(self, trial: Trial, evaluation: Evaluation, ledger: Ledger) -> list[float]:
-        """Of all that have reported at this epoch of this fold, ascending."""
+        """The mean scores of all trials of this fold that have reported at this epoch, ascending."""
         memory: dict[Any, list[float]] = ledger.memory.setdefault(self.name, defaultdict(list))
         return memory[trial.fold, round(evaluation.epoch, 6)]
 
@@ -60,7 +60,7 @@ class Median(Stopping):
 
 
 def _median_without(own: int, ascending: list[float]) -> float:
-    """The median of all but one."""
+    """The median of all values but the one at index `own`."""
     count = len(ascending) - 1
     if not count:
         return WORST

@@ -1,9 +1,9 @@
 """Any of Optuna's pruners, over the ledger.
 
-A study per fold is kept in the ledger's memory, with one Optuna trial per trial of the sweep; each report is an
-intermediate value, and the pruner is asked. Optuna's steps are a trial's reports, counted from 1: with one evaluation
-per epoch they are epochs. Most pruners compare with trials that are through, and do nothing before some are: of trials
-that all train side by side they stop none. Successive halving does, from the first report on.
+The ledger's memory has a study per fold, with one Optuna trial per trial of the sweep; each report is an intermediate
+value, on which the pruner decides. Optuna's steps are a trial's reports, counted from 1: with one evaluation per epoch
+they are epochs. Most pruners compare with finished trials, and do nothing before there are some: of trials that all
+train side by side they stop none. Successive halving does, from the first report on.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Study:
         self._states = optuna.trial.TrialState
         self._study = optuna.create_study(pruner=pruner, direction="maximize")
         self._trials: dict[int, Any] = {}
-        self._shown: dict[int, int] = {}  # how many reports of each
+        self._shown: dict[int, int] = {}  # how many reports of each trial Optuna has
         self._closed: set[int] = set()
 
     def reports(self, trial: Trial) -> int:
@@ -78,7 +78,7 @@ class _Study:
             self._trials[number], self._shown[number] = self._study.ask(), 0
         for entry in page.entries[self._shown[number] :]:
             self._shown[number] += 1
-            # Numpy's percentiles warn of what is no number, and trip over infinities.
+            # numpy's percentiles warn of nan, and fail on infinities.
             self._trials[number].report(max(entry.score, -1e300), step=self._shown[number])
         if not page.running:
             self._close(page, number)

@@ -1,18 +1,18 @@
-"""Population based training: the worst take over what the best have learnt, and change their settings a little.
+"""Population based training: the worst trials copy the best, and change their options a little.
 
 Jaderberg et al., 2017, https://arxiv.org/abs/1711.09846. Every `every` epochs a trial in the bottom quantile of the
 population becomes one of the top quantile (parameters, buffers, optimizer), drawn at random, and multiplies each
 explored option by one of two factors, or draws it anew.
 
 When is a trial judged? Not when all have reached an epoch: that would make the fastest wait. Nor, as in the paper, by
-the others' latest scores: trials that train side by side report one after the other, and the first would be held
-against scores that are one evaluation old, and so look better than it is. Here each trial is judged once per milestone
-(a multiple of `every`), at its first report by which all that run and had reached the milestone before have reached
-this one, too, by the scores that all had at the milestone. No trial waits, the order within an evaluation does not
-matter, and draws are fixed by (seed, trial, milestone).
+the other trials' latest scores: trials that train side by side report one after the other, and the first would be
+compared with scores that are one evaluation old, and so look better than it is. Here each trial is judged once per
+milestone (a multiple of `every`), by the scores that all trials had at the milestone. It is judged at its first report
+after every running trial that had reached the previous milestone has reached this one. No trial waits, the order within
+an evaluation does not matter, and draws are fixed by (seed, trial, milestone).
 
-The whole population must train side by side: a trial that waits for a place cannot be copied from, and one that is over
-neither. What an interrupted sweep had copied is not known when it is resumed.
+The whole population must train side by side: a trial that waits for a row, or is over, cannot be copied from. A resumed
+sweep does not know which trials the interrupted session had copied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from podium.sweeps.search.space import Choices, Range, Space
 from podium.sweeps.stopping.base import SLACK, Ledger, Page, Stopping
 from podium.sweeps.trial import GO, Evaluation, Trial, Verdict
 
-_BELOW_ONE = ("dropout", "label_smoothing", "momentum")  # where no space says so
+_BELOW_ONE = ("dropout", "label_smoothing", "momentum")  # bounded by 0.99 where no space gives a bound
 _NOT_IN_MID_TRAINING = ("batch_size", "epochs", "init_seed", "order_seed")
 
 
@@ -39,7 +39,7 @@ class _Memory:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PBT(Stopping):
-    """Population based training: the worst become copies of the best, with settings changed a little."""
+    """Population based training: the worst trials become copies of the best, with options changed a little."""
 
     name: ClassVar[str] = "pbt"
     copies: ClassVar[bool] = True
@@ -48,15 +48,15 @@ class PBT(Stopping):
     quantile: float = 0.25
     """Share of the population that is replaced, and that is copied; at least one trial."""
     explore: str = ""
-    """Options that change, as `lr+weight_decay`; all that are fractions when not given."""
+    """Options that change, as `lr+weight_decay`; by default all whose values are floats."""
     down: float = 0.8
     up: float = 1.2
     """An explored number is multiplied by one of the two."""
     resample: float = 0.25
-    """How often an option is drawn anew from the space instead, where there is one."""
+    """How often an option is drawn anew from the space instead, if there is a space."""
     seed: int = 0
     space: Any = None
-    """The search space (`podium.sweeps.search.space.Space`): bounds, and what is drawn anew."""
+    """The search space (`podium.sweeps.search.space.Space`), for bounds and new draws."""
 
     def __post_init__(self) -> None:
         def need(holds: bool, name: str, what: str) -> None:
@@ -118,7 +118,7 @@ class PBT(Stopping):
         return Verdict(action="become", source=source.trial.number, options=options, why=why)
 
     def _explored(self, source: Page, memory: _Memory, rng: random.Random) -> dict[str, Any]:
-        """The source's present options that may change, changed."""
+        """The source's current values of the explored options, changed."""
         present = {**source.trial.options, **memory.options.get(source.trial.number, {})}
         names = self._names() or [k for k, v in present.items() if isinstance(v, float)]
         return {name: self._changed(name, present[name], rng) for name in names if name in present}
@@ -144,5 +144,5 @@ class PBT(Stopping):
 
 
 def _population(trial: Trial, ledger: Ledger) -> list[Page]:
-    """The trials that run, of the same fold."""
+    """The running trials of the same fold."""
     return [page for page in ledger.running.values() if page.trial.fold == trial.fold]

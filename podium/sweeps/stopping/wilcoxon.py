@@ -1,15 +1,15 @@
-"""For folds: a point that does worse than the best one on the same folds is given up, whole.
+"""For folds: a point that is worse than the best point on the same folds is given up, with all its trials.
 
 The rule. When a trial reports, its point's trials (one per fold and seed) that have reported at this epoch are paired
 with the best point's trials of the same fold and seed, at the same epoch. The best point is the one with the highest
-mean there, among those with at least `least` pairs. Where Wilcoxon's signed-rank test (one-sided, scipy) says that the
-point is worse, with p below `p`, it is given up: its trials that run are stopped at their next report, and those that
-have not begun do not begin. The point with the highest mean is never given up.
+mean there, among those with at least `least` pairs. Where Wilcoxon's signed-rank test (one-sided, scipy) finds the
+point worse, with p below `p`, the point is given up: its running trials are stopped at their next report, and its other
+trials never begin. The point with the highest mean is never given up.
 
-Its limits. With n pairs p cannot be below 1 / 2**n, so five folds can decide at 0.05, three at nothing below 0.125. It
-tests at every report, so of points that are equally good more than a share `p` is given up in the course of a training.
-It compares at equal epochs, and so takes a slow starter for a bad point. Folds overlap in their training samples, which
-the test does not know of. A trial that is no number counts as worst; two of them as equal.
+Its limits. With n pairs p cannot be below 1 / 2**n, so five folds can decide at 0.05, three at nothing below 0.125. The
+rule tests at every report, so more than a share `p` of equally good points is given up in the course of a training. It
+compares at equal epochs, and so takes a slow starter for a bad point. The test ignores that folds overlap in their
+training samples. A score of inf or nan counts as worst; two of them as equal.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class _Memory:
     scores: defaultdict[float, dict[int, Scores]] = field(default_factory=lambda: defaultdict(dict))
     """By epoch and point."""
     epoch: dict[int, float] = field(default_factory=dict)
-    """Of each point's last report."""
+    """The epoch of each point's last report."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Wilcoxon(Stopping):
-    """A point worse than the best on the same folds is given up, with all its folds."""
+    """Gives up a point, with all its folds, that is worse than the best on the same folds."""
 
     name: ClassVar[str] = "wilcoxon"
     p: float = 0.1
-    """How unlikely the difference must be by luck."""
+    """The test's p below which a point is given up."""
     least: int = 4
-    """Pairs of trials that must be there."""
+    """How many pairs of trials a comparison needs."""
     grace: float = 1.0
     """Nothing is compared before this many epochs."""
 
@@ -88,7 +88,7 @@ class Wilcoxon(Stopping):
         return self._worse(trial.point, epoch, memory.scores[epoch])
 
     def _worse(self, point: int, epoch: float, scores: Mapping[int, Scores]) -> str:
-        """What shows that the point is worse than the best, or nothing."""
+        """Why the point is worse than the best; empty if that is not shown."""
         own = scores[point]
         rivals = {n: s for n, s in scores.items() if n != point and len(own.keys() & s.keys()) >= self.least}
         if not rivals:
@@ -97,7 +97,7 @@ class Wilcoxon(Stopping):
         if _mean(own) >= _mean(rivals[best]):
             return ""
         pairs = sorted(own.keys() & rivals[best].keys(), key=str)
-        # Only ranks count, so what is no number becomes a number below all others.
+        # Only ranks count, so `-inf` becomes a number below all others.
         a, b = (np.nan_to_num([scores[k] for k in pairs], neginf=-1e300) for scores in (own, rivals[best]))
         if a.mean() >= b.mean():
             return ""

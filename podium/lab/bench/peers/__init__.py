@@ -1,5 +1,5 @@
-"""What `podium bench ps` is measured beside: other systems' parameter servers, each as its users would write one.
+"""Contenders of the benches: Podium, and other systems as their users would write them.
 
-`work.py` says what all of them do, `team.py` and `script.py` how their processes are started and asked. What needs
-packages that Podium's own environment does not have is a script, which imports nothing of Podium.
+`work.py` defines the work of `bench ps`; `team.py` and `script.py` start the contenders' processes and send them
+requests. A peer that needs packages outside Podium's environment is a script that imports nothing of Podium.
 """

@@ -1,8 +1,8 @@
-"""Bare TCP sockets: what a link carries when nothing is computed or framed.
+"""Bare TCP sockets: the bandwidth of a link without computing or framing.
 
-`BareStar`, for `bench ps`: a connection between the server and each worker, both ends send as fast as they can.
-`BareRing`, for `bench collectives`: each node sends to the next and receives from the one before, all links both ways
-at once; what remains of an all-reduce without the sums. Two nodes use one connection both ways, as Podium does.
+`BareStar`, for `bench ps`: a connection between the server and each worker; both ends send as fast as they can.
+`BareRing`, for `bench collectives`: each node sends to the next and receives from the previous one, all links both ways
+at once: an all-reduce without the sums. Two nodes use one connection both ways, as Podium does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RING_BUFFER_BYTES = 1 << 20
 
 
 class BareStar:
-    """The server is the last place."""
+    """The server connected to each worker; it is the last of `places`."""
 
     def __init__(self, folder: Path, places: tuple[Place, ...]) -> None:
         members = [partial(_star_node, rank, folder, place) for rank, place in enumerate(places)]
@@ -41,7 +41,7 @@ class BareStar:
 
 
 class BareRing:
-    """One process per node, connected to the next and to the one before."""
+    """One process per node, connected to the next and the previous one."""
 
     def __init__(self, folder: Path, places: tuple[Place, ...]) -> None:
         self._members = range(len(places))
@@ -49,7 +49,7 @@ class BareRing:
         self._team = Team("bare sockets", members)
 
     def measure(self, nbytes: int) -> float:
-        """Seconds until every node has sent, and received, `nbytes` bytes; of the slowest."""
+        """Seconds until the slowest node has sent and received `nbytes` bytes."""
         return max(float(took) for took in self._team.ask("round", nbytes, members=self._members))
 
     def end(self) -> None:
@@ -82,7 +82,7 @@ def _star_node(rank: int, folder: Path, place: Place, pipe: Connection) -> None:
 
 
 def _stream(connections: list[socket.socket], seconds: float) -> tuple[int, float]:
-    """Bytes received over all connections while both ends send for this long, and how long it took to the last."""
+    """Bytes received over all connections while both ends send for `seconds`, and the time until the last byte."""
     received = [0] * len(connections)
     began = time.perf_counter()
 
@@ -129,14 +129,14 @@ def _ring_node(rank: int, size: int, folder: Path, place: Place, pipe: Connectio
 
 
 def _ring_round(out: socket.socket, into: socket.socket, nbytes: int) -> float:
-    _swap(out, into, 1)  # all are here
+    _swap(out, into, 1)  # a barrier between neighbours
     began = time.perf_counter()
     _swap(out, into, nbytes)
     return time.perf_counter() - began
 
 
 def _swap(out: socket.socket, into: socket.socket, nbytes: int) -> None:
-    """Send this many bytes while receiving as many."""
+    """Send `nbytes` while receiving as many."""
     sender = threading.Thread(target=_send, args=(out, nbytes), daemon=True)
     sender.start()
     _receive(into, nbytes)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel in the loop of its documentation, for every bench that is measured beside it."""
+"""DistributedDataParallel in the loop of its documentation, for every bench that compares with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def join_gloo(rank: int, size: int, store: Path) -> None:
 def ddp_step(
     task: Task, batches: Batches, prepare: Callable[[Any], None] = lambda model: None, **options: Any
 ) -> tuple[Callable[[], None], torch.nn.Module]:
-    """A training step on the next batch, and the model; `options` are DDP's own, `prepare` gets the wrapped model."""
+    """A training step on the next batch, and the model; `options` are DDP's, `prepare` gets the wrapped model."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)

@@ -1,11 +1,11 @@
 """DistributedDataParallel with its own communication hooks, in the loop of its documentation.
 
-    none        gradients as they are
+    none        uncompressed gradients
     fp16        `fp16_compress_hook`
-    power-sgd   `powerSGD_hook`, rank 1, which begins after two plain steps, the fewest it takes
+    power-sgd   `powerSGD_hook`, rank 1, which begins after two plain steps, the fewest it accepts
 
-PowerSGD gets one bucket for all: with DDP's usual buckets its hook never returns over gloo. The ranks have
-the allocator's switch that Podium's set (`podium.engine.allocator`), so that it is not mistaken for better
+PowerSGD gets one bucket for all gradients: with DDP's usual buckets its hook never returns over gloo. The ranks have
+the allocator setting of Podium's ranks (`podium.engine.allocator`), so that its effect is not mistaken for better
 communication.
 """
 
@@ -28,13 +28,13 @@ from podium.lab.bench.peers.team import Team, answer
 from podium.task import load_task
 
 HOOKS = ("none", "fp16", "power-sgd")
-_PLAIN_STEPS = 2  # the fewest that PowerSGD's hook takes
+_PLAIN_STEPS = 2  # the fewest that PowerSGD's hook accepts
 _ONE_BUCKET_MB = 200
 
 
 @final
 class DdpSteps(Ranks):
-    """A replica per hook and rank, made when first asked for and kept."""
+    """A replica per hook and rank, made at the hook's first round and reused."""
 
     def __init__(self, payload: Mapping[str, Any], folder: Path, places: tuple[Place, ...]) -> None:
         size = len(places)
@@ -66,7 +66,7 @@ def _rank(rank: int, size: int, payload: dict[str, Any], store: Path, place: Pla
 
 def _register(model: Any, hook: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # importing the hooks warns of parts that are not used here
+        warnings.simplefilter("ignore")  # importing the hooks warns about parts not used here
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     if hook == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)

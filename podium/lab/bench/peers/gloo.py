@@ -1,4 +1,4 @@
-"""gloo as a plain script has it: `torch.distributed.all_reduce`, one after the other, each waited for."""
+"""gloo as in a plain script: blocking calls of `torch.distributed.all_reduce`, one after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN, KEEPING_MEMORY = "gloo", "gloo-keeping-memory"
 
 
 class Gloo(Summing):
-    """The ranks of a script that calls gloo; `keeping_memory` gives them the allocator's switch that Podium's have."""
+    """The ranks of a script that calls gloo; `keeping_memory` gives them the allocator setting of Podium's ranks."""
 
     def __init__(self, folder: Path, places: tuple[Place, ...], *, keeping_memory: bool = False) -> None:
         name, size = KEEPING_MEMORY if keeping_memory else PLAIN, len(places)

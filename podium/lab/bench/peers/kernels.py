@@ -1,4 +1,4 @@
-"""A codec alone with a tensor, on one core: what packing and unpacking cost without any exchange."""
+"""The cost of packing and unpacking a tensor on one core, without any exchange."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _EPOCHS_DONE = 100.0  # by then every codec's warm-up is over
 
 
 class Cost(NamedTuple):
-    """Seconds for the whole tensor, and the size of its wire."""
+    """Seconds for the whole tensor, and the bytes of its wire."""
 
     encode: float
     decode: float
     step: float
-    """What packing costs a training step: with error feedback, where the codec has it."""
+    """Packing in a training step: with error feedback, if the codec has it."""
     wire_bytes: int
 
 
@@ -61,7 +61,7 @@ def _alone(side: int, pipe: Connection) -> None:
 
 
 def _third(packing: Packing, tensor: torch.Tensor, span: Span, turn: StepContext) -> tuple[float, torch.Tensor]:
-    """Seconds of the third time, when all that is remembered is there; and the wire."""
+    """Seconds of the third call, when the codec's memory is filled; and the wire."""
     memory = Memory([tensor])
     seconds, wires = 0.0, list[torch.Tensor]()
     for _ in range(3):
@@ -74,7 +74,7 @@ def _third(packing: Packing, tensor: torch.Tensor, span: Span, turn: StepContext
 
 
 def _timed(work: Callable[[], object]) -> float:
-    """Seconds of the second time."""
+    """Seconds of the second call."""
     work()
     began = time.perf_counter()
     work()

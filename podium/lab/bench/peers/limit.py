@@ -1,4 +1,4 @@
-"""What the machine allows: a round trip's arithmetic and one copy, in one process, without any exchange."""
+"""The limit of the machine: a round trip's arithmetic and one copy, in one process, without any exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from podium.lab.bench.peers.team import TeamContender, answer
 from podium.lab.bench.peers.work import LR, Pulled, Tally, pattern, run_for, units
 
 CUT_ELEMENTS = 1 << 19
-"""The update goes through the parameters in cuts of this size, which stay in the cache."""
+"""The update processes the parameters in chunks of this size, which stay in the cache."""
 
 
 @final

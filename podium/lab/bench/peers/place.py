@@ -1,4 +1,4 @@
-"""Where a contender's ranks live, how they get there, and how Podium's ranks connect."""
+"""The network namespaces of a contender's ranks, and how Podium's ranks connect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from podium.launch.clusters.namespaces import ShapedNetwork, enter_namespace
 
 
 class Place(NamedTuple):
-    """Where a rank lives: in a namespace, at an address; without one, beside the others on this machine."""
+    """A rank's network namespace and address; without one, the rank runs on this host with the other ranks."""
 
     namespace: str | None = None
     host: str | None = None
@@ -26,12 +26,12 @@ class Place(NamedTuple):
     """Of the namespace."""
 
     def enter(self, *, keeping_memory: bool = True) -> None:
-        """Make this process one of the place. `keeping_memory`: with the allocator's switch that Podium's ranks set."""
+        """Move this process into the place. `keeping_memory`: with the allocator setting of Podium's ranks."""
         if keeping_memory:
             keep_freed_memory()
         if self.namespace is not None:
             enter_namespace(self.namespace)
-            os.environ["GLOO_SOCKET_IFNAME"] = self.interface  # else gloo looks up the host's name, unknown in here
+            os.environ["GLOO_SOCKET_IFNAME"] = self.interface  # else gloo resolves the host name, unknown in here
 
 
 def places_on(network: ShapedNetwork) -> tuple[Place, ...]:
@@ -43,7 +43,7 @@ def places_on(network: ShapedNetwork) -> tuple[Place, ...]:
 def connect(
     rank: int, workers: int, folder: Path, place: Place, *, servers: Sequence[int] = (), shares_tensors: bool = True
 ) -> RealCommunicator:
-    """A communicator as `podium train` has it: Unix sockets and shared memory on one host, TCP between namespaces.
+    """A communicator as in `podium train`: Unix sockets and shared memory on one host, TCP between namespaces.
 
     `shares_tensors`: whether collectives may use shared memory, too.
     """

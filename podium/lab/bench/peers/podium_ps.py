@@ -1,7 +1,7 @@
-"""Podium itself: the server's own loop, workers and strategy, in processes as `podium train` has them.
+"""Podium: its server loop, workers and strategy, in processes as in `podium train`.
 
-Left out of a step, because no contender has it here: the backward pass. Left out of the server, for the same reason:
-snapshots. Leases and records are as in any run.
+Steps have no backward pass and servers write no snapshots, since no contender does either here. Leases and records are
+as in any run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from podium.servers.leases.lease import Lease
 from podium.strategies.parameter_server import ParameterServer, PSState
 from podium.task import load_task
 
-_NEVER = 1 << 40  # a position in the order that no bench gets to
+_NEVER = 1 << 40  # a position in the order that no bench reaches
 
 
 @final
@@ -50,7 +50,7 @@ class Podium(TeamContender):
 
 
 def _podium_rank(rank: int, payload: dict[str, Any], folder: Path, place: Place, pipe: Connection) -> None:
-    """One rank, from its first line to its last."""
+    """The main function of one rank."""
     place.enter()
     comm = connect(rank, WORKERS, folder, place, servers=[WORKERS], shares_tensors=False)
     task = load_task("wide-mlp", {**payload, "lr": LR, "momentum": 0.0})
@@ -67,7 +67,7 @@ def _podium_rank(rank: int, payload: dict[str, Any], folder: Path, place: Place,
 
 
 class _Pusher:
-    """A worker whose gradient is its number, everywhere and always."""
+    """A worker whose gradient always has its number in every element."""
 
     def __init__(self, job: Job, strategy: ParameterServer, worker: Worker) -> None:
         self._strategy, self._worker, self._pushed = strategy, worker, 0.0
@@ -91,7 +91,7 @@ class _Pusher:
     def _round_trip(self) -> None:
         self._strategy.exchange(self._worker, self._state, self._batch)
         self._pushed += self._number
-        lease = self._worker.leases.next  # it came with the answer; a server applies one only once
+        lease = self._worker.leases.next  # it came with the answer; a server applies each lease only once
         assert isinstance(lease, Lease)
         self._batch = self._batch._replace(lease=lease.number)
 
@@ -99,7 +99,7 @@ class _Pusher:
         return Pulled(self._pushed, *self._units())
 
     def finish(self) -> tuple[float, float]:
-        """Units in the server's parameters, which come home once all workers are through."""
+        """Units in the server's parameters, which `finish` fetches when all workers are done."""
         self._strategy.finish(self._worker, self._state)
         return self._units()
 

@@ -1,4 +1,4 @@
-"""Podium's all-reduce with a codec, on ranks as `podium train` has them."""
+"""Podium's all-reduce with a codec, on ranks set up as by `podium train`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _EPOCHS_DONE = 100  # by then every codec's warm-up is over
 
 @final
 class PodiumSteps(Stepping):
-    """One worker per place. A contender's name is its codec, as `podium train --codec` takes it.
+    """One worker per place. A contender's name is its codec, in the syntax of `podium train --codec`.
 
-    Each round has processes of its own, since a replica with its codec's memory takes half a gigabyte or more.
+    Each round starts new processes, since a replica with its codec's memory takes half a gigabyte or more.
     """
 
     def __init__(self, payload: Mapping[str, Any], folder: Path, places: tuple[Place, ...]) -> None:
@@ -51,7 +51,7 @@ class PodiumSteps(Stepping):
             workers.end()
 
     def end(self) -> None:
-        """Every round has ended its own."""
+        """Nothing to end: every round ends its own processes."""
 
 
 def _rank(rank: int, size: int, payload: dict[str, Any], folder: Path, place: Place, pipe: Connection) -> None:
@@ -90,7 +90,7 @@ class _Replica:
         return run_steps(count, self._step, self._comm.barrier, self._interface, lambda: self._comm.traffic.sent)
 
     def chosen(self) -> dict[str, Any]:
-        """What `auto` chose: the codecs in use now, and its reasons; empty for any other codec."""
+        """The codecs that `auto` uses now, and its reasons; empty for any other codec."""
         assert self._worker is not None
         news = {fact["kind"]: fact for fact in self._worker.sender.news}
         if "codec" not in news:

@@ -1,6 +1,6 @@
-"""Podium's own collectives, in processes and on communicators as `podium train` has them.
+"""Podium's collectives, in processes and on communicators as in `podium train`.
 
-On one host the workers meet in shared memory, and messages go over Unix sockets; in namespaces all goes over TCP.
+On one host the workers use shared memory, and Unix sockets for messages; in namespaces everything goes over TCP.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from podium.lab.bench.peers.summing import Summing, Sums
 from podium.lab.bench.peers.team import Team, answer
 
 OUTSIDE = "shared (own memory)"
-"""Collective `shared` on a tensor that does not lie in shared memory."""
+"""Collective `shared` on a tensor outside shared memory."""
 
 
 class PodiumSums(Summing):
-    """Workers that have all of these collectives ready."""
+    """Workers with all of these collectives prepared."""
 
     def __init__(self, folder: Path, places: tuple[Place, ...], collectives: Sequence[str]) -> None:
         size, names = len(places), tuple(collectives)
@@ -34,7 +34,7 @@ class PodiumSums(Summing):
         super().__init__("podium", Team("podium", members), size)
 
     def chosen(self, how: str, nbytes: int) -> str:
-        """Which collective is used for this many bytes: `auto` decides by size."""
+        """The collective used for `nbytes`: `auto` decides by size."""
         return str(self.ask("chosen", how, nbytes)[0])
 
 

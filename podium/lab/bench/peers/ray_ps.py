@@ -1,11 +1,11 @@
-"""Ray: the server and the workers are actors, and what they exchange travels through the object store.
+"""Ray: the server and the workers are actors, which exchange tensors through the object store.
 
-Run by an interpreter that has Ray, as a script; imports nothing of Podium. `script_protocol.py` says what it is asked.
+Run as a script by an interpreter that has Ray; imports nothing of Podium. `script_protocol.py` lists its requests.
 
-Variants, both updated by torch, which does so in one pass and without a temporary array:
+Variants, both updated by torch, in one pass and without a temporary array:
 
-    ray_numpy   numpy arrays, which Ray's readers see in place
-    ray_torch   torch tensors with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1, which gives them the same
+    ray_numpy   numpy arrays, which Ray reads without a copy
+    ray_torch   torch tensors, also without a copy, by RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ DEADLINE_S = 100.0
 
 
 class Server:
-    """The parameters. An actor does one call at a time, and has copied what it returns before it takes the next."""
+    """The parameters. An actor does one call at a time, and has copied its return value before the next call."""
 
     def __init__(self, variant: str, size: int, lr: float, period: int) -> None:
         self._lr, self._period, self._params = lr, period, _pattern(size, lr, period)
-        # A view of the same memory: what is returned is what is updated.
+        # A view of the same memory, so that the update shows in the returned array.
         self._shown = self._params.numpy() if variant == "ray_numpy" else self._params
 
     def push(self, grad: Any) -> Any:
@@ -37,7 +37,7 @@ class Server:
 
 
 class Worker:
-    """One worker's gradient, which is its number everywhere, and its own copy of the parameters."""
+    """One worker's gradient, whose elements are all the worker's number, and its copy of the parameters."""
 
     def __init__(self, variant: str, size: int, lr: float, period: int, number: int, server: Any) -> None:
         import torch
@@ -64,7 +64,7 @@ class Worker:
 
 
 def _as_tensor(value: Any) -> Any:
-    """The value itself, or a tensor over a numpy array's memory, which Ray hands out read-only."""
+    """The value, or a tensor over a numpy array's memory, which Ray makes read-only."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -87,7 +87,7 @@ def _units(params: Any, lr: float, period: int) -> tuple[float, float]:
 
 
 class Contender:
-    """Ray itself and one set of actors per variant."""
+    """Ray and one set of actors per variant."""
 
     def __init__(self, sizes: list[int], workers: int, lr: float, period: int, folder: str) -> None:
         import ray

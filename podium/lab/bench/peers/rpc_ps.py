@@ -1,10 +1,10 @@
 """torch.distributed.rpc: a worker calls a function on the server with its gradient and gets the parameters back.
 
-On TensorPipe with its own choice of transports, which on one machine means shared memory. Variants:
+On TensorPipe with its default transports, which on one machine means shared memory. Variants:
 
     rpc_copy          the server clones the parameters under its lock, so that no reader sees half an update
-    rpc_copy_reused   the same into a buffer kept for each worker, which spares the pages of a fresh one
-    rpc_live          the parameters themselves are returned: one copy less, and a reader may see half an update
+    rpc_copy_reused   the same into a buffer per worker, which saves allocating new pages
+    rpc_live          the server returns the parameters themselves: one copy less, but a reader may see half an update
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SERVER = "server"
 
 @final
 class Rpc(TeamContender):
-    """Two workers and a server, which hold one set of parameters per variant."""
+    """Two workers and a server, which have one set of parameters per variant."""
 
     variants = VARIANTS
 
@@ -55,7 +55,7 @@ class _Server:
             self.params.add_(grad, alpha=-LR)
             if self._variant == "rpc_copy":
                 return self.params.clone()
-            if self._variant == "rpc_copy_reused":  # this worker has read the last one: it came back to push
+            if self._variant == "rpc_copy_reused":  # this worker has read the last answer: it pushes again
                 return self._out[worker].copy_(self.params)
         return self.params
 
@@ -64,13 +64,13 @@ _servers: dict[str, _Server] = {}
 
 
 def _push(variant: str, worker: int, grad: Tensor) -> Tensor:
-    """Called from afar."""
+    """Called by RPC, on the server."""
     return _servers[variant].push(worker, grad)
 
 
 def _rank(rank: int, size: int, folder: Path, pipe: Connection) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is deprecated, and says so at every turn
+        warnings.simplefilter("ignore")  # it is deprecated, and warns at every call
         import torch.distributed.rpc as rpc
 
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc", rpc_timeout=DEADLINE_S)

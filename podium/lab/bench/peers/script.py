@@ -1,7 +1,7 @@
-"""A contender that lives in another environment: a script run by the peers' interpreter, asked by lines of JSON.
+"""A contender in another environment: a script run by the peers' interpreter, with requests and answers as JSON lines.
 
-Systems like these start helpers that outlive them when they are killed. All that descend from a script carry a word
-of its own in their environment; by that they are found, and ended with it.
+Systems like these start helper processes that outlive them when they are killed. All descendants of a script have a
+unique mark in their environment variables, by which they are found and killed with it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ENVIRONMENT = ".venv-peers"
 
 _MARK = "PODIUM_BENCH_MARK"
 _END_S = 10.0
-_PATIENCE_S = 5.0  # how long what is killed may take to be gone
+_PATIENCE_S = 5.0  # how long killed processes may take to disappear
 
 
 def peers_python() -> Path:
-    """The interpreter that has the peers: as the environment says, or where `make peers` puts it."""
+    """The interpreter that has the peers: `PODIUM_PEERS_PYTHON`, or the one that `make peers` installs."""
     named = os.environ.get(PYTHON_VARIABLE)
     if named:
         return Path(named)
@@ -40,7 +40,7 @@ def peers_python() -> Path:
 
 
 def need_module(peer: str, module: str) -> Path:
-    """The peers' interpreter, once it is known to have this module."""
+    """The peers' interpreter; raises `ConfigError` if it does not have this module."""
     python = peers_python()
     look = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
     try:
@@ -50,7 +50,7 @@ def need_module(peer: str, module: str) -> Path:
         missing = f"does not run: {error}"
     if missing:
         raise ConfigError(
-            f"bench ps: peer {peer} needs {module} in an environment of its own, and {python} {missing}: "
+            f"bench ps: peer {peer} needs {module} in its own environment, and {python} {missing}: "
             f"run `make peers`, or set {PYTHON_VARIABLE} to an interpreter that has it"
         )
     return python
@@ -58,10 +58,10 @@ def need_module(peer: str, module: str) -> Path:
 
 @final
 class Script(Contender):
-    """One script and all that descends from it."""
+    """One script and all its descendants."""
 
     def __init__(self, peer: str, module: str, sizes: Sequence[int], folder: Path) -> None:
-        """`sizes` of the model's tensors, in elements; `folder` is for the script's own files."""
+        """`sizes` of the model's tensors, in elements; `folder` is the script's working folder."""
         self._peer, self.mark, self._rest = peer, secrets.token_hex(8), b""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the script
         python, script = need_module(peer, module), Path(__file__).with_name(f"{peer}_ps.py")
@@ -133,7 +133,7 @@ class Script(Contender):
 
 
 def end_marked(mark: str) -> None:
-    """Kill all processes that carry this mark, until none is left."""
+    """Kill all processes with this mark, until none is left."""
     deadline = time.monotonic() + _PATIENCE_S
     while (found := marked(mark)) and time.monotonic() < deadline:
         for pid in found:
@@ -143,7 +143,7 @@ def end_marked(mark: str) -> None:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes that carry this mark; one that has ended and waits for its parent has no environment any more."""
+    """Processes with this mark; a zombie has no environment any more, so it is not among them."""
     word, found = f"{_MARK}={mark}".encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

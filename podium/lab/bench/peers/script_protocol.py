@@ -1,6 +1,6 @@
-"""The other end of `script.py`: a peer's script reads one JSON object per line and answers each with one.
+"""The peer's end of `script.py`: a peer's script reads one JSON object per line and answers each with one.
 
-Run by the peers' interpreter beside the script that imports it; imports nothing of Podium. `do` says what is asked:
+Run by the peers' interpreter beside the script that imports it; imports nothing of Podium. The requests by `do`:
 
     setup (sizes of the tensors, workers, lr, period, folder)  ->  variants, unavailable (variant to reason)
     round (variant, seconds)                                   ->  round_trips, seconds
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def answer_lines(make: Callable[..., Any]) -> None:
-    """Answer until told to end. Only answers go to the real output: libraries print what they like elsewhere."""
+    """Answer requests until `end`. Only answers go to stdout; what libraries print goes to stderr."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     contender: Any = None

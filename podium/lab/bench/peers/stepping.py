@@ -1,7 +1,7 @@
-"""The work that every contender of `podium bench codecs` does over a link: training steps of one model.
+"""The work of every contender of `podium bench codecs` over a link: training steps of one model.
 
-A contender is made ready (`ready`), then asked for a number of steps. A step's time is the slowest rank's. What left
-the rank's interface is read from the kernel's own count, headers and acknowledgements included.
+A contender is prepared (`ready`), then makes a number of steps. A step's time is the slowest rank's. The bytes sent by
+the rank's interface are the kernel's count, including headers and acknowledgements.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from podium.lab.bench.peers.team import Team
 from podium.task import Task
 
 LONG_S = 2.0
-"""A step that takes this long needs no more than one to warm up."""
+"""If a step takes this long, one step of warm-up is enough."""
 
 
 class Steps(NamedTuple):
-    """The seconds of each step, and what was sent per step."""
+    """The seconds of each step, and the bytes sent per step."""
 
     seconds: tuple[float, ...]
     wire_bytes: float
-    """Out of the interface, by one rank; 0 where ranks share a host."""
+    """Sent by one rank's interface; 0 if ranks share a host."""
     counted_bytes: float
-    """Of tensors, by the contender's own count; 0 where it keeps none."""
+    """Of tensors, by the contender's own count; 0 if it has none."""
 
 
 class Stepping(ABC):
-    """One system, which trains by whatever name it is given."""
+    """One system, which trains with a codec or hook given by name."""
 
     chosen: Mapping[str, Any] = {}
-    """For `auto`: what it chose in its last round."""
+    """For `auto`: its choice in its last round."""
 
     @abstractmethod
     def measure(self, how: str, seconds: float, most: int, warmup: int = 0) -> Steps:
-        """As many steps as fill this time, but `most` at most and one at least, after warming up.
+        """As many steps as fit into `seconds`, at least one and at most `most`, after a warm-up.
 
-        That takes a step, or three where these are short, and `warmup` more.
+        The warm-up takes one step, or if steps are short, three and `warmup` more.
         """
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Stepping(ABC):
 
 
 class Ranks(Stepping):
-    """The processes of a system, asked for steps."""
+    """The processes of a system."""
 
     def __init__(self, team: Team, size: int) -> None:
         self._team, self._members = team, range(size)
@@ -83,7 +83,7 @@ def run_steps(
     interface: str,
     counted: Callable[[], int] = lambda: 0,
 ) -> Steps:
-    """In a rank: `count` steps, timed one by one."""
+    """Make and time `count` steps; called in a rank."""
     barrier()
     wire, own, seconds = sent_bytes(interface), counted(), []
     for _ in range(count):
@@ -94,9 +94,9 @@ def run_steps(
 
 
 def sent_bytes(interface: str) -> int:
-    """What has left an interface of this process's namespace; 0 for none.
+    """Bytes that an interface of this process's namespace has sent; 0 if `interface` is empty.
 
-    Not from `/sys/class/net`, which shows the namespace that it was mounted in.
+    Not from `/sys/class/net`, which shows the namespace in which it was mounted.
     """
     if not interface:
         return 0

@@ -1,8 +1,8 @@
-"""The work that every contender of `podium bench collectives` does, and the proof that it was done.
+"""The work of every contender of `podium bench collectives`, and the proof that it was done.
 
-All workers have a tensor of the same size; afterwards each holds the sum of all. A round is a number of these, one
-after the other, between a barrier and the end of the last; its time is the slowest worker's. For the proof worker r
-starts from (r + 1) times a pattern that tells neighbours apart, in numbers whose sums float32 holds exactly.
+All workers have a tensor of the same size; afterwards each has the sum of all. A round is several all-reduces in
+sequence, from a barrier to the end of the last; its time is the slowest worker's. For the proof, worker r starts from
+(r + 1) times a pattern in which neighbouring elements differ, in numbers whose sums float32 represents exactly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ITEM_BYTES = 4
 
 
 class Summing:
-    """A team of workers that can be asked to add up tensors."""
+    """A team of workers that can sum tensors."""
 
     def __init__(self, name: str, team: Team, size: int) -> None:
         self.name, self._team, self._members = name, team, range(size)
@@ -48,7 +48,7 @@ class Summing:
 
 
 class Sums:
-    """One worker's part, in its process."""
+    """One worker, in its process."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Sums:
         ways: Mapping[str, Callable[[Tensor], object]],
         allocate: Callable[[int], Tensor] | Mapping[str, Callable[[int], Tensor]],
     ) -> None:
-        """`ways`: each sums a tensor over the workers in place and has done so when it returns.
+        """`ways`: each sums a tensor over the workers, in place and blocking.
 
-        `allocate`: where tensors lie, for all ways alike or by the name of each.
+        `allocate`: makes the tensors, one function for all ways or one by the name of each.
         """
         self._rank, self._size, self._barrier, self._ways = rank, size, barrier, ways
         self._allocate = allocate if isinstance(allocate, Mapping) else dict.fromkeys(ways, allocate)
@@ -76,7 +76,7 @@ class Sums:
         return (time.perf_counter() - began) / repeats
 
     def prove(self, how: str, nbytes: int) -> int:
-        """How many elements came out wrong."""
+        """How many elements are wrong."""
         tensor = self._tensor(how, nbytes)
         start = pattern(tensor.numel())
         tensor.copy_(start * (self._rank + 1))
@@ -85,7 +85,7 @@ class Sums:
         return int((tensor != start * (self._size * (self._size + 1) // 2)).sum())
 
     def _tensor(self, how: str, nbytes: int) -> Tensor:
-        """The first `nbytes` bytes of a buffer that is reused, since fresh memory is slow."""
+        """The first `nbytes` bytes of a buffer that is reused, since new memory is slow."""
         allocate, numel = self._allocate[how], max(1, nbytes // ITEM_BYTES)
         kept = self._buffers.get(id(allocate), torch.empty(0))
         if kept.numel() < numel:

@@ -1,6 +1,6 @@
-"""A contender's processes, forked from the server that has torch loaded, and asked by pipe.
+"""A contender's processes, forked from a fork server that has torch loaded; requests and answers go through pipes.
 
-Between questions they are stopped by a signal: torch RPC's shared-memory transport polls without end, and a contender
+Between requests they are stopped with SIGSTOP: torch RPC's shared-memory transport polls without end, and a contender
 that is not measured must not take processor time from the others.
 """
 
@@ -23,17 +23,17 @@ from podium.lab.bench.peers.work import DEADLINE_S, Contender
 from podium.launch.forking import fork_server, nullified_main
 
 Member = Callable[[Connection], None]
-"""What a process does; it travels to it, so it is a module's own function, or a `partial` of one."""
+"""The main function of a process; it is pickled, so it is a module-level function or a `partial` of one."""
 
 _PR_SET_PDEATHSIG = 1
 _END_S = 5.0
 
 
 class Team:
-    """The processes of one contender, seen from the one that measures."""
+    """The processes of one contender, from the side of the bench."""
 
     def __init__(self, who: str, members: Sequence[Member]) -> None:
-        """Starts all, and returns once each says that it is ready."""
+        """Start all processes; returns when each has reported that it is ready."""
         self.who = who
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -54,7 +54,7 @@ class Team:
             raise
 
     def ask(self, what: str, *details: Any, members: Sequence[int]) -> list[Any]:
-        """One answer from each of these members, all asked at once."""
+        """One answer from each of these members, which work at the same time."""
         with self._awake():
             try:
                 for n in members:
@@ -82,7 +82,7 @@ class Team:
                     raise RankFailed(f"bench: {self.who} gave no answer in {DEADLINE_S:g} s")
                 error, answer = self._pipes[n].recv()
             except (EOFError, OSError) as gone:
-                raise RankFailed(f"bench: process {n} of {self.who} ended without a word") from gone
+                raise RankFailed(f"bench: process {n} of {self.who} ended without an answer") from gone
             if error is not None:
                 raise RankFailed(f"bench: process {n} of {self.who} failed: {error}")
             answers.append(answer)
@@ -98,13 +98,13 @@ class Team:
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
-            if process.exitcode is None:  # afterwards its number may be another's
+            if process.exitcode is None:  # after that its pid may be reused
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
 
 class TeamContender(Contender):
-    """The first `workers` members of the team make round trips."""
+    """A contender whose first `workers` members make round trips."""
 
     def __init__(self, who: str, members: Sequence[Member], workers: int) -> None:
         self.team, self.workers = Team(who, members), range(workers)
@@ -118,7 +118,7 @@ class TeamContender(Contender):
 
 
 def answer(pipe: Connection, answers: Mapping[str, Callable[..., Any]]) -> None:
-    """Say that this process is ready, then do what it is asked until the pipe closes."""
+    """Report that this process is ready, then answer requests until the pipe closes."""
     pipe.send((None, None))
     while True:
         try:
@@ -129,7 +129,7 @@ def answer(pipe: Connection, answers: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def _run(member: Member, pipe: Connection) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # one that is stopped would not see its pipe close
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process would not see its pipe close
     torch.set_num_threads(1)
     try:
         member(pipe)

@@ -1,18 +1,17 @@
 """TensorFlow: ParameterServerStrategy with a coordinator, two workers and a parameter server, a process each.
 
-Run by an interpreter that has TensorFlow, as a script; imports nothing of Podium. `script_protocol.py`
-says what it is asked.
+Run as a script by an interpreter that has TensorFlow; imports nothing of Podium. `script_protocol.py` lists its
+requests.
 
-The coordinator schedules a function; a worker runs it. It reads every variable over to the worker (the pull), takes
-its gradients from a dataset of its own that keeps them in memory, and applies them where the variables live (the push).
-So that nothing is optimised away, the function returns an element of every tensor that was read, picked on the worker.
-Variants:
+The coordinator schedules a function; a worker runs it. It reads every variable onto the worker (the pull), takes its
+gradients from a per-worker dataset in memory, and applies them on the parameter server (the push). So that nothing is
+optimised away, the function returns an element of every tensor that was read, picked on the worker. Variants:
 
     tensorflow_layers   a variable per tensor of the model, as models have them
     tensorflow_flat     all parameters in one variable
 
-TensorFlow's order is pull, then push: a worker has the parameters from before its push. All gradients are one, since
-the coordinator, not the script, chooses the worker.
+TensorFlow's order is pull, then push: a worker has the parameters from before its push. All gradients are 1, since the
+coordinator, not the script, chooses the worker.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class _Set:
         def round_trip(iterator: Any) -> Any:
             pulled = [v.read_value() for v in variables]
             picked = tf.stack([t[-1] for t in pulled])
-            # The pull is over before the push begins, as it is where gradients are computed from it.
+            # The pull ends before the push begins, as in training, where gradients depend on it.
             with tf.control_dependencies([picked]):
                 grads = next(iterator)
             for variable, grad in zip(variables, grads, strict=True):
@@ -121,7 +120,7 @@ class _Set:
         return took
 
     def round(self, seconds: float) -> dict[str, Any]:
-        """As many as fit into the time by the last round's rate, the same for both workers."""
+        """As many round trips as fit into the time at the last round's rate, the same number for both workers."""
         count = max(_AT_LEAST, 2 * round(self._rate * seconds / 2))
         return {"round_trips": count, "seconds": self._run(count)}
 
@@ -151,8 +150,8 @@ def _start_server(cluster: dict[str, list[str]], kind: str, index: int) -> subpr
 
 
 def serve(cluster: dict[str, list[str]], kind: str, index: int) -> None:
-    """A worker or the parameter server: does what the coordinator sends it, until it is killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody else would end it, were the script killed
+    """A worker or the parameter server: executes the coordinator's requests until it is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it must not outlive a script that was killed
     import tensorflow as tf
 
     _one_thread(tf)

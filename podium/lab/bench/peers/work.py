@@ -1,9 +1,9 @@
-"""The work that every contender does, and the proof that it was done.
+"""The work of every contender of `bench ps`, and the proof that it was done.
 
-A round trip: a worker hands over a gradient as large as the model, the server moves the parameters by plain SGD, and
-the parameters come to lie in the worker's own buffers. Parameters start from a pattern that tells every element from
-its neighbours, and a worker's gradient is its number everywhere, so what must come out is known. Pattern, rate and
-gradients are multiples of 1/256 and few enough that float32 holds every sum exactly.
+A round trip: a worker pushes a gradient as large as the model, the server updates the parameters by plain SGD, and the
+worker copies the parameters into its own buffers. Parameters start from a pattern in which neighbouring elements
+differ, and every element of a worker's gradient is the worker's number, so the result is known. Pattern, rate and
+gradients are multiples of 1/256, and small enough that float32 represents every sum exactly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from podium.errors import RankFailed
 
 LR = 1 / 256
 PERIOD = 251
-"""Element i starts at (i modulo this) / 256; a prime, so that no cut of the parameters falls together with it."""
+"""Element i starts at (i modulo this) / 256; a prime, so that no cut of the parameters aligns with the pattern."""
 WORKERS = 2
 DEADLINE_S = 120.0
 """How long any contender may take to answer."""
@@ -29,15 +29,15 @@ _TOLERANCE = 1e-3
 
 
 class Pulled(NamedTuple):
-    """What a worker holds after its last round trip, in units: (start - value) / LR, the sum of what was applied."""
+    """A worker's parameters after its last round trip, in units: (start - value) / LR, the sum of applied pushes."""
 
-    own: float  # what this worker itself had pushed by then, which must be in it
+    own: float  # the sum of this worker's own pushes, which must be included
     low: float
     high: float
 
 
 class Tally(NamedTuple):
-    """What was pushed in all, and what the server's parameters (lowest and highest element) and the workers' show."""
+    """The sum of all pushes, and the units in the server's parameters (lowest, highest element) and the workers'."""
 
     pushed: float
     server: tuple[float, float]
@@ -45,7 +45,7 @@ class Tally(NamedTuple):
 
 
 class Contender(ABC):
-    """One system, in one or more variants, with processes of its own that sleep unless it is asked."""
+    """One system in one or more variants; its processes sleep between measurements."""
 
     variants: tuple[str, ...]
     unavailable: Mapping[str, str] = {}
@@ -53,11 +53,11 @@ class Contender(ABC):
 
     @abstractmethod
     def measure(self, variant: str, seconds: float) -> float:
-        """Round trips per second, all workers together, over about this long."""
+        """Round trips per second of all workers together, measured for about `seconds`."""
 
     @abstractmethod
     def tally(self, variant: str) -> Tally:
-        """What all rounds so far have done. No round may follow."""
+        """The result of all rounds so far. No round may follow."""
 
     @abstractmethod
     def end(self) -> None:
@@ -65,7 +65,7 @@ class Contender(ABC):
 
 
 def verify(name: str, tally: Tally) -> None:
-    """Raise unless every push was applied once to every element, and every worker has what it was to get."""
+    """Raise unless every push was applied once to every element, and every worker's copy includes its own pushes."""
     low, high = tally.server
     if max(abs(low - tally.pushed), abs(high - tally.pushed)) > _TOLERANCE:
         raise RankFailed(
@@ -81,19 +81,19 @@ def verify(name: str, tally: Tally) -> None:
 
 
 def pattern(size: int) -> Tensor:
-    """The parameters' start."""
+    """The initial parameters."""
     return torch.arange(size).remainder_(PERIOD).to(torch.float32).mul_(LR)
 
 
 def units(value: Tensor, first: int = 0) -> tuple[float, float]:
-    """What was applied to a flat tensor that began as the pattern from element `first` on: least and most."""
+    """The least and most units applied to a flat tensor that began as the pattern from element `first` on."""
     start = pattern(first + value.numel())[first:]
     applied = (start - value) / LR
     return float(applied.min()), float(applied.max())
 
 
 def run_for(seconds: float, round_trip: Callable[[], object]) -> tuple[int, float]:
-    """Round trips until the time is over, and the time they took: the last one is not cut short."""
+    """The number of round trips until the time is over, and their exact time: the last one is completed."""
     began, count = time.perf_counter(), 0
     while True:
         round_trip()

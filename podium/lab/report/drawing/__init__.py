@@ -1,8 +1,8 @@
 """Drawing: matplotlib for paper, plotly for the screen, both from the same figure data.
 
-Paper is an SVG that inherits the page's text colour, so that it reads on light and dark; it holds no date and no random
-identifiers, so that the same study gives the same bytes. The screen's figures are plain JSON for plotly's script, which
-comes from the installed package and is put into the page: nothing is fetched. Either package may be missing.
+Paper figures are SVG in the page's text colour, readable on light and dark; without dates and random identifiers, so
+that the same study gives the same bytes. Screen figures are plain JSON for plotly's script, which is copied from the
+installed package into the page: nothing is fetched. Either package may be missing.
 
 One file per kind of figure, each with `screen` (plotly's JSON), `paper` (onto a matplotlib figure) and `size` (of the
 paper, in inches).
@@ -59,7 +59,7 @@ _KINDS: dict[type[Any], ModuleType] = {
 
 
 def plotly_script() -> str | None:
-    """Plotly's own script, from the installed package; None without one."""
+    """Plotly's script from the installed package; None if it is not installed."""
     try:
         return str(importlib.import_module("plotly.offline").get_plotlyjs())
     except ImportError:
@@ -79,12 +79,12 @@ def to_svg(figure: Figure, order: Mapping[str, int]) -> str | None:
 
 
 def to_svg_file(figure: Figure, order: Mapping[str, int]) -> bytes | None:
-    """A figure as an SVG file of its own, in black; None without matplotlib."""
+    """A figure as an SVG file, in black; None without matplotlib."""
     return _on_paper(figure, order, "svg", "#000000")
 
 
 def to_pdf(figure: Figure, order: Mapping[str, int]) -> bytes | None:
-    """A figure as a PDF of one page, in black, for papers; the same bytes each time. None without matplotlib."""
+    """A figure as a PDF of one page, in black, with the same bytes each time; None without matplotlib."""
     return _on_paper(figure, order, "pdf", "#000000")
 
 
@@ -99,9 +99,9 @@ def _on_paper(figure: Figure, order: Mapping[str, int], form: str, ink: str) -> 
     except ImportError:
         return None
     settings = paper_settings(ink) | {"lines.solid_capstyle": "butt"}
-    settings |= {"pdf.fonttype": 42}  # letters that can be searched and copied
+    settings |= {"pdf.fonttype": 42}  # text can be searched and copied
     kind = _KINDS[type(figure)]
-    # A context of its own, and no pyplot: the caller's figures and settings stay as they are.
+    # An rc context and no pyplot, so that the caller's figures and settings do not change.
     with matplotlib.rc_context(settings):
         canvas = figures.Figure(figsize=kind.size(figure), layout="constrained")
         backend.FigureCanvasAgg(canvas)

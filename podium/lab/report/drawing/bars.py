@@ -10,7 +10,7 @@ from podium.lab.report.drawing.base import INK, faded, layout_of, style
 from podium.lab.report.figures import Bars
 
 LABEL = 28
-"""Columns of a strategy's name beside its bar; a longer one takes up to three lines."""
+"""Characters per line of a strategy's name beside its bar; a name takes up to three lines."""
 
 
 def screen(figure: Bars, order: Mapping[str, int]) -> dict[str, Any]:
@@ -25,11 +25,11 @@ def screen(figure: Bars, order: Mapping[str, int]) -> dict[str, Any]:
         traces.append(trace)
         dots = {"x": bar.points, "y": [bar.cell] * len(bar.points), "mode": "markers"}
         traces.append({**dots, "marker": {"color": "#777", "size": 6, "symbol": "circle-open"}, "hoverinfo": "x"})
-    layout = layout_of("", "", log=False)  # the caption has the same words, and a narrow screen no room for them
+    layout = layout_of("", "", log=False)  # the caption has the same text, and a narrow screen has no room for it
     layout["height"] = 70 + 45 * len(figure.bars)
     layout["yaxis"] |= {"autorange": "reversed", "ticks": "outside", "ticklen": 5, "tickcolor": "rgba(0,0,0,0)"}
     named = {bar.cell: "<br>".join(_label(bar.cell)) for bar in figure.bars if len(bar.cell) > LABEL}
-    if named:  # one whole name would leave the bars no room
+    if named:  # a long name would leave no room for the bars
         layout["yaxis"] |= {"tickvals": [bar.cell for bar in figure.bars]}
         layout["yaxis"] |= {"ticktext": [named.get(bar.cell, bar.cell) for bar in figure.bars]}
     layout["xaxis"] |= {"rangemode": "tozero", "nticks": 5, "tickangle": 0}
@@ -56,6 +56,6 @@ def size(figure: Bars) -> tuple[float, float]:
 
 
 def _label(cell: str) -> list[str]:
-    """A strategy's name in lines, broken before its options; phases can be long, and the tables have them whole."""
+    """A strategy's name in at most three lines, broken before its options; the tables have it in full."""
     lines = [line for part in cell.replace(":", ":\n", 1).split("\n") for line in textwrap.wrap(part, LABEL)]
     return lines if len(lines) <= 3 else [*lines[:2], lines[2][: LABEL - 2] + " …"]

@@ -1,4 +1,4 @@
-"""What all drawings share: colours, dashes, axes, and an SVG that takes the page's ink."""
+"""What all drawings share: colours, dashes, axes, and SVG in the page's text colour."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
-"""Okabe and Ito's, which colour-blind readers can tell apart; they repeat after eight strategies."""
+"""Okabe and Ito's colours, which colour-blind readers can tell apart; they repeat after eight strategies."""
 
 
 DASHES = (("-", "solid"), ("--", "dash"), ("-.", "dashdot"), (":", "dot"))
-"""Line styles in matplotlib's and plotly's words; with colours, they keep strategies apart in black and white."""
+"""Line styles as matplotlib and plotly name them; they distinguish strategies in black and white."""
 
 
 INK = "#010203"
-"""Stands for the page's text colour until the SVG is made."""
+"""A placeholder that `embed` replaces by the page's text colour."""
 
 
 WIDTHS = (4.2, 3.2, 2.4, 1.8)
-"""Later strategies are drawn over earlier ones and thinner, so that equal curves (synchronous ones are) all show."""
+"""Line widths. Later strategies are drawn on top and thinner, so that equal curves (of synchronous ones) all show."""
 
 
 PANEL_PIXELS = 150
-"""How high one panel of a stack is on the screen."""
+"""Height of one panel of a stack on the screen."""
 
 
 def style(cell: str, order: Mapping[str, int]) -> tuple[str, tuple[str, str], float]:
@@ -51,7 +51,7 @@ def layout_of(x: str, y: str, *, log: bool) -> dict[str, Any]:
 
 
 def embed(svg: str) -> str:
-    """Only the element, scalable, in the page's ink; group names go, since they would repeat from figure to figure."""
+    """The `<svg>` element, scalable, in the page's text colour, without group ids, which repeat in every figure."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r' xmlns(:xlink)?="[^"]*"', "", body)
@@ -70,7 +70,7 @@ def faded(colour: str, alpha: float) -> str:
 def paper_settings(ink: str) -> dict[str, Any]:
     """Settings of matplotlib for every figure: text as text, no random identifiers, all lines of one colour."""
     settings: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "podium", "font.size": 9}
-    settings |= {"text.parse_math": False}  # a name with dollars is a name
+    settings |= {"text.parse_math": False}  # a dollar sign in a name is not math
     settings |= {"axes.spines.top": False, "axes.spines.right": False, "font.family": "DejaVu Sans"}
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     return settings | dict.fromkeys(inked, ink)

@@ -53,9 +53,9 @@ def size(figure: Course) -> tuple[float, float]:
 
 
 def _traced(strip: Strip) -> list[tuple[Trace, str, tuple[str, str], float]]:
-    """Each trace with its colour, dash and width in pixels: a worker's colour is the same in all strips.
+    """Each trace with its colour, dash and width in pixels; a worker has the same colour in all strips.
 
-    Later ones are thinner, so that equal lines all show.
+    Later lines are thinner, so that equal lines are all visible.
     """
     found = [
         (trace, COLOURS[i % len(COLOURS)], DASHES[0], 0.7 * WIDTHS[min(i, len(WIDTHS) - 1)])

@@ -1,4 +1,4 @@
-"""Every figure of a study as files for papers: SVG and PDF, in black, the same bytes from the same results."""
+"""Every figure of a study as SVG and PDF files for papers, in black; the same results give the same bytes."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from podium.lab.study.results import cells, crossed
 from podium.lab.study.store import Row
 
 MOST_LETTERS = 80
-"""A file's name is cut after as many."""
+"""The maximum length of a file name."""
 
 
 def stem_of(name: str) -> str:
-    """What the file of a figure of this name is called, without its ending; the second of the name gets a number."""
+    """The file name of a figure, without extension; `_named` numbers duplicates."""
     return "-".join("".join(c if c.isalnum() else " " for c in name).split()).lower()[:MOST_LETTERS]
 
 
 def write_figures(study: str | Path | StudyResults) -> list[Path]:
-    """Write every figure of a study as SVG and PDF into `figures/` of its folder; the files, in order."""
+    """Write every figure of a study as SVG and PDF into `figures/` of its folder; returns the files in order."""
     results = StudyResults.read(study)
     order = {cell: place for place, cell in enumerate(dict.fromkeys([*results.study.names, *cells(results.rows)]))}
     target = results.folder / "figures"
@@ -55,7 +55,7 @@ def write_figures(study: str | Path | StudyResults) -> list[Path]:
 
 
 def every_figure(results: StudyResults) -> list[Figure]:
-    """All that a report of these results can draw, in its order."""
+    """All figures that a report of these results can have, in its order."""
     study, rows, metric = results.study, results.rows, results.findings.metric
     target, maximize = results.findings.target, results.findings.maximize
     value_of = partial(_value_of, target=target, maximize=maximize)
@@ -79,7 +79,7 @@ def _value_of(response: str, target: float | None, maximize: bool | None) -> Cal
 
 
 def _named(figures: Sequence[Figure]) -> dict[str, Figure]:
-    """Figures by file name; two that would share one are numbered."""
+    """Figures by file name; duplicate names are numbered."""
     found: dict[str, Figure] = {}
     for figure in figures:
         stem = stem_of(figure.name)

@@ -1,4 +1,4 @@
-"""How stale updates were, in columns."""
+"""Histograms of staleness."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from podium.lab.report.drawing.base import COLOURS, faded, layout_of, style
 from podium.lab.report.figures import Histogram
 
 STALENESS = "staleness (updates applied in between)"
-"""How the axis of a histogram is called."""
+"""The label of the x axis."""
 
 
 MOST_TICKS = 16
-"""As many columns of a histogram can be named on paper; of more, only some are."""
+"""The most columns that are all labelled on paper; of more, only some are."""
 
 
 def screen(figure: Histogram, order: Mapping[str, int]) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def screen(figure: Histogram, order: Mapping[str, int]) -> dict[str, Any]:
         hover = f"{layer.name}, staleness %{{x}}: %{{y:,}}<extra></extra>"
         traces.append({**columns, "marker": {"color": faded(colour, 0.75)}, "hovertemplate": hover})
     layout = layout_of(STALENESS, "updates", log=False)
-    layout["xaxis"] |= {"type": "category"}  # `65–128` has no place on an axis of numbers
+    layout["xaxis"] |= {"type": "category"}  # `65–128` is not a number
     layout |= {"barmode": "stack", "bargap": 0.1, "showlegend": len(figure.layers) > 1}
     return {"data": traces, "layout": layout}
 
@@ -39,12 +39,12 @@ def paper(canvas: Any, figure: Histogram, order: Mapping[str, int]) -> None:
     named = [place for place in places if place % every == 0 or not figure.columns[place].isdecimal()]
     narrow = {} if len(named) == len(places) <= MOST_TICKS // 2 else {"rotation": 90, "fontsize": 6}
     axes.set_xticks(named, [figure.columns[place] for place in named], **narrow)
-    room = max(0.6, (5 - len(places)) / 2)  # one column alone would fill the whole width
+    room = max(0.6, (5 - len(places)) / 2)  # a single column would fill the whole width
     axes.set_xlim(-room, len(places) - 1 + room)
     axes.set(xlabel=STALENESS, ylabel="updates")
     axes.grid(axis="y", alpha=0.25, linewidth=0.5)
     if len(figure.layers) > 1:
-        axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside it: it hides nothing
+        axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # outside: it hides nothing
 
 
 def size(figure: Histogram) -> tuple[float, float]:
@@ -52,5 +52,5 @@ def size(figure: Histogram) -> tuple[float, float]:
 
 
 def _layer_colours(figure: Histogram, order: Mapping[str, int]) -> list[str]:
-    """One colour per worker; the strategy's own where workers are drawn as one."""
+    """One colour per worker; the strategy's colour if workers are drawn as one."""
     return list(COLOURS[: len(figure.layers)]) if len(figure.layers) > 1 else [style(figure.cell, order)[0]]

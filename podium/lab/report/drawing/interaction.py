@@ -10,9 +10,9 @@ from podium.lab.report.drawing.base import COLOURS, DASHES, layout_of
 from podium.lab.report.figures.interaction import Interaction, Spot, Thread
 
 ROOM = 0.12
-"""How far lines stand apart at one level that is no number, so that their intervals do not hide each other."""
+"""Horizontal offset between lines at a level that is not a number, so that their intervals do not overlap."""
 FEW = 30
-"""Means that differ by less than this factor have numbers between powers of ten, too."""
+"""If means differ by less than this factor, ticks between powers of ten are labelled, too."""
 
 
 def screen(figure: Interaction, order: Mapping[str, int]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def paper(canvas: Any, figure: Interaction, order: Mapping[str, int]) -> None:
 
 
 def _plain_numbers(axes: Any, figure: Interaction) -> None:
-    """20 rather than 2 × 10¹; between powers of ten only where there are few of those."""
+    """Tick labels such as 20 instead of 2 × 10¹; between powers of ten only if means are close."""
     ticker = importlib.import_module("matplotlib.ticker")
     means = [spot.mean for thread in figure.threads for spot in thread.spots]
     axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
@@ -66,13 +66,13 @@ def size(figure: Interaction) -> tuple[float, float]:
 
 
 def _style(thread: Thread, place: int, order: Mapping[str, int]) -> tuple[str, tuple[str, str]]:
-    """Colour and dash of a line: those that its level has in the rest of the report, where it has any."""
+    """Colour and dash of a line: those of its level in the rest of the report, if it has any."""
     place = order.get(str(thread.level), place)
     return COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)]
 
 
 def _errors(thread: Thread) -> dict[str, list[float]]:
-    """How far the interval reaches above and below the mean; 0 where one seed has none."""
+    """The interval above and below the mean; 0 with one seed."""
 
     def reach(spot: Spot, end: float | None) -> float:
         return 0.0 if end is None else abs(end - spot.mean)

@@ -30,7 +30,7 @@ def draw_curves(
 ) -> bytes:
     """An SVG: `y` over `x`, one line per level of `by`. `log` names the logarithmic axes: `x`, `y` or `xy`.
 
-    `labels` are those of the axes. A `Mean` has its interval as a bar.
+    `labels` are those of the axes. The interval of a `Mean` is drawn as an error bar.
     """
     looks = _looks(some[by])
 
@@ -53,7 +53,7 @@ def draw_curves(
 def draw_bars(
     some: pd.DataFrame, *, value: str, by: str, panel: str = "", label: str = "", log: bool = False, hint: str = ""
 ) -> bytes:
-    """An SVG: a bar of `value` per level of `by`, the least first. Bars whose column `hint` is true are hatched."""
+    """An SVG: a bar of `value` per level of `by`, in ascending order. Bars whose column `hint` is true are hatched."""
     looks = _looks(some[by])
 
     def draw(axes: Any, mine: pd.DataFrame) -> None:

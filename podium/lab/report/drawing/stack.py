@@ -1,4 +1,4 @@
-"""Panels of one run over another: what it learned, when it switched, what the rules made of it."""
+"""Stacked panels of a strategy with phases: metrics, switches, and the values of the rules in force."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def _level(y: float) -> dict[str, float]:
 
 
 def _marked(line: Line, panel: Panel) -> str:
-    """A rule has few values, and a single one would make no line."""
+    """Markers for rules, which have few values, and for single points, which make no line."""
     return "lines+markers" if panel.threshold is not None or len(line.x) == 1 else "lines"
 
 
 def _short(name: str) -> str:
-    """A rule's name without its options, which would not fit beside a panel."""
+    """A rule's name without its options, for which a panel has no room."""
     return name.partition(":")[0]

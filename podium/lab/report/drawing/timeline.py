@@ -1,4 +1,4 @@
-"""A lane per worker for some steps of a run, and below it the whole run with what befell it."""
+"""A lane per worker for a few steps of a run, and below it the whole run with its events."""
 
 from __future__ import annotations
 

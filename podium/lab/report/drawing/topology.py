@@ -1,4 +1,4 @@
-"""Ranks with what they sent, and lines between those that talked."""
+"""Ranks with their bytes, and lines between those that communicated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIDES = {
     "left": ("middle left", -1, 0, "right", "center"),
     "right": ("middle right", 1, 0, "left", "center"),
 }
-"""Where words stand: in plotly's words, steps across and up, and in matplotlib's words."""
+"""Label positions: plotly's name, offsets across and up, and matplotlib's alignments."""
 
 
 def screen(figure: Topology, order: Mapping[str, int]) -> dict[str, Any]:
@@ -28,13 +28,13 @@ def screen(figure: Topology, order: Mapping[str, int]) -> dict[str, Any]:
         a, b = at[edge.first], at[edge.second]
         line = {"color": GREY, "width": 1, "dash": "dash" if edge.messages is None else "solid"}
         said = {"text": _edge(edge), "hovertemplate": "%{text}<extra></extra>", "showlegend": False}
-        # A line shows its words at its points only, so it has one in the middle.
+        # A line shows its hover text at its points only, so it gets one in the middle.
         middle = {"x": [a.x, (a.x + b.x) / 2, b.x], "y": [a.y, (a.y + b.y) / 2, b.y]}
         traces.append({**middle, **said, "mode": "lines", "line": line})
     for role, (colour, _, symbol) in ROLES.items():
         some = [station for station in figure.stations if station.role == role]
         if some:
-            # On the screen a crowd shows names only: the rest is told where the pointer is.
+            # With many ranks the screen shows names only, and the rest on hover.
             words = [_lines(s, brief)[0] if brief else "<br>".join(_lines(s, brief)) for s in some]
             whole = ["<br>".join(_lines(station, brief=False)) for station in some]
             marks = {"size": 16, "color": colour, "symbol": symbol}
@@ -78,7 +78,7 @@ def _is_crowded(figure: Topology) -> bool:
 
 
 def _lines(station: Station, brief: bool) -> list[str]:
-    """Its name, its node and its bytes; narrow where there are many."""
+    """The label of a rank: name, node and bytes; `brief` for figures with many ranks."""
     named = [f"{station.role[0]}{station.rank}" if brief else f"{station.role} {station.rank}"]
     named += [_cut(station.node) if brief else station.node] if station.node else []
     if station.sent_mb is None or station.received_mb is None:

@@ -1,4 +1,4 @@
-"""Cells beside a reference: a point for each, its metric against its cost."""
+"""A point per cell: its metric against its cost, both relative to a reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from podium.lab.report.drawing.base import COLOURS, INK, layout_of, stroke
 from podium.lab.report.figures.tradeoff import Tradeoff
 
 LETTER, LINE = 4.2, 9.0
-"""Points that a letter of a name takes, and a line of them."""
+"""Width of a letter and height of a line, in points."""
 
 
 def screen(figure: Tradeoff, order: Mapping[str, int]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def paper(canvas: Any, figure: Tradeoff, order: Mapping[str, int]) -> None:
         axis.set_major_formatter(importlib.import_module("matplotlib.ticker").StrMethodFormatter("{x:g}"))
     axes.grid(alpha=0.25, linewidth=0.5)
     axes.margins(x=0.12, y=0.08)
-    canvas.draw_without_rendering()  # places on paper are known only now
+    canvas.draw_without_rendering()  # positions are known only after this
     spots = [tuple(72 / canvas.dpi * end for end in axes.transData.transform((s.x, s.y))) for s in figure.places]
     for spot, aside in zip(figure.places, asides(spots, [spot.name for spot in figure.places]), strict=True):
         axes.annotate(spot.name, (spot.x, spot.y), aside, textcoords="offset points", fontsize=6.5, va="center")
@@ -52,7 +52,7 @@ def size(figure: Tradeoff) -> tuple[float, float]:
 
 
 def asides(spots: Sequence[tuple[float, ...]], names: Sequence[str]) -> list[tuple[float, float]]:
-    """Where each name begins, seen from its point, in points: the nearest place beside it that no name has yet."""
+    """The offset of each name from its point, in points: the nearest that does not overlap an earlier name."""
     taken: list[tuple[float, float, float]] = []
     found = []
     for (x, y), name in zip(spots, names, strict=True):

@@ -1,4 +1,4 @@
-"""The data of the figures, from rows alone; `drawing` puts them on paper and on the screen. One file per kind."""
+"""The data of the figures, computed from rows; `drawing` draws them. One file per kind."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Bars:
 
 
 def cost_bars(rows: Sequence[Row]) -> list[Bars]:
-    """What each strategy cost: time, throughput, traffic, waiting."""
+    """The costs of each strategy: time, throughput, traffic, waiting."""
     return _drawn(
         [
             _bars("seconds of training", rows, lambda row: number(row.get("seconds"))),
@@ -43,7 +43,7 @@ def cost_bars(rows: Sequence[Row]) -> list[Bars]:
 
 
 def staleness_bars(rows: Sequence[Row]) -> list[Bars]:
-    """Mean staleness of the strategies that can have any."""
+    """Mean staleness of the asynchronous strategies."""
     return _drawn(
         [_bars("mean staleness (updates)", rows, lambda row: number((row.get("staleness") or {}).get("mean")))]
     )
@@ -62,5 +62,5 @@ def _bars(name: str, rows: Sequence[Row], value: Callable[[Row], float | None]) 
 
 
 def _drawn(figures: Sequence[Bars]) -> list[Bars]:
-    """Those with anything to show: a cost that is zero for everyone needs no picture."""
+    """The figures without those in which all bars are zero."""
     return [figure for figure in figures if any(bar.mean for bar in figure.bars)]

@@ -1,4 +1,4 @@
-"""What several kinds of figures are made of."""
+"""Data types that several kinds of figures share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Trace:
-    """One worker's values, or one value of all workers'; None where it took no part."""
+    """One worker's values, or a value over all workers; None in steps without it."""
 
     name: str
     x: tuple[int, ...]
@@ -28,7 +28,7 @@ class Trace:
 
 
 MOST_LAYERS = 8
-"""Workers beyond this many would share colours, so they are then drawn as one."""
+"""More workers would share colours, so they are drawn as one."""
 
 
 def scaled(value: Any, scale: float) -> float | None:

@@ -1,7 +1,7 @@
-"""The course of one run whose workers differ: each worker's share of the steps and what computing its part took.
+"""One run of uneven workers over its steps: each worker's share, and the time to compute it.
 
-A mark stands where the division changed. Of many workers, only the lowest, the middle and the highest value of each
-step are drawn.
+Marks show where the division changed. With many workers, only the lowest, the median and the highest value of each step
+are drawn.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Strip:
     quantity: str
     traces: tuple[Trace, ...]
     whole: Trace | None = None
-    """What the workers share: the step as a whole."""
+    """The duration of the whole step."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """One run of uneven workers: who had how much of each step, and how long they took."""
+    """One run of uneven workers: their shares of each step, and how long they took."""
 
     cell: str
     seed: int
     strips: tuple[Strip, ...]
     marks: tuple[int, ...]
-    """The first steps under another division."""
+    """The first step after each change of the division."""
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Course:
 
 
 def balance_courses(rows: Sequence[Row]) -> dict[str, Course]:
-    """By strategy: how its first run was divided over the steps, for those whose workers differ."""
+    """By strategy with uneven workers: the course of its first run."""
     told = balanced_by_cell(rows)
     return {cell: _course(cell, found, found.course) for cell, found in told.items() if found.course}
 

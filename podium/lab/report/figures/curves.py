@@ -1,8 +1,8 @@
 """Convergence: one quantity (loss, or the task's metric) against one axis.
 
-The thick line is the median over seeds at each validation, the band reaches from the lowest to the highest seed, the
-thin lines are the seeds themselves. Seeds may reach their k-th validation at different times, so the median is taken of
-both coordinates.
+The thick line is the median over seeds at each validation, the band reaches from the lowest to the highest seed, and
+each thin line is a seed. Seeds may reach their k-th validation at different times, so the median is taken of both
+coordinates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AXES = {
     "mb": "MB sent by all ranks",
     "joules": "joules, measured",
 }
-"""What convergence is drawn against, and how the axis is called. Joules are drawn only where they were measured."""
+"""Axes of convergence, and their labels. Joules are drawn only where they were measured."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def convergence(rows: Sequence[Row], quantity: str, axis: str) -> Convergence | 
     """A panel, or None when no run has both the quantity and the axis."""
     done = finished(rows)
     curves = [_curve(cell, [row for row in done if row["cell"] == cell], quantity, axis) for cell in cells(done)]
-    # A strategy that sends nothing would be a stroke along the edge of "against MB".
+    # A strategy that sends nothing would be a vertical line at the edge of "against MB".
     drawn = tuple(curve for curve in curves if curve is not None and (axis != "mb" or max(curve.x) > 0))
     if not drawn:
         return None
@@ -69,14 +69,14 @@ def convergence(rows: Sequence[Row], quantity: str, axis: str) -> Convergence | 
 
 
 def convergence_panels(rows: Sequence[Row], metric: str) -> list[Convergence]:
-    """Loss and metric against every axis, as far as they were recorded."""
+    """Loss and metric against every recorded axis."""
     quantities = dict.fromkeys([metric, "loss"])
     panels = [convergence(rows, quantity, axis) for quantity in quantities for axis in AXES]
     return [panel for panel in panels if panel is not None]
 
 
 def energy_said(rows: Sequence[Row]) -> str:
-    """In a sentence: in how many runs energy was measured at validations."""
+    """A sentence: in how many runs energy was measured at validations."""
     done = finished(rows)
     known = sum(any(at_validation(point, "joules") is not None for point in row.get("history") or ()) for row in done)
     if not known:
@@ -90,7 +90,7 @@ def _curve(cell: str, rows: Sequence[Row], quantity: str, axis: str) -> Curve | 
     lines = tuple(line for line in (line_of(row, quantity, axis) for row in rows) if line.x)
     if not lines:
         return None
-    # Beyond the shortest run a median would be of other runs than before it.
+    # Beyond the shortest run the median would be over fewer runs.
     length = min(len(line.x) for line in lines)
     xs = [[line.x[k] for line in lines] for k in range(length)]
     ys = [[line.y[k] for line in lines] for k in range(length)]

@@ -1,4 +1,4 @@
-"""Histograms of staleness: a column per value and, while there are few workers, a layer per worker."""
+"""Histograms of staleness: a column per value and, with few workers, a layer per worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Histogram:
 
     cell: str
     columns: tuple[str, ...]
-    """What each column counts: `3`, or `65–128`."""
+    """The staleness of each column: `3`, or `65–128`."""
     layers: tuple[Layer, ...]
 
     @property
@@ -35,7 +35,7 @@ class Histogram:
 
 
 def staleness_histograms(rows: Sequence[Row]) -> dict[str, Histogram]:
-    """By strategy: how stale its updates were, all seeds together; only those that made any."""
+    """By strategy that made updates: their staleness, all seeds together."""
     found = {}
     for cell, tables in staleness_by_cell(rows).items():
         if tables.overall is None:
@@ -50,7 +50,7 @@ def staleness_histograms(rows: Sequence[Row]) -> dict[str, Histogram]:
 
 
 def _columns(spread: Spread) -> list[tuple[int, int]]:
-    """All bins from the lowest to the highest, empty ones too: a gap has to show as one."""
+    """All bins from the lowest to the highest; empty ones too, so that gaps show."""
     columns = [spread.histogram[0][:2]]
     while columns[-1][1] < spread.histogram[-1].high:
         columns.append(bin_of(columns[-1][1] + 1))

@@ -1,9 +1,8 @@
 """Interactions: means of a response against the levels of one factor, one line per level of another.
 
-Lines that run side by side say that the factors act independently of each other; lines that cross or fan out say that
-they do not. A point is the mean over seeds with its 95 % interval; a seed's value is the mean over all cells that share
-the point's two levels, so that other factors are averaged out before seeds are counted. A seed that lacks one of these
-cells does not count at that point.
+Parallel lines mean that the factors act independently of each other; lines that cross or fan out mean that they do not.
+A point is the mean over seeds with its 95 % interval; a seed's value is the mean over all cells with the point's two
+levels, which averages out the other factors. A seed that lacks one of these cells does not count at that point.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from podium.lab.study.results import finished, number
 from podium.lab.study.store import Row
 
 MOST = 3
-"""Interactions that are drawn for a response; with many factors, those of the first one."""
+"""The most figures per response; with many factors, those of the first factor."""
 RATIOS = ("seconds", "time", "samples_per_s", "bytes", "mb", "joules", "setup_s", "step_ms", "throughput")
 """Words in the names of responses that are compared by their ratio, and drawn on a logarithmic axis."""
 
@@ -39,7 +38,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Thread:
-    """All spots with one level of the factor on lines."""
+    """One line: all spots with one level of the factor `by`."""
 
     level: Level
     spots: tuple[Spot, ...]
@@ -51,11 +50,11 @@ class Interaction:
 
     response: str
     factor: str
-    """Along the axis."""
+    """On the x axis."""
     by: str
     """A line for each of its levels."""
     levels: tuple[Level, ...]
-    """Of the factor along the axis, in the study's order; in order of size where they are numbers."""
+    """Of `factor`, in the study's order; numbers are sorted."""
     threads: tuple[Thread, ...]
     numeric: bool
     log: bool
@@ -68,9 +67,9 @@ class Interaction:
 def interactions(
     rows: Sequence[Row], response: str, value: Callable[[Row], float | None], *, ratio: bool | None = None
 ) -> list[Interaction]:
-    """A figure for each pair of factors, as many as `MOST`; none where rows know fewer than two factors.
+    """A figure for each pair of factors, at most `MOST`; empty if rows have fewer than two factors.
 
-    `ratio`: whether the response is drawn on a logarithmic axis, where all of it is above zero; None goes by its name.
+    `ratio`: whether a positive response is drawn on a logarithmic axis; None decides by its name.
     """
     done = [row for row in finished(rows) if row.get("levels") and value(row) is not None]
     levels = _levels(done)
@@ -82,7 +81,7 @@ def interactions(
 
 
 def _levels(rows: Sequence[Row]) -> dict[str, list[Level]]:
-    """Every factor's levels, in order of first appearance."""
+    """Every factor's levels in order of first appearance; numbers are sorted."""
     found: dict[str, list[Level]] = {}
     for row in rows:
         for factor, level in row["levels"].items():

@@ -1,4 +1,4 @@
-"""What a report's section on timelines says of each cell, for `show_timeline` in `templates/timeline.html.j2`."""
+"""The data of a report's section on timelines, for `show_timeline` in `templates/timeline.html.j2`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from podium.lab.study.store import Row
 from podium.records.timeline import KINDS
 
 Drawn = Callable[[Sequence[Timeline | Topology]], list[dict[str, Any]]]
-"""Figures as the report's pages have them: `name`, `svg`, `json`."""
+"""Draws figures to dicts for the templates: `name`, `svg`, `json`."""
 
 
 def timeline_items(rows: Sequence[Row], drawn: Drawn) -> list[dict[str, Any]]:
     """One item per cell that has a timeline or a topology.
 
-    `place` is where the run's `trace.json` lies, as seen from the study's folder; None where there is none.
+    `place` is the path of the run's `trace.json`, relative to the study's folder; None if there is none.
     """
     times, places = timelines(rows), topologies(rows)
     done = finished(rows)
@@ -52,13 +52,13 @@ def _item(
 
 
 def _kinds(row: Mapping[str, Any]) -> list[str]:
-    """What any worker did at all, in the whole run."""
+    """The kinds of activity of any worker in the whole run."""
     seen = {kind for lane in (row.get("timeline") or {}).get("ranks", ()) for kind in lane["totals"]}
     return [kind for kind in KINDS if kind in seen]
 
 
 def _shares(lane: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
-    """A worker's time by what it did, as shares of what its records account for."""
+    """A worker's time by kind of activity, as shares of the time in its records."""
     totals = lane["totals"]
     whole = sum(totals.values())
     return {"rank": lane["rank"], "shares": [totals.get(kind, 0.0) / whole if whole else None for kind in kinds]}

@@ -1,6 +1,5 @@
-"""Phases: metric and loss against epochs with a mark where each run switched, and below them the rules in force.
-
-Each rule's value is drawn with its threshold.
+"""Phases: metric and loss over epochs, with a mark at each switch, and below them the value and threshold of each rule
+in force.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from podium.lab.study.results import cells, finished, number
 from podium.lab.study.store import Row
 
 WIDE = 10
-"""A rule's values are drawn on a logarithmic scale where they differ by more than this factor."""
+"""A rule's values are drawn on a logarithmic scale if they differ by more than this factor."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +23,15 @@ class Panel:
 
     quantity: str
     lines: tuple[Line, ...]
-    """One per run; of a rule, one per run and phase that it was in force in."""
+    """One per run; for a rule, one per run and phase in which it was in force."""
     log: bool
     threshold: float | None = None
-    """Where a rule fires."""
+    """The value at which a rule fires."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One strategy with phases: what it learned, when it switched, and what the rules in force made of it."""
+    """One strategy with phases: its metrics, its switches, and the values of the rules in force."""
 
     cell: str
     panels: tuple[Panel, ...]
@@ -45,7 +44,7 @@ class Stack:
 
 
 def phase_stacks(rows: Sequence[Row], metric: str) -> dict[str, Stack]:
-    """By strategy: its runs over the epochs, where they have phases."""
+    """By strategy with phases: its runs over the epochs."""
     done = [row for row in finished(rows) if row.get("rules")]
     found = {}
     for cell in cells(done):
@@ -82,7 +81,7 @@ def _rule_panel(name: str, runs: Sequence[Row]) -> Panel:
 
 
 def _readings(seed: int, readings: Sequence[Mapping[str, Any]]) -> list[Line]:
-    """A line per phase: between two phases the rule was not in force. A rule that has not seen enough has no value."""
+    """A line per phase, since the rule was not in force in between. A rule without enough data has no value."""
     by_phase: dict[int, list[tuple[float, float]]] = {}
     for reading in readings:
         value = number(reading["value"])

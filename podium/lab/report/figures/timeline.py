@@ -1,6 +1,6 @@
-"""Timelines: what each worker of a run did in some steps of its middle, and what befell the whole run.
+"""Timelines: what each worker did in a few steps in the middle of a run, and the events of the whole run.
 
-The facts are those of `podium.records.timeline`, which the first run of each cell carries in its row.
+The data come from `podium.records.timeline`; the row of each cell's first run contains them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from podium.records.timeline import KINDS
 
 @dataclass(frozen=True)
 class Stretch:
-    """What a worker did for a while, in ms since the window began."""
+    """One activity of a worker, in ms since the window began."""
 
     kind: str
     begin_ms: float
@@ -33,7 +33,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Event:
-    """What befell the run, in seconds since its first worker began."""
+    """An event of the run, such as a loss or a switch, in seconds since its first worker began."""
 
     kind: str
     seconds: float
@@ -42,15 +42,15 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Some steps of one run, worker by worker, and the whole run below."""
+    """A few steps of one run by worker, and the events of the whole run."""
 
     cell: str
     seed: int
     lanes: tuple[Lane, ...]
     kinds: tuple[str, ...]
-    """Those that occur, in the order of `KINDS`."""
+    """The kinds that occur, in the order of `KINDS`."""
     window: tuple[float, float]
-    """Where in the run it lies, in seconds."""
+    """Begin and end of the drawn steps, in seconds since the run began."""
     steps: tuple[int, int]
     length_s: float
     events: tuple[Event, ...]
@@ -67,8 +67,8 @@ class Timeline:
         clock = "simulated" if self.virtual else "wall"
         return (
             f"Steps {self.steps[0]} to {self.steps[1]} of the fastest worker, from the middle of the run, "
-            f"{self.shown}; {clock} clock. How long a step's parts took was measured; where in the step the waiting "
-            "lay was not, so it is drawn last. Gaps lie between two steps. Servers record no spans of time."
+            f"{self.shown}; {clock} clock. The durations of a step's parts were measured; the position of the waiting "
+            "inside a step was not, so it is drawn last. Gaps lie between two steps. Servers record no spans of time."
         )
 
 

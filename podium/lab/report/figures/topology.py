@@ -1,8 +1,7 @@
-"""Topologies: the ranks of a run on their nodes, what each sent, and who talked to whom.
+"""Topologies: the ranks of a run on their nodes, the bytes each sent, and which pairs communicated.
 
-The facts are those of `podium.lab.report.topology`, which the first run of each cell carries in its row. Where there
-are servers, workers stand in a row above them; otherwise ranks stand in a ring. Of more than 16 workers the middle ones
-are left out.
+The data come from `podium.lab.report.topology`; the row of each cell's first run contains them. With servers, workers
+are drawn in a row above them; otherwise ranks form a ring. Of more than 16 workers the middle ones are left out.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from podium.lab.study.results import cells, finished, number
 from podium.lab.study.store import Row
 
 MOST_DRAWN = 16
-"""Workers that are drawn, and servers."""
+"""The most workers that are drawn, and the most servers."""
 
 
 @dataclass(frozen=True)
 class Station:
-    """One rank, at a place in a square from 0 to 1."""
+    """One rank, at a position in the unit square."""
 
     rank: int
     role: str
@@ -31,12 +30,12 @@ class Station:
     sent_mb: float | None
     received_mb: float | None
     side: str
-    """Where its words have room: above, below, left or right of it."""
+    """Where its label goes: `above`, `below`, `left` or `right`."""
 
 
 @dataclass(frozen=True)
 class Edge:
-    """Two ranks that talked."""
+    """Two ranks that communicated."""
 
     first: int
     second: int
@@ -46,7 +45,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Topology:
-    """One run's ranks and who talked to whom."""
+    """One run's ranks and which pairs communicated."""
 
     cell: str
     seed: int
@@ -57,7 +56,7 @@ class Topology:
     places: str
     """Nodes and links, in words."""
     left_out: int
-    """Ranks that are not drawn."""
+    """How many ranks are not drawn."""
 
     @property
     def name(self) -> str:
@@ -65,11 +64,10 @@ class Topology:
 
     @property
     def caption(self) -> str:
-        """What was counted and what was inferred."""
         parts = [self.places, *self.patterns]
         if self.edges:
             parts.append("solid lines: messages that servers counted; dashed: inferred from the strategy")
-        parts.append("MB: what each rank itself counted as sent (↑) and received (↓)")
+        parts.append("MB sent (↑) and received (↓), as counted by each rank")
         if self.left_out:
             parts.append(f"{self.left_out} more ranks are not drawn")
         return ". ".join(part[:1].upper() + part[1:] for part in parts) + "."
@@ -110,13 +108,13 @@ def _topology(cell: str, seed: int, facts: Mapping[str, Any]) -> Topology:
 
 
 def _some(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first and the last ones of many."""
+    """All ranks, or the first and last half of `MOST_DRAWN`."""
     half = MOST_DRAWN // 2
     return list(ranks) if len(ranks) <= MOST_DRAWN else [*ranks[:half], *ranks[-half:]]
 
 
 def _ring(count: int) -> list[tuple[float, float]]:
-    """Clockwise from the top; two stand side by side."""
+    """Clockwise from the top; two ranks side by side."""
     if count <= 2:
         return [(0.5, 0.5)] if count == 1 else [(0.25, 0.5), (0.75, 0.5)][:count]
     turns = [math.pi / 2 - 2 * math.pi * k / count for k in range(count)]
@@ -128,7 +126,7 @@ def _two_rows(workers: int, servers: int) -> list[tuple[float, float]]:
 
 
 def _side(x: float, y: float) -> str:
-    """Outwards, so that words do not lie on lines."""
+    """Outwards, so that labels do not cover lines."""
     if abs(x - 0.5) > abs(y - 0.5) and 0.3 < y < 0.7:
         return "above" if y == 0.5 and abs(x - 0.5) < 0.3 else "left" if x < 0.5 else "right"
     return "above" if y >= 0.5 else "below"
@@ -157,7 +155,7 @@ def _pattern(pattern: Mapping[str, Any], many: bool) -> str:
 def _places(facts: Mapping[str, Any]) -> str:
     nodes = facts["nodes"]
     if not facts["described"]:
-        return "all ranks on one machine, whose links nobody described"
+        return "all ranks on one machine; no cluster file describes its links"
     kinds = list(dict.fromkeys(_link(node) for node in nodes))
     said = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}, "
     if len(kinds) == 1:
@@ -172,7 +170,7 @@ def _places(facts: Mapping[str, Any]) -> str:
             for value, unit in ((link.get("mbit"), "Mbit/s"), (link.get("latency_us"), "µs"))
             if value
         )
-    return said + ("; servers live with workers" if facts["colocated"] else "")
+    return said + ("; servers run beside workers" if facts["colocated"] else "")
 
 
 def _named(names: Sequence[str]) -> str:

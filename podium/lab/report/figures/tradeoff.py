@@ -1,4 +1,4 @@
-"""Trade-offs: what cells gain and lose against a reference, seed by seed: its metric against its bytes or its time."""
+"""Trade-offs: each cell's change in the metric against its change in bytes or time, both relative to a reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from podium.lab.study.study import Study
 
 FEWEST = 3
-"""Cells that a figure is worth; fewer can be read in the table."""
+"""With fewer cells there is no figure; the table is enough."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Tradeoff:
 
 
 def tradeoffs(study: Study, rows: Sequence[Row], metric: str) -> list[Tradeoff]:
-    """A figure for each table, setting and cost that enough cells have."""
+    """A figure for each `[[against]]` table, setting and cost that at least `FEWEST` cells have."""
     at = {str(row["cell"]): row for row in rows}
     names = [metric, "seconds", *study.responses]
     found = []

@@ -8,10 +8,10 @@ all cells of a measure, and times and bytes are compared by their ratio, as ever
 
 Why pairs for times, too: the same seed means the same samples and the same initial parameters, and with them the
 same number of steps to a target, but not the same noise of the machine. Where a pair has nothing in common, the paired
-test is still right and only loses degrees of freedom; a test without pairs would be wrong where it has. Welch's test
-stands beside it for times, as a second opinion, and takes its place where the two sets share fewer than two seeds.
+test is still valid and only loses degrees of freedom; where it has, an unpaired test would be wrong. For times, Welch's
+test is shown as a second opinion; it replaces the paired test where the two sets share fewer than two seeds.
 
-What no test here can know: all of one set was run before the other, so whatever lasted through one of them (load, heat,
+No test here can know: all of one set was run before the other, so anything that lasted through one of them (load, heat,
 another version) is in the difference, and seeds cannot tell one cause from another.
 """
 

@@ -1,4 +1,4 @@
-"""Two sets of results side by side, cell by cell: the types that the rest uses."""
+"""The types of a comparison of two sets of results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from podium.lab.study.store import Row
 from podium.lab.study.study import Study
 
 FEW = 6
-"""Pairs below which it is said that only large differences show."""
+"""With fewer pairs, `limits` warns that only large differences are detected."""
 ROUNDING = 1e-9
-"""Pairs that differ by less, in parts of the value, count as the same."""
+"""Pairs with a smaller relative difference count as the same."""
 PAGE = "versus.html"
 NAMED = 3
-"""Cells that a sentence names; of more it gives the number."""
+"""A sentence names at most this many cells; of more it gives the number."""
 
 Verdict = Literal["larger", "smaller", "no difference detected", "the same in every pair", "not tested"]
 
@@ -45,18 +45,18 @@ class Change:
     """Corrected over all cells of the measure."""
     test: Literal["paired", "Welch", "none"]
     p_unpaired: float | None = None
-    """Of times: by Welch's test without pairs, corrected as well. The verdict does not use it."""
+    """For times: of Welch's unpaired test, also Holm-corrected. The verdict does not use it."""
     points: tuple[float, ...] = ()
-    """Each pair's own value, in order of seeds."""
+    """The value of each pair, in order of seeds."""
 
     @property
     def exact(self) -> bool:
-        """Whether every pair says the same, as clocks that are computed do."""
+        """Whether every pair has the same value, as with simulated time."""
         return self.n > 1 and (self.low == self.high or self.unchanged)
 
     @property
     def unchanged(self) -> bool:
-        """Whether no pair differs by more than rounding, which versions of a library may do otherwise."""
+        """Whether no pair differs by more than rounding, which may differ between versions of a library."""
         size = 1.0 if self.ratio else max(abs(self.first.mean), abs(self.second.mean))
         return self.n > 1 and all(abs(point - self.ratio) <= ROUNDING * size for point in self.points)
 
@@ -73,7 +73,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class FromZero:
-    """One measure of one cell that is 0 in some run, so that there is no ratio: both values, and no test."""
+    """One measure of one cell that is 0 in some run, so there is no ratio: both values, and no test."""
 
     cell: str
     measure: str
@@ -83,7 +83,7 @@ class FromZero:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that the two studies do not have in common."""
+    """A recorded fact in which the two studies differ."""
 
     kind: Literal["settings", "versions", "hardware", "commit", "seeds"]
     what: str
@@ -100,7 +100,7 @@ class Side:
     runs: int
     failed: int
     only: tuple[str, ...]
-    """Cells that the other set has no finished run of."""
+    """Cells of which the other set has no finished run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,18 +111,18 @@ class Versus:
     b: Side
     metric: str
     target: float | None
-    """What "seconds to target" means: the studies' own where they have the same, else chosen from the first set."""
+    """The target of "seconds to target": the studies' own if both have the same, else chosen from the first set."""
     answer: str
     limits: str
     """What may not be concluded."""
     changes: tuple[Change, ...]
     differences: tuple[Difference, ...]
     same_parameters: tuple[int, int]
-    """How many pairs ended with the same parameters bit by bit, and of how many that is known."""
+    """How many pairs ended with bitwise equal parameters, and for how many pairs that is known."""
     zeros: tuple[FromZero, ...] = ()
-    """What went from 0 to some, or from some to 0. What is 0 in all runs of both sets is left out."""
+    """Measures that are 0 in some runs; those that are 0 in all runs of both sets are left out."""
     maximize: bool | None = None
-    """Which way the metric is better, where a study says so; None goes by its name."""
+    """Whether a higher metric is better; None decides by its name."""
 
     def of(self, measure: str) -> list[Change]:
         return [change for change in self.changes if change.measure == measure]
@@ -139,7 +139,7 @@ class Versus:
 
 
 class Set(NamedTuple):
-    """A study's folder, read."""
+    """The contents of a study's folder."""
 
     name: str
     folder: Path
@@ -147,7 +147,7 @@ class Set(NamedTuple):
     rows: list[Row]
     """In the order of the study's cells."""
     as_written: list[Row]
-    """The same rows, line by line."""
+    """The same rows, in the order of the file."""
 
     @property
     def done(self) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Which numbers changed between two sets, and whether by more than luck."""
+"""Which numbers changed between two sets, and whether by more than chance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from podium.records.intervals import load
 
 
 def read_set(folder: str | Path, maximize: bool | None = None) -> Set:
-    """The study in this folder; one without a finished run is refused."""
+    """Read the study in this folder; raises `RecordError` without a finished run."""
     store = Store(folder)
     study = Study.read(store, maximize)
     rows = store.runs()
@@ -39,17 +39,17 @@ def read_set(folder: str | Path, maximize: bool | None = None) -> Set:
 
 
 def compare_results(a: str | Path, b: str | Path, *, maximize: bool | None = None) -> Versus:
-    """Compare what two studies left in their folders, cell by cell; `a` is what `b` is held against.
+    """Compare the results in two studies' folders, cell by cell; `a` is the reference.
 
-    `maximize` says which way the metric is better, whatever the studies say.
+    `maximize`: whether a higher metric is better; it overrides the studies.
     """
     return compare_sets(*named(read_set(a, maximize), read_set(b, maximize)))
 
 
 def compare_sets(a: Set, b: Set) -> Versus:
-    """`compare_results` of folders that are already read."""
+    """`compare_results` of folders already read."""
     metric = metric_name(a.rows)
-    # Where the two studies disagree the first has its way, and the difference is listed.
+    # Where the two studies disagree the first decides, and the difference is listed.
     maximize = next((way for one in (a, b) if (way := one.study.maximize) is not None), None)
     target = a.study.target
     if target is None or target != b.study.target:
@@ -75,7 +75,7 @@ def compare_sets(a: Set, b: Set) -> Versus:
 
 
 def named(a: Set, b: Set) -> tuple[Set, Set]:
-    """Folders of the same name are named with the folders above them."""
+    """Prefix folders of the same name with their parent's name."""
     if a.name != b.name:
         return a, b
     one, other = (f"{found.folder.resolve().parent.name}/{found.name}" for found in (a, b))
@@ -92,7 +92,7 @@ def _side(own: Set, other: Set) -> Side:
 def _changes(
     a: Sequence[Row], b: Sequence[Row], metric: str, target: float | None, maximize: bool | None
 ) -> tuple[list[Change], list[FromZero]]:
-    """All cells that both have, measure by measure; apart from them what has no ratio."""
+    """The changes of all shared cells, by measure; separately, those without a ratio because a value is 0."""
 
     def reached(row: Row) -> float | None:
         return None if target is None else time_to_target(row, metric, target, maximize)
@@ -110,7 +110,7 @@ def _changes(
         for cell in cells(a):
             sides = [[row for row in rows if row["cell"] == cell] for rows in (a, b)]
             known = [{int(row["seed"]): x for row in some if (x := value(row)) is not None} for some in sides]
-            # A run that never reached the target cannot be averaged away: then the cell has no such time.
+            # A mean without runs that missed the target would be too low: such a cell has no time to target.
             whole = name != "seconds to target" or [*map(len, known)] == [*map(len, sides)]
             if not all(known) or not whole:
                 continue
@@ -180,9 +180,9 @@ def _family(pairs: Sequence[_Pair]) -> list[Change]:
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float, float] | None:
-    """Mean of b minus mean of a, its 95 % interval and p, the two not paired and not equally spread.
+    """Mean of b minus mean of a, its 95 % interval and p, by Welch's test (unpaired, unequal variances).
 
-    None where one has fewer than two values, or where no value differs from the others of its set.
+    None if a side has fewer than two values, or if neither side varies.
     """
     if min(len(a), len(b)) < 2:
         return None
@@ -222,7 +222,7 @@ def _differences(a: Set, b: Set) -> list[Difference]:
 
 
 def _facts(found: Set) -> dict[tuple[Any, str], str]:
-    """What is recorded of how a study was made; only cells that ran are in it."""
+    """The recorded settings, versions and hardware of a study; only of cells that ran."""
     study, ran = found.study, set(cells(found.done))
     settings = {**_flat(study.settings), **_flat({"stop": asdict(study.stop)})}
     common = {"task": study.plan.task, "launcher": study.plan.launcher, "workers": study.plan.workers}
@@ -242,12 +242,9 @@ def _facts(found: Set) -> dict[tuple[Any, str], str]:
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Tables inside of tables, as `task.lr` and the like."""
+    """Flatten nested tables to names such as `task.lr`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         full = before + name.replace("task_options", "task").replace("strategy_options", "strategy")
         found |= _flat(value, f"{full}.") if isinstance(value, Mapping) else {full: value}
     return found
-
-
-# In words.

@@ -1,4 +1,4 @@
-"""Two sets of results as a page."""
+"""The comparison of two sets of results as an HTML page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from podium.records.disk import write_atomically
 def write_versus(
     a: str | Path, b: str | Path, out: str | Path | None = None, *, maximize: bool | None = None
 ) -> tuple[Versus, Path]:
-    """Compare two studies and write the page `versus.html`, into the second's folder where no other is given.
+    """Compare two studies and write `versus.html` into `out`, by default the second study's folder.
 
     The page needs no network, no script and no second file; the same folders give the same bytes.
     """
@@ -34,7 +34,7 @@ def write_versus(
 
 
 def render(found: Versus, a: Set, b: Set, folder: Path) -> str:
-    """The page; `folder` is where it will lie, for links to the two studies."""
+    """The HTML; `folder` is where the page will be, for relative links to the two studies."""
     return (
         environment()
         .get_template("versus.html.j2")
@@ -52,7 +52,7 @@ def render(found: Versus, a: Set, b: Set, folder: Path) -> str:
 
 
 def _seen_from(folder: Path, found: Set) -> str:
-    """A study's folder as links in a page that lies in `folder` name it."""
+    """A study's folder relative to `folder`, for links."""
     return Path(os.path.relpath(found.folder.resolve(), folder.resolve())).as_posix()
 
 
@@ -94,7 +94,7 @@ def _numbered(found: Set, cell: str) -> list[int]:
 
 
 def _figures(found: Versus) -> list[dict[str, Any]]:
-    """A figure for each ratio: how many times the first set's the second's is. Differences may be below 0."""
+    """A bar chart per ratio, second set over first. Differences get none, since they may be below 0."""
     drawn = []
     for measure in found.measures:
         changes = [change for change in found.of(measure) if change.ratio]

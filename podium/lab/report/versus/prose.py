@@ -1,4 +1,4 @@
-"""Two sets of results in sentences and in lines for a terminal."""
+"""The comparison of two sets of results as sentences, and as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answer(found: Versus, shared: Sequence[str]) -> str:
 
 
 def _told(found: Versus, measure: str) -> str:
-    """One measure in a sentence: how many cells changed which way and by how much, and how many did not."""
+    """One measure in a sentence: how many cells changed, in which direction and by how much."""
     changes = found.of(measure)
     name = measure.capitalize()
     if measure == "seconds to target":
@@ -59,7 +59,7 @@ def _told(found: Versus, measure: str) -> str:
 
 
 def _without_ratio(found: Versus, measure: str) -> str:
-    """What went from 0 or to 0 in one measure: both values of each cell, and beyond a few of the first ones."""
+    """The cells without a ratio in one measure: both values of the first `NAMED` cells."""
     some = [one for one in found.zeros if one.measure == measure]
     told = [f"{one.cell} from {size(one, one.first)} to {size(one, one.second)}" for one in some[:NAMED]]
     rest = f" and {len(some) - NAMED} more, listed below" if len(some) > NAMED else ""
@@ -68,7 +68,7 @@ def _without_ratio(found: Versus, measure: str) -> str:
 
 
 def worded(found: Versus, measure: str, verdict: str) -> str:
-    """A verdict in the words of its measure: slower, better, more."""
+    """A verdict in the words of its measure, such as slower or better."""
     if verdict not in ("larger", "smaller"):
         return verdict
     up = verdict == "larger"
@@ -80,7 +80,7 @@ def worded(found: Versus, measure: str, verdict: str) -> str:
 
 
 def _range(changes: Sequence[Change]) -> str:
-    """How far cells changed, from the least to the most; ratios below 1 the other way up when all are."""
+    """The smallest and largest change; ratios are inverted if all are below 1."""
     values = [change.value for change in changes]
     sign = "×" if changes[0].ratio else ""
     if changes[0].ratio and all(0 < value < 1 for value in values):
@@ -102,9 +102,11 @@ def limits(found: Versus, a: Set, b: Set) -> str:
     kinds = {difference.kind for difference in found.differences} - {"seeds"}
     causes = len([difference for difference in found.differences if difference.kind != "seeds"])
     if causes > 1:
-        said.append(f"{causes} recorded things differ (listed below): no difference in results can be laid to one.")
+        said.append(
+            f"{causes} recorded things differ (listed below): no difference in results can be attributed to one alone."
+        )
     elif not causes:
-        said.append("Nothing that was recorded differs, so a difference has a cause that was not recorded, or is luck.")
+        said.append("No recorded fact differs, so a difference has an unrecorded cause or is chance.")
     if "hardware" in kinds:
         said.append("The machines differ: seconds compare machines as much as anything else.")
     commits = [str(one.study.machine.commit or "") for one in (a, b)]
@@ -114,7 +116,7 @@ def limits(found: Versus, a: Set, b: Set) -> str:
         said.append("Seconds are simulated where the launcher is virtual, not measured.")
     pairs = [change.n for change in found.changes if change.test == "paired"]
     if pairs and min(pairs) < FEW:
-        said.append("So few seeds show large differences only; none found does not mean none there.")
+        said.append("So few seeds detect large differences only; a difference may exist where none was detected.")
     if any(change.test == "Welch" for change in found.changes):
         said.append("Cells that share fewer than two seeds are compared without pairs (Welch).")
     return " ".join(said)
@@ -142,14 +144,14 @@ def size(change: Change | FromZero, mean: Mean) -> str:
 
 
 def heading(found: Versus, measure: str) -> str:
-    """A measure as a heading of its table."""
+    """The heading of a measure's table."""
     if measure == "seconds to target":
         return f"seconds to {plain(found.target)} {found.metric}"
     return "MB sent by all ranks" if measure == "bytes sent" else measure
 
 
 def lines(found: Versus) -> list[str]:
-    """All of it as text, for a terminal; `answer` and `limits` are not in it."""
+    """The whole comparison except `answer` and `limits`, as lines for a terminal."""
     told = [f"A  {found.a.folder}: {_runs(found.a)}", f"B  {found.b.folder}: {_runs(found.b)}"]
     for measure in found.measures:
         changes = found.of(measure)
