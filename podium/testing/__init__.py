@@ -14,6 +14,8 @@
     tasks       toy, UNUSUAL models, OPTIMIZERS; train, train_in and train_plainly, the plain PyTorch loop (`toys`)
     worlds      Memory, Virtual, Real: a function per rank in threads, in virtual time, on processes (`worlds`)
     faults      Faults: which rank is killed, stopped or blocked, at which step (`faults`)
+    hosts       Hosts: machines that share nothing, as namespaces of this one, which can be lost or cut off (`hosts`);
+                make_hosts: a pytest fixture that makes them, or skips where it cannot (`fixtures`)
     frames      damaged frames (`frame_mutations`) and their reader under test (`frame_fuzz`, also `podium bench fuzz`)
 
 Contracts are classes for pytest; everything else works without a test runner.
@@ -53,6 +55,9 @@ _HOME = {
     "World": "worlds",
     "Fault": "faults",
     "Faults": "faults",
+    "Host": "hosts",
+    "Hosts": "hosts",
+    "make_hosts": "fixtures",
 }
 
 __all__ = list(_HOME)  # the keys are names that __getattr__ serves
@@ -61,6 +66,9 @@ if TYPE_CHECKING:
     from podium.testing.communicators import CommunicatorContract as CommunicatorContract
     from podium.testing.faults import Fault as Fault
     from podium.testing.faults import Faults as Faults
+    from podium.testing.fixtures import make_hosts as make_hosts
+    from podium.testing.hosts import Host as Host
+    from podium.testing.hosts import Hosts as Hosts
     from podium.testing.strategies import BetweenRoundsContract as BetweenRoundsContract
     from podium.testing.strategies import ClippingContract as ClippingContract
     from podium.testing.strategies import OneWorkerContract as OneWorkerContract

@@ -62,6 +62,8 @@ class ShapedNetwork:
         """Of each node, for `enter_namespace`."""
         self.interfaces: tuple[str, ...] = ()
         """Of each node, for libraries that need an interface rather than an address."""
+        self.hub, self.ports = "", tuple[str, ...]()
+        """The namespace of the bridge, and in it the other end of each node's link."""
         self.facts: dict[str, Any] = {}
         """What was applied and read back, and the warnings, for the manifest."""
         self._created: list[str] = []
@@ -100,7 +102,7 @@ class ShapedNetwork:
 
     def _create(self) -> None:
         run = secrets.token_hex(3)
-        hub = f"podium-{run}-hub"
+        self.hub = hub = f"podium-{run}-hub"
         count = range(len(self.cluster.nodes))
         self.namespaces = tuple(f"podium-{run}-{i}" for i in count)
         if self._folder is not None:
@@ -108,7 +110,7 @@ class ShapedNetwork:
         self._add_namespace(hub)
         run_command(self._ip, "-n", hub, "link", "add", "bridge", "type", "bridge")
         run_command(self._ip, "-n", hub, "link", "set", "bridge", "up")
-        self.interfaces = tuple(f"pd{run}-{i}" for i in count)
+        self.interfaces, self.ports = (tuple(f"{end}-{i}" for i in count) for end in (f"pd{run}", "port"))
         self.addresses = tuple(str(NETWORK[i + 1]) for i in count)
         nodes = [self._add_node(i, hub) for i in count]
         limit_s = _THREAD_S + _CONNECT_S * len(self.namespaces)
@@ -133,7 +135,7 @@ class ShapedNetwork:
 
     def _add_node(self, index: int, hub: str) -> dict[str, Any]:
         node, name, inner = self.cluster.nodes[index], self.namespaces[index], self.interfaces[index]
-        port, address = f"port{index}", self.addresses[index]
+        port, address = self.ports[index], self.addresses[index]
         self._add_namespace(name)
         run_command(
             *(self._ip, "link", "add", inner, "netns", name, "type", "veth"),
