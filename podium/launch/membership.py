@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, final
+
+import torch
 
 from podium.comm.base import BUSY_DEADLINES, DEPARTED, Meta
 from podium.comm.real.channel import Channel
@@ -22,6 +26,7 @@ from podium.engine.recovery import Control, Regroup
 from podium.engine.report import Report
 from podium.errors import CommError, DeadlineExceeded, Lost
 from podium.launch.coordination.rules import COORDINATOR, MOST_REPLACEMENTS
+from podium.launch.record_stream import RecordStream
 
 _BEATS_PER_LIMIT = 6
 _MEET_S = 10.0
@@ -65,6 +70,7 @@ class Membership(Control):
         self._latest: Meta | None = None
         self._thread: threading.Thread | None = None
         self._rate: tuple[float, int] | None = None
+        self._records: RecordStream | None = None
 
     def join(self, endpoints: list[int], addresses: Mapping[int, Address], deadline_s: float) -> Peers:
         """Register this process's endpoints; returns all ranks and addresses, once every process has joined."""
@@ -78,6 +84,18 @@ class Membership(Control):
         self._thread = threading.Thread(target=self._keep_in_touch, name="membership", daemon=True)
         self._thread.start()
         return Peers(_by_rank(answer["addresses"]), tuple(answer["workers"]), tuple(answer["servers"]))
+
+    def send_records(self, folder: Path, ranks: Iterable[int]) -> None:
+        """From now on send these ranks' records to the coordinator, unless it sees this folder on a shared disk."""
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{secrets.token_hex(8)}"
+        probe.touch()
+        try:
+            seen = self._ask("find", {"name": probe.name}, self._start_deadline_s)["seen"]
+        finally:
+            probe.unlink()
+        if not seen:
+            self._records = RecordStream(folder, ranks, self._send_chunk)
 
     def relocate(self, rank: int, old: Address) -> Address:
         """The new address of a server that cannot be reached at `old`; blocks until it has one.
@@ -140,12 +158,17 @@ class Membership(Control):
         self._channel.send(COORDINATOR, "begun", {})
 
     def done(self, report: Report | None) -> None:
+        if self._records is not None:
+            self._records.send_new(None)
         self._closing.set()  # before the message: the launcher may end as soon as it has received it
         self._channel.let_name_go()  # and remove the folder
         self._ask("done", {"report": None if report is None else report._asdict()}, self._deadline_s)
 
     def failed(self, meta: Meta) -> None:
         with contextlib.suppress(CommError):  # the launcher is gone
+            if self._records is not None:
+                with contextlib.suppress(OSError):  # the disk here may be what failed
+                    self._records.send_new(None)
             self._channel.send(COORDINATOR, "failed", meta)
 
     def close(self) -> None:
@@ -155,6 +178,11 @@ class Membership(Control):
             self._thread.join(timeout=2.0)
 
     # Inside.
+
+    def _send_chunk(self, rank: int, chunk: bytes) -> None:
+        self._channel.send(
+            COORDINATOR, "records", {"rank": rank}, [torch.frombuffer(bytearray(chunk), dtype=torch.uint8)]
+        )
 
     def _ask(self, kind: str, meta: Meta, deadline_s: float) -> Meta:
         (answer,) = self._channel.wait([self._channel.call(COORDINATOR, kind, meta)], deadline_s)
@@ -176,6 +204,8 @@ class Membership(Control):
             try:
                 beat = {"progress": self._with_rate(), "busy": self._busy, "stop": self._wants_stop}
                 self._channel.send(COORDINATOR, "beat", beat)
+                if self._records is not None:
+                    self._records.send_new()
                 message = self._channel.recv(self._beat_s)
             except DeadlineExceeded:
                 continue

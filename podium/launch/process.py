@@ -36,6 +36,7 @@ from podium.launch.base import RunPlan
 from podium.launch.coordination.rules import Role
 from podium.launch.forking import let_go_of_fork_server
 from podium.launch.membership import Membership
+from podium.launch.record_stream import file_name
 from podium.launch.secret import check_secret
 from podium.launch.signals import die_with_parent, leave_to_launcher, pass_on
 from podium.records.recorder import Recorder
@@ -220,6 +221,8 @@ class Node:
         joined = self.membership.join(
             list(spec.endpoints), {e: c.address for e, c in channels.items()}, config.start_deadline_s
         )
+        if not spec.same_host:
+            self.membership.send_records(self._records_folder, spec.endpoints)
         alone = spec.late and spec.role == "worker"  # until it gets its first plan
         workers = (spec.rank,) if alone else joined.workers
         comms = {}
@@ -267,11 +270,14 @@ class Node:
 
     def recorder(self, rank: int) -> Recorder:
         """The file of one rank's records; a replacement appends to the file of the rank it replaces."""
-        assert self.config.run_dir is not None
-        path = Path(self.config.run_dir) / "records" / f"rank-{rank}.jsonl"
-        recorder = Recorder(rank, path)
+        recorder = Recorder(rank, self._records_folder / file_name(rank))
         self._recorders.append(recorder)
         return recorder
+
+    @property
+    def _records_folder(self) -> Path:
+        assert self.config.run_dir is not None
+        return Path(self.config.run_dir) / "records"
 
 
 def _clock_of(spec: NodeSpec) -> Clock:

@@ -11,6 +11,7 @@ rules, and where they are:
 - A lost server is restarted where strategy and launcher can, and workers get its new address (`replacements`).
 - Workers and servers may be added or retired on request (`scaling`): the next plan makes the change. A newcomer that
   dies while starting is left out; the run does not depend on it yet.
+- Records of ranks on other hosts are appended to the run's folder here (`records_home`).
 - A rank that raised would raise again: the run ends, and the user sees that rank's error. If the error only reports
   that another rank did not answer, the coordinator first waits a moment for that loss.
 """
@@ -30,6 +31,7 @@ from podium.launch.coordination.leavers import Leavers
 from podium.launch.coordination.losses import Losses
 from podium.launch.coordination.owner import Owner
 from podium.launch.coordination.post import Post
+from podium.launch.coordination.records_home import RecordsHome
 from podium.launch.coordination.regrouping import Regrouping
 from podium.launch.coordination.replacements import Replacements
 from podium.launch.coordination.roster import Roster
@@ -68,6 +70,7 @@ class Coordinator:
         self._heartbeats = Heartbeats(run, self._regrouping, self._losses)
         self._stragglers = Stragglers(run, self._regrouping, self._replacements, self._losses)
         self._leavers = Leavers(run, self._scaling, self._losses)
+        home = RecordsHome(run, None if recorder.path is None else recorder.path.parent)
         self._joining: list[Message] = []
         self._stop_asked = False  # by a rank, where no launcher gets signals
         self._stop_sent = False
@@ -79,6 +82,8 @@ class Coordinator:
             "regroup": self._regrouping.ask,
             "where": self._where,
             "awaits": self._stragglers.hear,
+            "find": home.find,
+            "records": home.append,
             "done": self._done,
             "failed": self._losses.fail,
             DEPARTED: self._departed,

@@ -86,6 +86,7 @@ class Place:
         stop: threading.Event | None = None,
         still: bool = False,
         owns_processes: bool = True,
+        records: Path | None = None,
         **launcher: Any,
     ) -> None:
         """`processes` are the endpoints of each; `rules` the fields of Rules that are not about who is there.
@@ -96,7 +97,8 @@ class Place:
         self.launcher = Launcher(**launcher) if owns_processes else Agent()
         self.events, self.killed = self.launcher.events, self.launcher.killed
         self.respawned, self.started = self.launcher.respawned, self.launcher.started
-        self.recorder, self.clock = Recorder(-1), ManualClock() if still else WallClock()
+        self.recorder = Recorder(-1, None if records is None else records / "launcher.jsonl")
+        self.clock = ManualClock() if still else WallClock()
         self.coordinator = Coordinator(
             Rules(ranks=tuple(endpoints[0] for endpoints in processes), **rules),
             self.launcher,
@@ -207,6 +209,7 @@ class Place:
             member.close()
         self.coordinator.close()
         self.pool.shutdown()
+        self.recorder.close()
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

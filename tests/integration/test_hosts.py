@@ -1,0 +1,93 @@
+"""Runs across hosts that share nothing: what the first host's folder holds afterwards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.records.recorder import read_records
+from podium.testing import Host, Hosts, make_hosts
+from tests.integration.processes import settings
+
+Make = Callable[..., Hosts]
+pytestmark = pytest.mark.root
+__all__ = ["make_hosts"]  # the fixture
+
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+SECRET = {"PODIUM_SECRET": "sixteen letters or more", "OMP_NUM_THREADS": "1"}
+RUN = {"task": "digits-mlp", "out": "/tmp/runs", "steps": 12, "threads": 1}
+
+
+def torchrun(hosts: Sequence[Host], *, per_host: int = 1, **fields: Any) -> list[subprocess.Popen[str]]:
+    """One run over all these hosts; the first one's process prints the result."""
+    meeting = ("--master-addr", hosts[0].name, "--master-port", "29511")
+    words = ("-m", "podium.node", *settings({**RUN, **fields}))
+    nodes = ("--nnodes", str(len(hosts)), "--nproc-per-node", str(per_host))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [
+        host.start(TORCHRUN, *nodes, "--node-rank", str(i), *meeting, *words, env=SECRET, **pipes)
+        for i, host in enumerate(hosts)
+    ]
+
+
+def result_of(processes: Sequence[subprocess.Popen[str]]) -> dict[str, Any]:
+    printed = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), printed
+    found: dict[str, Any] = json.loads(printed[0][0].splitlines()[-1])
+    return found
+
+
+def folder_on(host: Host, run_dir: str) -> Path:
+    """A run's folder on a host, as seen from outside."""
+    return host.folder / Path(run_dir).relative_to("/tmp")
+
+
+def test_the_first_host_has_the_records_and_hashes_of_all(make_hosts: Make) -> None:
+    a, b = make_hosts(2)
+    result = result_of(torchrun([a, b], strategy="all-reduce"))
+    assert len(result["param_hash"]) == 2 and len(set(result["param_hash"].values())) == 1
+    assert result["audit"] == {"missing": 0, "repeated": 0}
+    home, away = (folder_on(host, result["run_dir"]) / "records" for host in (a, b))
+    assert (home / "rank-1.jsonl").read_bytes() == (away / "rank-1.jsonl").read_bytes() != b""
+    assert not [path for path in (*home.iterdir(), *away.iterdir()) if path.name.startswith(".")]
+    steps = [row for row in read_records(home.parent) if row["kind"] == "step"]
+    assert {row["rank"] for row in steps} == {0, 1}
+
+
+@pytest.mark.slow
+def test_servers_and_workers_of_two_hosts_lose_no_sample(make_hosts: Make) -> None:
+    a, b = make_hosts(2)
+    options = {"strategy": "parameter-server", "strategy.mode": "async", "strategy.servers": 2}
+    result = result_of(torchrun([a, b], per_host=2, **options))
+    assert len(set(result["param_hash"].values())) == 1
+    assert result["audit"] == {"missing": 0, "repeated": 0}
+    home = folder_on(a, result["run_dir"]) / "records"
+    assert {path.name for path in home.iterdir()} == {"launcher.jsonl", *(f"rank-{rank}.jsonl" for rank in range(4))}
+
+
+@pytest.mark.slow
+def test_what_a_lost_host_recorded_until_its_last_heartbeats_is_there(make_hosts: Make) -> None:
+    a, b = make_hosts(2)
+    first, _ = torchrun([a, b], strategy="all-reduce", steps=100_000, heartbeat_s=1.5)
+
+    def recorded() -> int:
+        return sum(1 for path in a.folder.glob("runs/*/records/rank-1.jsonl") for _ in read_records(path))
+
+    until = time.monotonic() + 60
+    while recorded() < 20 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert recorded() >= 20, "records arrive while the run is under way"
+    (there,) = b.folder.glob("runs/*/records/rank-1.jsonl")
+    b.lose()
+    _, errors = first.communicate(timeout=60)
+    assert first.returncode != 0
+    assert "rank 1" in errors or "worker 1" in errors
+    (home,) = a.folder.glob("runs/*/records/rank-1.jsonl")
+    assert there.read_bytes().startswith(home.read_bytes())
