@@ -264,15 +264,21 @@ T = TypeVar("T")
 
 def build(cls: type[T], values: Mapping[str, Any], *, who: str) -> T:
     """An instance of a config dataclass from plain values: strings are converted, unknown keys refused."""
+    if not dataclasses.is_dataclass(cls):
+        raise ConfigError(
+            f"{who}: {cls.__name__} must be a dataclass: write @dataclass(frozen=True, kw_only=True) above it"
+        )
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise ConfigError(f"{who}: {cls.__name__} must define {', '.join(missing)}")
     hints = typing.get_type_hints(cls)
-    fields = {f.name: hints[f.name] for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # always a dataclass
+    fields = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
     given = {}
     for name, value in values.items():
         key = name.replace("-", "_")
         if key not in fields:
             raise UnknownName(f"option of {who}", name, fields)
         given[key] = convert(value, fields[key], f"{who}: {name}")
-    for field_ in dataclasses.fields(cls):  # type: ignore[arg-type]  # always a dataclass
+    for field_ in dataclasses.fields(cls):
         needed = field_.init and field_.default is dataclasses.MISSING and field_.default_factory is dataclasses.MISSING
         if needed and field_.name not in given:
             raise ConfigError(f"{who}: {field_.name} must be given")

@@ -15,6 +15,7 @@ import torch
 
 import podium
 from podium.comm.real.process_group import backend_for
+from podium.exchange.codecs import CODECS
 from podium.exchange.collectives import COLLECTIVES
 from podium.lab.report.answer import limits
 from podium.strategies import STRATEGIES, find_strategy
@@ -138,6 +139,12 @@ class TestCounts:
             "declare survives_loss in Cadence, or name it in docs/limits.md and here"
         )
         assert "`gossip` and `ad-psgd` end with an error when a worker" in LIMITS
+
+    def test_codecs(self) -> None:
+        count = len(CODECS.keys() - {"auto", "dense"})
+        assert count == 11, f"{count} codecs: change the number here and the word in README.md and docs/performance.md"
+        assert "nine collectives, eleven codecs" in (ROOT / "README.md").read_text(encoding="utf-8")
+        assert "Eleven codecs with error feedback" in PERFORMANCE
 
     def test_collectives(self) -> None:
         count = len(COLLECTIVES.keys() - {"default", "auto"})

@@ -143,8 +143,19 @@ class Replica:
             "optimizer_common": {key: copy_of(s) for key, s in states if not isinstance(key, Tensor)},
             "groups": [copy_of(self._settings(g)) for g in range(len(self.optimizer.param_groups))],
             "schedule": None if self.schedule is None else copy_of(_plain_state(self.schedule.state_dict())),
-            "kept": {name: self.flat.by_name(flats) for name, flats in self.strategy_state.items()},
+            "kept": {name: self.flat.by_name(self._laid_out(name)) for name in self.strategy_state},
         }
+
+    def _laid_out(self, name: str) -> list[Tensor]:
+        """A strategy's state of this name, checked to be laid out as the parameters are."""
+        flats = self.strategy_state[name]
+        shapes = [tuple(flat.shape) for flat in self.flat.params]
+        if not isinstance(flats, list | tuple) or [tuple(getattr(flat, "shape", ())) for flat in flats] != shapes:
+            raise ConfigError(
+                f"worker.strategy_state[{name!r}] must be a list of tensors of the shapes of worker.params, {shapes}, "
+                f"got {type(flats).__name__}"
+            )
+        return list(flats)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`."""

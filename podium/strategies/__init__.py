@@ -41,6 +41,10 @@ def make_strategy(name: str, options: Mapping[str, Any] | None = None, workers: 
     cls = find_strategy(name)
     if not issubclass(cls, Strategy):
         raise ConfigError(f"{name} must be a subclass of podium.Strategy, got {cls.__name__}")
+    if not isinstance(getattr(cls, "name", None), str):
+        raise ConfigError(
+            f"{name}: {cls.__name__} must have a name for messages and checkpoints: name: ClassVar[str] = …"
+        )
     strategy = build(cls, options or {}, who=f"strategy {name}").for_workers(workers)
     strategy.check(workers)
     return strategy

@@ -11,15 +11,21 @@ ClippingContract, SynchronousClippingContract    … that clip by the norm of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from podium.comm.base import Communicator
+from podium.config import RunConfig
+from podium.engine.build import Job
 from podium.engine.checkpoint import folder_for
+from podium.engine.training import Training
 from podium.errors import ConfigError
+from podium.records.recorder import Recorder
 from podium.strategies.base import Strategy
 from podium.testing.toys import (
     OPTIMIZERS,
@@ -27,6 +33,7 @@ from podium.testing.toys import (
     Alike,
     Branching,
     Half,
+    Uncontrolled,
     assert_alike,
     assert_close,
     assert_same_bits,
@@ -54,6 +61,9 @@ class StrategyContract:
     def processes(self) -> World:
         """Override where ranks need more than gloo and sockets on this host."""
         return Real()
+
+    def test_the_strategy_has_a_name(self, strategy: Strategy[Any]) -> None:
+        assert isinstance(strategy.name, str), "messages and checkpoints name the strategy: name: ClassVar[str] = …"
 
     def test_replicas_are_alike_at_the_end(self, strategy: Strategy[Any]) -> None:
         assert len(hashes(train(toy(optimizer="adamw"), strategy, self.workers))) == 1
@@ -281,7 +291,7 @@ class RoundsContract:
             assert torch.equal(worker.state["spare.weight"], before["spare.weight"])
             assert not torch.equal(worker.state["first.weight"], before["first.weight"])
 
-    def test_threads_virtual_time_and_processes_give_the_same_bits(self, strategy: Strategy[Any]) -> None:
+    def test_threads_and_virtual_time_give_the_same_bits_every_time(self, strategy: Strategy[Any]) -> None:
         task = toy(model=everything_model, optimizer="adamw", schedule=halve_every_third)
         threads, virtual = train(task, strategy, 3), train_in(Virtual(), task, strategy, 3)
         for a, b in zip(threads, virtual, strict=True):
@@ -333,3 +343,22 @@ class BetweenRoundsContract:
         saved = train_in(Memory(), task, strategy, 3, run_dir=tmp_path, checkpoint_every=self.period)
         for a, b in zip(unbroken, saved, strict=True):
             assert_same_bits(b.state, a.state)
+
+    def test_a_segment_begins_with_the_state_that_the_last_one_left(self, strategy: Strategy[Any]) -> None:
+        """`init` must not overwrite `worker.strategy_state`, which a checkpoint holds: here one in mid-round."""
+        config = RunConfig(task="toy", workers=3, eval_every=0, steps=self.period + 1)
+        job = Job(config, toy(optimizer="sgd", epochs=3), strategy, None, task_is_named=False)
+        for left, found in Memory().run(partial(_begin_again, job=job), 3):
+            assert found.keys() == left.keys(), "the next segment's init changed worker.strategy_state"
+            for name, flats in left.items():
+                assert all(map(torch.equal, found[name], flats)), f"init has overwritten strategy_state[{name!r}]"
+
+
+def _begin_again(comm: Communicator, job: Job) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+    """The strategy's state when a run has ended, and after the `init` of a segment that follows."""
+    training = Training(job, comm, Recorder(comm.rank), Uncontrolled())
+    training.run()
+    state = training.worker.strategy_state
+    left = {name: [flat.clone() for flat in flats] for name, flats in state.items()}
+    job.strategy.init(training.worker)
+    return left, state

@@ -32,6 +32,7 @@ from podium.engine.training import Training
 from podium.errors import ConfigError
 from podium.launch.clusters.description import Cluster, Node
 from podium.records.recorder import Record, Recorder
+from podium.strategies import STRATEGIES, find_strategy
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.base import Strategy
 from podium.strategies.local_sgd import LOSSES, LocalSGD
@@ -393,26 +394,32 @@ def parameters_of(state: dict[str, Tensor]) -> Tensor:
     return torch.cat([value.reshape(-1) for value in state.values()])
 
 
+PRESETS = ("phases", "strategy-switch", "sync-switch", "post-local-sgd")
+ROUNDS = [
+    name
+    for name, one in ((name, find_strategy(name)()) for name in STRATEGIES if name not in PRESETS)
+    if one.cadence.by_rounds and one.cadence.survives_loss
+]
+KILLED = [
+    ("local-sgd", {"period": "4"}),
+    ("local-sgd", {"period": "2", "steps": "2,2,1"}),
+    ("diloco", {"sync_every": "5"}),
+    ("streaming-diloco", {"sync_every": "4", "overlap": "1"}),
+]
+
+
 class TestLosses:
     """A worker is killed in the middle of a round: the others do the round again without it."""
 
     @pytest.mark.parametrize(
-        ("where", "options"),
-        [
-            ("local_sgd:LocalSGD", {"period": "4"}),
-            ("local_sgd:LocalSGD", {"period": "2", "steps": "2,2,1"}),
-            ("diloco:DiLoCo", {"sync_every": "5"}),
-            ("streaming_diloco:StreamingDiLoCo", {"sync_every": "4", "overlap": "1"}),
-            ("elastic_averaging:ElasticAveraging", {}),
-            ("adasum:Adasum", {}),
-        ],
+        ("strategy", "options"), [*KILLED, *((name, {}) for name in ROUNDS if name not in dict(KILLED))]
     )
-    def test_survivors_do_the_round_again(self, where: str, options: dict[str, str], tmp_path: Path) -> None:
+    def test_survivors_do_the_round_again(self, strategy: str, options: dict[str, str], tmp_path: Path) -> None:
         result = train_faulty(
             tmp_path,
             Faults().kill(1, step=15),
             workers=3,
-            strategy=f"podium.strategies.{where}",
+            strategy=strategy,
             strategy_options=options,
         )
         assert (result.status, result.lost) == ("finished", [1])

@@ -84,6 +84,18 @@ def test_what_comes_out_is_near_what_went_in(name: str, numel: int, dtype: torch
         assert torch.equal(got, tensor)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if not codec_of(name).biased])
+def test_an_unbiased_codec_is_right_on_average_along_any_direction(name: str) -> None:
+    codec, span, tensor = codec_of(name), span_of(4099), noise(4099)
+    contexts = [CONTEXT._replace(step=step) for step in range(64)]
+    drawn = torch.stack([decode(codec, pack(codec, tensor, span, at), span, at) for at in contexts]).double()
+    for direction in (tensor.double(), tensor.sign().double(), torch.ones(4099).double()):
+        along = drawn @ direction
+        rounding = 5e-3 * tensor.double().norm() * direction.norm() / math.sqrt(4099)
+        off = (along.mean() - tensor.double() @ direction).abs()
+        assert off <= 5 * along.std() / math.sqrt(len(contexts)) + rounding
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_wire_depends_on_the_span_and_the_context_only(name: str) -> None:
     for numel in (1, 9, 2049, 65537):
@@ -384,8 +396,11 @@ def test_a_gpu_packs_as_a_cpu_does(name: str) -> None:
         here, there = pack(codec, tensor, span), pack(codec, tensor.cuda(), span)
         assert there.is_cuda and there.shape == here.shape and there.dtype == here.dtype
         got = decode(codec, there, span, CONTEXT)
+        known = decode(codec, here, span, CONTEXT)
         near = tensor.abs().max().item() / 127 * 1.01 if name == "int8" else 1e-4
-        torch.testing.assert_close(got.cpu(), decode(codec, here, span, CONTEXT), rtol=1e-3, atol=near)
+        differ = ~torch.isclose(got.cpu(), known, rtol=1e-3, atol=near)
+        # An unbiased codec may round an element up on one device and down on the other.
+        assert differ.double().mean() <= (0.0 if codec.biased or codec.exact or name == "int8" else 0.01)
         apart = torch.empty_like(got)
         codec.remainder(there, tensor.cuda(), apart, span, CONTEXT)
         torch.testing.assert_close(apart + got, tensor.cuda())
