@@ -25,9 +25,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from podium.comm.base import Message, Meta
 from podium.comm.clocks import WallClock
 from podium.comm.real.channel import Channel
 from podium.comm.real.frames import Refused
@@ -37,8 +39,10 @@ from podium.comm.real.tls import tls_of
 from podium.config import RunConfig, check_script, named_in, resolve
 from podium.engine.build import Job
 from podium.engine.device import device_of
-from podium.errors import CommError, ConfigError, PodiumError, RecordError
+from podium.errors import CheckpointError, CommError, ConfigError, PodiumError, RecordError
 from podium.launch.base import RunPlan
+from podium.launch.checkpoint_copy import CheckpointFiles, find_or_copy
+from podium.launch.coordination.before_joining import BeforeJoining
 from podium.launch.coordination.coordinator import Coordinator
 from podium.launch.coordination.owner import Owner
 from podium.launch.coordination.rules import COORDINATOR, FIRST_ASKER
@@ -197,7 +201,12 @@ class _Rank:
     def _follow(self) -> None:
         """The other ranks: find rank 0, ask it for the run's folder, and take part."""
         meeting = self._find_meeting()
-        self.job = self._plan(Path(self._ask_run_dir(meeting)))
+        with self._asking(meeting) as ask:
+            settings = ask("settings", {}).meta
+            run_dir = Path(settings["run_dir"])
+            if settings["checkpoint"] is not None:
+                self._bring_checkpoint(CheckpointFiles.from_meta(settings["checkpoint"]), run_dir, ask)
+        self.job = self._plan(run_dir)
         self._check_size()
         self._take_part(meeting)
 
@@ -222,16 +231,21 @@ class _Rank:
             raise ConfigError(f"the coordinator's address must be tcp:host:port, got {told[:80]!r}{self._whence}")
         return _Meeting(self._given, told, None)
 
-    def _ask_run_dir(self, meeting: _Meeting) -> str:
-        """Where the run writes, from the coordinator, which has proved by then that it holds the secret."""
+    @contextlib.contextmanager
+    def _asking(self, meeting: _Meeting) -> Iterator[Callable[[str, Meta], Message]]:
+        """Ask the coordinator, which has proved by then that it holds the secret, before this rank joins."""
         config, number = self._config, FIRST_ASKER + self.environment.rank
         folder = meeting.folder
         listen = "tcp:127.0.0.1:0" if folder is None else f"unix:{folder}/q{self.environment.rank}"
         deadline_s = config.start_deadline_s
         channel = Channel(number, secret=meeting.secret, listen=listen, deadline_s=deadline_s, tls=tls_of(config))
+
+        def ask(kind: str, meta: Meta) -> Message:
+            return channel.wait([channel.call(COORDINATOR, kind, meta)], deadline_s)[0]
+
         try:
             channel.introduce({COORDINATOR: meeting.coordinator})
-            (answer,) = channel.wait([channel.call(COORDINATOR, "settings", {})], deadline_s)
+            yield ask
         except Refused as error:
             raise Refused(
                 f"rank {self.environment.rank}: {meeting.coordinator} is not this run's coordinator, or was given "
@@ -244,7 +258,24 @@ class _Rank:
             ) from error
         finally:
             channel.close()
-        return str(answer.meta["run_dir"])
+
+    def _bring_checkpoint(self, files: CheckpointFiles, run_dir: Path, ask: Callable[[str, Meta], Message]) -> None:
+        """Have the checkpoint that the run resumes from on this host, too."""
+
+        def chunk(name: str, offset: int) -> bytes:
+            answer = ask("file", {"name": name, "offset": offset})
+            if "refused" in answer.meta:
+                raise CheckpointError(f"the first host does not send its checkpoint: {answer.meta['refused']}")
+            return b"".join(part.numpy().tobytes() for part in answer.body)
+
+        config = self._config
+        if config.resume is None:
+            raise ConfigError(
+                f"rank {self.environment.rank}: resume must be given on all hosts or on none, got none here"
+            )
+        first, limit_s = self.environment.local_rank == 0, config.start_deadline_s
+        copied = find_or_copy(Path(config.resume), files, run_dir / "resumed", chunk, first=first, limit_s=limit_s)
+        self._config = dataclasses.replace(config, resume=str(copied))
 
     @property
     def _whence(self) -> str:
@@ -268,7 +299,7 @@ class _Rank:
             Channel(COORDINATOR, secret=secret, listen=listen, tls=tls_of(job.config)),
             self._recorder,
             WallClock(),
-            {"run_dir": str(job.config.run_dir)},
+            BeforeJoining(str(job.config.run_dir), None if self.environment.one_host else job.config.resume),
         )
         self._watch = threading.Thread(target=self._coordinate, args=(coordinator,), name="coordinator", daemon=True)
         self._watch.start()

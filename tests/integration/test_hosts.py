@@ -73,6 +73,19 @@ def test_servers_and_workers_of_two_hosts_lose_no_sample(make_hosts: Make) -> No
 
 
 @pytest.mark.slow
+def test_a_run_resumes_on_the_same_hosts_in_bits_and_on_fewer_to_rounding(make_hosts: Make) -> None:
+    a, b = hosts = make_hosts(2)
+    whole = result_of(torchrun(list(hosts), strategy="all-reduce"))
+    half = result_of(torchrun(list(hosts), strategy="all-reduce", steps=6))
+    assert not list(b.folder.glob("runs/*/checkpoints/*")), "only the first host has checkpoints"
+    rest = result_of(torchrun(list(hosts), strategy="all-reduce", resume=half["run_dir"]))
+    assert rest["param_hash"] == whole["param_hash"] and len(set(rest["param_hash"].values())) == 1
+    assert rest["audit"] == {"missing": 0, "repeated": 0}
+    alone = result_of(torchrun([a], strategy="all-reduce", resume=half["run_dir"]))
+    assert alone["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_what_a_lost_host_recorded_until_its_last_heartbeats_is_there(make_hosts: Make) -> None:
     a, b = make_hosts(2)
     first, _ = torchrun([a, b], strategy="all-reduce", steps=100_000, heartbeat_s=1.5)

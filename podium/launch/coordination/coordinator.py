@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import threading
 
-from podium.comm.base import DEPARTED, Message, Meta
+from podium.comm.base import DEPARTED, Message
 from podium.comm.clocks import Clock
 from podium.comm.real.channel import Channel
 from podium.comm.real.sockets import Address
 from podium.engine.report import Report
+from podium.launch.coordination.before_joining import BeforeJoining
 from podium.launch.coordination.context import RunContext
 from podium.launch.coordination.heartbeats import Heartbeats
 from podium.launch.coordination.leavers import Leavers
@@ -57,10 +58,10 @@ class Coordinator:
         channel: Channel,
         recorder: Recorder,
         clock: Clock,
-        settings: Meta | None = None,
+        before_joining: BeforeJoining | None = None,
     ) -> None:
-        """`settings` are sent to ranks that ask before they join; asking needs the secret, as all messages do."""
-        self._settings = settings or {}
+        """`before_joining` answers ranks that have not joined; asking needs the secret, as all messages do."""
+        self._before_joining = before_joining or BeforeJoining()
         run = RunContext(rules, clock, owner, Post(channel, recorder, owner, clock), Roster(rules, clock))
         self._run, self._post, self._roster = run, run.post, run.roster
         self._scaling, self._replacements = Scaling(run), Replacements(run)
@@ -149,8 +150,8 @@ class Coordinator:
         elif kind == "scale" and source == OPERATOR:
             ending = self._stop_sent or self._losses.workers_ended_at is not None
             self._scaling.request(message, ending=ending)
-        elif kind == "settings" and source >= FIRST_ASKER:
-            self._post.answer(message, self._settings)
+        elif kind in ("settings", "file") and source >= FIRST_ASKER:
+            self._post.answer(message, *self._before_joining.answer(message))
         elif source in self._roster.members or self._failed_before_joining(message):
             self._do[kind](message)  # ignore the last messages of ranks that were given up
 

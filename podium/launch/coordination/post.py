@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, final
+
+from torch import Tensor
 
 from podium.comm.base import Message, Meta
 from podium.comm.clocks import Clock
@@ -38,9 +41,9 @@ class Post:
         with contextlib.suppress(CommError):  # the rank has just left: its departure is the next message
             self._channel.send(member.rank, kind, meta or {})
 
-    def answer(self, message: Message, meta: Meta) -> None:
+    def answer(self, message: Message, meta: Meta, body: Sequence[Tensor] = ()) -> None:
         with contextlib.suppress(CommError):  # the rank has just left: its departure is the next message
-            self._channel.reply(message, meta)
+            self._channel.reply(message, meta, body)
 
     def record(self, kind: str, **fields: Any) -> None:
         with contextlib.suppress(RecordError):  # a full disk must not hide what went wrong
