@@ -206,8 +206,8 @@ class _Rank:
             run_dir = Path(settings["run_dir"])
             if settings["checkpoint"] is not None:
                 self._bring_checkpoint(CheckpointFiles.from_meta(settings["checkpoint"]), run_dir, ask)
-        self.job = self._plan(run_dir)
-        self._check_size()
+            self.job = self._plan(run_dir)
+            self._check_size()
         self._take_part(meeting)
 
     def _plan(self, chosen: Path | None) -> RunPlan:
@@ -245,7 +245,15 @@ class _Rank:
 
         try:
             channel.introduce({COORDINATOR: meeting.coordinator})
-            yield ask
+            try:
+                yield ask
+            except CommError:
+                raise
+            except PodiumError as error:  # or the first host would wait for this rank until the start deadline
+                where = f"rank {self.environment.rank}: on host {socket.gethostname()}: {error}"
+                facts = {"error": type(error).__name__, "message": where, "exit_code": error.exit_code}
+                channel.send(COORDINATOR, "failed", facts)
+                raise
         except Refused as error:
             raise Refused(
                 f"rank {self.environment.rank}: {meeting.coordinator} is not this run's coordinator, or was given "

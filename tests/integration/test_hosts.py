@@ -86,6 +86,20 @@ def test_a_run_resumes_on_the_same_hosts_in_bits_and_on_fewer_to_rounding(make_h
 
 
 @pytest.mark.slow
+def test_a_rank_that_cannot_begin_ends_the_run_on_the_first_host_with_its_cause(make_hosts: Make) -> None:
+    a, b = make_hosts(2)
+    text = "from podium.tasks.digits import digits_mlp as make_task\n"
+    (a.folder / "mine.py").write_text(text)  # and on no other host
+    began = time.monotonic()
+    first, second = torchrun([a, b], task="/tmp/mine.py:make_task", strategy="all-reduce", start_deadline_s=100)
+    errors = [process.communicate(timeout=90)[1] for process in (first, second)]
+    assert first.returncode != 0 and second.returncode != 0
+    assert time.monotonic() - began < 80, "it does not wait for the start deadline"
+    assert all("/tmp/mine.py: no such file" in text for text in errors)
+    assert "rank 1: on host host1: " in errors[0]
+
+
+@pytest.mark.slow
 def test_what_a_lost_host_recorded_until_its_last_heartbeats_is_there(make_hosts: Make) -> None:
     a, b = make_hosts(2)
     first, _ = torchrun([a, b], strategy="all-reduce", steps=100_000, heartbeat_s=1.5)

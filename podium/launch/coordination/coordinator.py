@@ -145,6 +145,8 @@ class Coordinator:
 
     def _take(self, message: Message) -> None:
         kind, source = message.kind, message.source
+        if kind == "failed" and source >= FIRST_ASKER:  # a rank that cannot even join
+            message = message._replace(source=(source := source - FIRST_ASKER))
         if kind == "join":
             self._join(message)
         elif kind == "scale" and source == OPERATOR:
