@@ -59,6 +59,7 @@ class Run:
         )
         self._batch: Batch | None = None
         self._step_failed = False
+        self._calls = self._end = 0  # of `batches`: how many there were, and where the present one ends
         self.failure: PodiumError | None = None
         """An error from when the user broke out of the loop; raised by the next call, or at the script's end."""
         self._digested: tuple[tuple[Any, ...], Digest] | None = None  # the data of the last comparison
@@ -95,14 +96,35 @@ class Run:
         `data` is a map-style data set, a pair of arrays or a `podium.Dataset`. Each batch needs one call of `step`.
         """
         self.check()
+        self._leave_last_loop()
         if self._loop.retired:
             return
+        self._calls += 1
         told = {"batch_size": batch_size, "epochs": epochs, "total_epochs": total_epochs}
         order = self._begin_alike(data, told)
-        end = self.worker.position + epochs * order.samples
-        last = max(end, (total_epochs or 0) * order.samples)
+        self._end = self.worker.position + epochs * order.samples
+        last = max(self._end, (total_epochs or 0) * order.samples)
         self._follow(Course(order.samples, batch_size, last, eval_every=0))  # the script validates, not Podium
-        yield from self._segments(end)
+        yield from self._segments(self._calls)
+
+    def _leave_last_loop(self) -> None:
+        """End a segment that is still open: an earlier loop over `batches` was left without Python closing it.
+
+        After a step that raised, the other workers may be anywhere in it: the segment is dropped, not ended.
+        """
+        if not self._loop.is_under_way:
+            return
+        if not self._step_failed:
+            self._break_out()
+            self.check()
+        elif self.strategy.cadence.by_leases:
+            raise ConfigError(
+                f"run.batches: the last step raised, and under {self.strategy.name} the servers wait for its samples; "
+                "end the script, or catch the error inside the closure"
+            )
+        else:
+            self._loop.drop_segment()
+            self._batch = None
 
     def _begin_alike(self, data: Any, told: Mapping[str, Any]) -> GlobalOrder:
         """Check the data, and copy the first worker's replica before the first step. Collective."""
@@ -132,13 +154,13 @@ class Run:
                 logging.getLogger("podium").warning(text)
         self._loop.phases.follow(course)
 
-    def _segments(self, end: int) -> Iterator[tuple[Any, Any]]:
-        """Batches up to this position, segment by segment. Survives a loss anywhere but in the user's own code."""
+    def _segments(self, call: int) -> Iterator[tuple[Any, Any]]:
+        """Batches of this call, segment by segment. Survives a loss anywhere but in the user's own code."""
         loop, left = self._loop, False
-        while not left and (loop.is_under_way or self._has_more(end)):
+        while not left and (loop.is_under_way or self._has_more()):
             batch: Batch | None = None
             with loop.surviving():
-                batch = self._next_batch(end)
+                batch = self._next_batch()
                 if batch is None:
                     left = self._end_segment()
             if batch is None:
@@ -150,20 +172,25 @@ class Run:
             try:
                 yield batch.inputs, batch.targets
             except GeneratorExit:  # the user breaks out, as all workers must; if synchronous, after the same step
-                self._break_out()
+                if call == self._calls and not self._step_failed:  # else the other workers may be gone
+                    self._break_out()
                 raise
+            if call != self._calls:
+                raise ConfigError("run.batches: this loop ended when run.batches was called again")
             if self._batch is not None:
                 raise ConfigError("run.batches: every batch needs one call of run.step before the next")
 
-    def _has_more(self, end: int) -> bool:
-        return not self._loop.retired and self.worker.position < end and not self.worker.votes.agreed.stop
+    def _has_more(self) -> bool:
+        return not self._loop.retired and self.worker.position < self._end and not self.worker.votes.agreed.stop
 
-    def _next_batch(self, end: int) -> Batch | None:
-        loop = self._loop
-        if not loop.is_under_way:  # the first of a segment, or a peer was lost in the last one
-            loop.prepare()
-            loop.begin(min(end, loop.phases.horizon))
-        batch = loop.next_batch()
+    def _begin_segment(self) -> None:
+        self._loop.prepare()
+        self._loop.begin(min(self._end, self._loop.phases.horizon))
+
+    def _next_batch(self) -> Batch | None:
+        if not self._loop.is_under_way:  # the first of a segment, or a peer was lost in the last one
+            self._begin_segment()
+        batch = self._loop.next_batch()
         weighs = self.worker.gradients.options.weigh is not None and self.strategy.cadence.feed == "step"
         if batch is not None and weighs and batch.weight == 0:
             return batch._replace(samples=0)  # all of it is padding: a mean over nothing is NaN
@@ -179,6 +206,8 @@ class Run:
         batch, self._batch = self._batch, None
         if batch is None:
             raise ConfigError("run.step: there is no batch in hand; call it once for each batch of run.batches")
+        if not self._loop.is_under_way:  # a peer was lost in `sync_buffers`, and the survivors have regrouped
+            return torch.tensor(float("nan"))
         self._step_failed = True
         try:
             loss = self._loop.step(batch._replace(closure=closure))
@@ -189,11 +218,19 @@ class Run:
         return loss
 
     def _break_out(self) -> None:
-        """The user left the loop. Python drops an error raised here, so it is stored for the next call."""
+        """The user left the loop. Python drops an error raised here, so it is stored for the next call.
+
+        Where workers lease samples and a peer is lost meanwhile, survivors that have not left the loop begin another
+        segment: this worker takes part in it, and leaves it.
+        """
+        left, loop = False, self._loop
         try:
-            if not self._step_failed:  # otherwise the other workers may be gone, and none would answer
-                with self._loop.surviving():
-                    self._end_segment(broke=True)
+            with loop.surviving():
+                left = self._end_segment(broke=True)
+            while not left and self.strategy.cadence.by_leases and self._has_more():
+                with loop.surviving():
+                    self._begin_segment()
+                    left = self._end_segment(broke=True)
         except PodiumError as error:
             self.failure = error
 

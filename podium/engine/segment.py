@@ -201,6 +201,16 @@ class SegmentLoop:
         self._finish_ns = self.comm.clock.now_ns() - began
         check_parameters(self.worker.flat, rank=self.comm.rank, step=self.worker.steps_done)
 
+    def drop_segment(self) -> None:
+        """Forget a segment whose step raised an error that the script has handled; the next `begin` starts afresh.
+
+        A round goes back to its beginning, where all workers were alike.
+        """
+        self.is_under_way = self._in_step = False
+        if self._cadence.by_rounds and self._is_retried:
+            self._rollback.undo_round()
+        self.worker.progress.close_round()
+
     def end_phase(self) -> None:
         """Call after the last segment of a phase: the next phase begins with the next segment."""
         began = self.comm.clock.now_ns()

@@ -23,7 +23,7 @@ def as_recorded(strategy: Strategy[Any], recorded_dir: Path) -> Strategy[Any]:
     """The strategy with the settings that the recorded run's world chose, such as the size of its messages."""
     spec = strategy.server_spec
     if isinstance(strategy, Phased):
-        raise ConfigError("replay: a run with phases cannot be replayed")
+        raise ConfigError(f"replay: {strategy.name}: a run with phases cannot be replayed")
     why = spec.not_replayed or "replicas above 1" * (spec.replicas > 1)
     if why:
         raise ConfigError(f"replay: {strategy.name} with {why} cannot be replayed")

@@ -6,11 +6,13 @@ the same steps, so that their parameters are the same in bits.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from podium.engine.build import Job
 from podium.engine.recovery import Control, Regroup
 from podium.engine.training import Training, run_server
 from podium.engine.worker import Worker
+from podium.errors import ConfigError
 from podium.launch.join import Options, Parts, make_run
 from podium.records.recorder import Record, Recorder
 from podium.servers.build import make_server
@@ -227,3 +230,85 @@ def test_a_worker_lost_when_a_segment_ends_does_not_end_the_script() -> None:
     assert seen.keys() == {0, 2}
     assert {one.position for one in seen.values()} == {EPOCHS * SAMPLES}
     assert len({one.param_hash for one in seen.values()}) == 1
+
+
+def leaving(comm: Communicator, job: Job, fate: Fate, meeting: Meeting, *, how: str) -> Seen | None:
+    """One rank of a script whose first loop is left in an unusual way; the second loop has other data."""
+    recorder = Recorder(comm.rank)
+    if comm.rank in comm.servers:
+        run_server(make_server(job, comm, recorder))
+        return None
+    with comm.computing():
+        torch.manual_seed(job.config.seed)
+        model = job.task.model()
+        parts = Parts(model, job.task.optimizer(model))
+    run = make_run(parts, Options(), comm, job.strategy, job.config, recorder, Outside(comm.rank, fate, meeting))
+    run.worker.generators.fork(numpy_and_python=False)
+    inputs, targets = job.task.data().train.gather(np.arange(SAMPLES))
+    first = run.batches((inputs, targets), batch_size=BATCH, epochs=5)
+    with contextlib.suppress(ArithmeticError, ConfigError):
+        for count, (x, y) in enumerate(first, 1):
+            if how == "no step":
+                next(first)
+            if how == "closure" and count == 4:
+                run.step(lambda: 1 / 0)
+            run.step(lambda x=x, y=y: cross_entropy(model(x), y))
+            if how == "still open" and count == 4:
+                break  # `first` is referenced, so Python does not close it
+    began, told = run.worker.position, 0
+    for x, y in run.batches((inputs + 1000, targets), batch_size=BATCH // 2, epochs=1):
+        assert x.min() > 500 and len(x) <= BATCH // 2, "of the second loop's data, in its batches"
+        run.step(lambda x=x, y=y: cross_entropy(model(x - 1000), y))
+        told += len(x)
+    if how == "still open":
+        with pytest.raises(ConfigError, match=r"this loop ended when run\.batches was called again"):
+            next(first)
+    return Seen(run.param_hash(), run.worker.position - began, told, recorder.kept)
+
+
+@pytest.mark.parametrize("how", ["closure", "no step", "still open"])
+@pytest.mark.parametrize("strategy", TOGETHER.values(), ids=TOGETHER.keys())
+def test_a_loop_that_was_not_closed_does_not_reach_into_the_next(strategy: Strategy[Any], how: str) -> None:
+    seen = lived(leaving, strategy, Fate((0, 1), [], [], dies=(-1, 0)), how=how)
+    assert len({one.param_hash for one in seen.values()}) == 1
+    assert [one.position for one in seen.values()] == [SAMPLES, SAMPLES]
+    assert sum(one.steps for one in seen.values()) == SAMPLES
+
+
+def test_a_failed_step_with_a_lease_in_hand_cannot_be_followed_by_another_loop() -> None:
+    with pytest.raises(ConfigError, match="the last step raised, and under parameter-server the servers wait"):
+        lived(leaving, ParameterServer(mode="async"), Fate((0, 1), [], [], dies=(-1, 0)), how="closure")
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_worker_lost_between_a_batch_and_its_step_leaves_the_replicas_alike(name: str) -> None:
+    """The survivors learn of it in `sync_buffers`. The batch in hand is dropped, and its samples come again."""
+
+    def main(comm: Communicator, job: Job, fate: Fate, meeting: Meeting) -> Seen | None:
+        recorder = Recorder(comm.rank)
+        if comm.rank in comm.servers:
+            run_server(make_server(job, comm, recorder))
+            return None
+        with comm.computing():
+            torch.manual_seed(job.config.seed)
+            model = job.task.model()
+            model.register_buffer("seen", torch.zeros(()))
+            parts = Parts(model, job.task.optimizer(model))
+        run = make_run(parts, Options(), comm, job.strategy, job.config, recorder, Outside(comm.rank, fate, meeting))
+        run.worker.generators.fork(numpy_and_python=False)
+        used = 0
+        for count, (x, y) in enumerate(run.batches(job.task.data().train, batch_size=BATCH, epochs=EPOCHS), 1):
+            if count == 5:
+                if comm.rank == 1:
+                    run._step_failed = True  # a killed process ends no loop in an orderly way
+                    raise Death
+                run.sync_buffers()
+            loss = run.step(lambda x=x, y=y: cross_entropy(model(x), y))
+            assert loss.isnan() == (count == 5)
+            used += len(x)
+        return Seen(run.param_hash(), run.worker.position, used, recorder.kept)
+
+    seen = lived(main, TOGETHER[name], DEATH._replace(dies=(1, 1000)))
+    assert seen.keys() == {0, 2}
+    assert len({one.param_hash for one in seen.values()}) == 1
+    assert {one.position for one in seen.values()} == {EPOCHS * SAMPLES}
