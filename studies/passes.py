@@ -43,6 +43,7 @@ def study(size: str | None) -> podium.Study:
             "where": {"alone": {"beside": 0}, "beside": {"beside": 1}},
         },
         replications=1,
+        maximize=False,
     )
 
 

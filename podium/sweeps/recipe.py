@@ -85,9 +85,10 @@ class Recipe:
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     def varied(self, **changes: Any) -> Recipe:
-        """The same recipe with some fields changed; it shares the tasks and data that were opened."""
+        """The same recipe with some fields changed; it shares tasks and data that were opened, and known models."""
         other = dataclasses.replace(self, **changes)
-        other._cache.tasks, other._cache.data = self._cache.tasks, self._cache.data
+        for shared in ("tasks", "data", "models"):
+            setattr(other._cache, shared, getattr(self._cache, shared))
         return other
 
     def to_dict(self) -> dict[str, Any]:

@@ -28,6 +28,8 @@ MADE_FROM = {"source": "source file of the task", "data": "data set"}
 def open_folder(folder: Path, config: Mapping[str, Any], device: torch.device) -> None:
     """Write the manifest, or check that the folder's manifest is of the same sweep."""
     found = _manifest_of(folder)
+    if (folder / "study.json").is_file():
+        raise ConfigError(f"sweep: {folder} holds a study, and a sweep needs a folder of its own; give another folder")
     if found is None:
         if (folder / "trials.jsonl").is_file():
             raise ConfigError(f"sweep: {folder} holds trials without a whole manifest.json; take another folder")

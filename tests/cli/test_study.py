@@ -115,6 +115,23 @@ def test_two_at_a_time_in_one_folder_are_refused(study: Path, tmp_path: Path) ->
         run_study(study, out=out)
 
 
+@pytest.mark.parametrize("request_", [{"only": {"workers": [4]}}, {"only": {"worker": [2]}}, {"budget_s": -1.0}])
+def test_a_wrong_request_leaves_no_folder(study: Path, tmp_path: Path, request_: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        run_study(study, out=tmp_path / "out", **request_)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_budget_holds_for_several_runs_at_once_too(study: Path, tmp_path: Path) -> None:
+    begun = run_study(study, out=tmp_path / "out", jobs=2, budget_s=0.01)
+    assert begun.status == "stopped" and len(begun.rows) == 0
+    some = run_study(study, out=tmp_path / "out", jobs=2, budget_s=600.0)
+    assert some.status == "finished" and len(some.rows) == 12
+    again = run_study(study, out=tmp_path / "out", jobs=2, budget_s=0.01)
+    assert again.status == "finished" and len(again.rows) == 12
+
+
 @pytest.mark.slow
 def test_precision_decides_how_many_seeds_there_are(study: Path, tmp_path: Path) -> None:
     def seeds(half_width: float, response: str) -> int:

@@ -173,6 +173,36 @@ def test_a_lost_process_is_a_line_and_a_failed_trial_and_the_sweep_continues(tmp
     assert len(numbers(tmp_path / "out")) == 2
 
 
+def test_a_study_s_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "study.json").write_text("{}")
+    result = sweep("digits-mlp", "--grid", "lr=0.1", *FUSED, "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert "holds a study" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["study.json"]
+
+
+@pytest.mark.parametrize("executor", ["fused", "sequential"])
+def test_a_module_that_is_returned_twice_is_refused_and_left_as_it_is(tmp_path: Path, executor: str) -> None:
+    task = tmp_path / "same.py"
+    task.write_text(
+        "import dataclasses\nfrom podium.tasks.digits import digits_mlp\n\n"
+        "SHARED = digits_mlp().model()\n\n"
+        "def make_task(lr=0.1):\n"
+        "    assert next(SHARED.parameters()).dtype.itemsize == 4, 'changed in place'\n"
+        "    return dataclasses.replace(digits_mlp(lr=lr), model=lambda: SHARED)\n"
+    )
+    words = ("--grid", "lr=0.1,0.2", "--epochs", "1", "--executor", executor, "--device", "cpu")
+    result = sweep(f"{task}:make_task", *words, "--seeds", "2", "--out", str(tmp_path / "out"))
+    assert result.exit_code == 1, result.output
+    refused = [
+        row
+        for row in read_records(tmp_path / "out" / "results.jsonl")
+        if "must make a new module" in (row["why"] or "")
+    ]
+    assert len(refused) == 2, "the second seed of each point; each point loads the file, and so its module, anew"
+    assert "changed in place" not in result.output
+
+
 def test_the_list_names_executors_rules_and_searches() -> None:
     document = json.loads(CliRunner().invoke(main, ["list", "--json"]).stdout)
     assert {"auto", "fused", "sequential"} <= set(document["executors"])

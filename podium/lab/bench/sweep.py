@@ -44,6 +44,7 @@ from podium.sweeps.precision import precision_of, with_threads
 from podium.sweeps.recipe import Recipe
 from podium.sweeps.reference import ReferenceTrainer
 from podium.sweeps.trial import GO, Evaluation, Outcome, Trial, Verdict
+from podium.tasks import TASKS
 
 IN_PROCESS = ("eager", "graph", "compiled", "streams", "fused", "fused-compiled")
 APART = ("processes", "processes-graph", "mps", "mps-graph", "ray", "ray-mps")
@@ -109,6 +110,7 @@ def bench_sweep(
     if energy_s and energy_s < ENERGY_WINDOW_S:
         raise ConfigError(f"bench sweep: energy_s must be 0 or at least {ENERGY_WINDOW_S:.0f} seconds, got {energy_s}")
     named = [*filter(None, tasks.split(","))] or recipe_of.default_tasks()
+    check_names("task of bench sweep", [name for name in named if ":" not in name], TASKS)
     counts = [int(n) for n in trials.split(",")]
     cells = [Cell(task, n, p) for task in named for p in precisions.split(",") for n in counts]
     bench = Bench(recipe_of, wanted, rounds or 3, seconds, energy_s, most_processes, random.Random(seed))

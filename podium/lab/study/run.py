@@ -151,6 +151,7 @@ def run_resolved(
     """Make the missing runs of a resolved study, and evaluate all of them."""
     require_statistics()
     _check_jobs(study, jobs, task, launch)
+    Part.of(study, only or {}, budget_s)  # a wrong request is refused before a folder is made
     store = Store(out)
     with store.locked():
         study = replace(_open_study(store, study), measure=study.measure)  # `study.json` contains no code

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal
 
-from podium.errors import UnknownName
+from podium.errors import ConfigError, UnknownName
 from podium.lab.stats.statistics import mean_interval
 from podium.lab.study.responses import response_of
 from podium.lab.study.results import finished
@@ -34,6 +34,8 @@ class Part:
 
     @classmethod
     def of(cls, study: Study, only: Mapping[str, Sequence[Any]], budget_s: float | None) -> Part:
+        if budget_s is not None and not budget_s > 0:  # nor nan
+            raise ConfigError(f"compare: budget_s must be above 0, got {budget_s:g}")
         for name, wanted in only.items():
             if name not in study.factors:
                 raise UnknownName("factor", name, study.factors)
@@ -109,10 +111,11 @@ class Runs:
     def _at_once(self, keys: Sequence[Key]) -> Literal["finished", "stopped"]:
         left = dict.fromkeys(keys, self.study.retries + 1)
         while waiting := [key for key, tries in left.items() if tries]:
-            for key, row in run_parallel(waiting, self._request, self.jobs, self.stop):
+            in_time = lambda: not self.part.is_over()  # noqa: E731
+            for key, row in run_parallel(waiting, self._request, self.jobs, self.stop, in_time):
                 left[key] = 0 if row["status"] == "finished" else left[key] - 1
                 self._append(key, row, left[key])
-            if self.stop.is_set() or self.part.is_over():
+            if self.stop.is_set() or (any(left.values()) and self.part.is_over()):
                 return "stopped"
         return "finished"
 

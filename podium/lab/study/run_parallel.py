@@ -32,9 +32,12 @@ _KILL_S = 10.0
 
 
 def run_parallel(
-    keys: Sequence[Key], asked: Callable[[Key], RunRequest], jobs: int, stop: Event
+    keys: Sequence[Key], asked: Callable[[Key], RunRequest], jobs: int, stop: Event, may_begin: Callable[[], bool]
 ) -> Iterator[tuple[Key, Row]]:
-    """Yield each run's row when it ends. Setting `stop` kills running ones without rows: a later call repeats them."""
+    """Yield each run's row when it ends; no run begins once `may_begin` is False.
+
+    Setting `stop` kills running ones without rows: a later call repeats them.
+    """
     from podium.launch.ending import termination_unwinds
     from podium.launch.rendezvous import rendezvous_folder
 
@@ -42,6 +45,8 @@ def run_parallel(
     with termination_unwinds(), rendezvous_folder() as scratch:  # after a kill, a later process removes it
         try:
             while (waiting or any(one.key for one in pool)) and not stop.is_set():
+                if not may_begin():
+                    waiting.clear()
                 pool = [one for one in pool if one.key or one.lives()]
                 while waiting and len(pool) < jobs:
                     core = least_used(os.sched_getaffinity(0), [one.core for one in pool])
