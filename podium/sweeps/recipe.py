@@ -144,10 +144,12 @@ class Recipe:
     def _build_model(self, task: Task, trial: Trial, given: Mapping[str, Any]) -> nn.Module:
         with seeded(seed_of("init_seed", given.get("init_seed", trial.seed))):
             model = task.model()
+            # Once per sweep, before any trial is trained: a module that is given out again would be trained twice.
+            is_same = not self._cache.models and task.model() is model
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{task.name}: model must make a torch.nn.Module, got {type(model).__name__}")
         known = self._cache.models.get(id(model))
-        if known is not None and known() is model:
+        if is_same or (known is not None and known() is model):
             raise ConfigError(f"{task.name}: model must make a new module at each call, got one that was given before")
         self._cache.models[id(model)] = weakref.ref(model)
         model = with_counted_dropout(model.to(self.torch_dtype) if self.dtype != "float32" else model, trial.seed)
