@@ -31,7 +31,7 @@ _DIGITS = 16
 def describe_source(task: TaskLike) -> dict[str, Any] | None:
     """The name and a digest of the file that makes the task; None where there is none, as in a notebook.
 
-    The digest ignores comments, spaces and code under `if __name__ == "__main__"`.
+    The digest ignores comments, docstrings, spaces and code under `if __name__ == "__main__"`.
     """
     path = _file_of(task)
     try:
@@ -82,7 +82,15 @@ def _code(content: bytes) -> bytes:
     except (SyntaxError, ValueError):
         return content
     tree.body = [node for node in tree.body if not _is_script(node)]
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [line for line in body if not _is_text(line)]  # type: ignore[attr-defined]  # it has one
     return ast.unparse(tree).encode()
+
+
+def _is_text(node: ast.stmt) -> bool:
+    """Whether this is a docstring, or text on a line of its own."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _is_script(node: ast.stmt) -> bool:

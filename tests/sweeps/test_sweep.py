@@ -435,6 +435,8 @@ def line(*, lr=0.1):  # a comment
         assert len(go_on(self.CODE).outcomes) == 2
         as_script = f"{self.CODE}\nif __name__ == '__main__':\n    print(line())\n"
         assert go_on(as_script.replace("a comment", "another")).sessions[-1]["trained"] == 0
+        documented = self.CODE.replace("def data():\n", "def data():\n    'Sixteen points.'\n")
+        assert documented != self.CODE and go_on(documented).sessions[-1]["trained"] == 0
         with pytest.raises(ConfigError, match=r"another source file of the task, \{'digest': '\w+'\}; now it is"):
             go_on(self.CODE.replace("Linear(1, 1)", "Linear(1, 1, bias=False)"))
 
