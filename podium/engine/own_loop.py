@@ -124,7 +124,7 @@ class Run:
             )
         else:
             self._loop.drop_segment()
-            self._batch = None
+            self._batch, self._step_failed = None, False
 
     def _begin_alike(self, data: Any, told: Mapping[str, Any]) -> GlobalOrder:
         """Check the data, and copy the first worker's replica before the first step. Collective."""
