@@ -34,8 +34,8 @@ class Part:
 
     @classmethod
     def of(cls, study: Study, only: Mapping[str, Sequence[Any]], budget_s: float | None) -> Part:
-        if budget_s is not None and not budget_s > 0:  # nor nan
-            raise ConfigError(f"compare: budget_s must be above 0, got {budget_s:g}")
+        if budget_s is not None and not budget_s >= 0:  # nor nan
+            raise ConfigError(f"compare: budget_s must be at least 0, got {budget_s:g}")
         for name, wanted in only.items():
             if name not in study.factors:
                 raise UnknownName("factor", name, study.factors)
