@@ -15,13 +15,14 @@ from typing import Any, ClassVar, NamedTuple, final
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from podium.comm.base import Communicator
 from podium.config import RunConfig
 from podium.engine.batch import Batch
 from podium.engine.build import Job
+from podium.engine.own_loop import Run
 from podium.engine.recovery import Control, Regroup
 from podium.engine.training import Training, run_server
 from podium.engine.worker import Worker
@@ -122,6 +123,21 @@ def by_task(comm: Communicator, job: Job, fate: Fate, meeting: Meeting) -> Seen 
     return Seen(report.param_hash, report.position, report.steps, recorder.kept)
 
 
+def joined(comm: Communicator, job: Job, control: Control, model: nn.Module, recorder: Recorder, **parts: Any) -> Run:
+    """What `podium.join` returns to one rank of a script."""
+    with comm.computing():
+        made = Parts(model, job.task.optimizer(model), **parts)
+    run = make_run(made, Options(), comm, job.strategy, job.config, recorder, control)
+    run.worker.generators.fork(numpy_and_python=False)
+    return run
+
+
+def model_of(comm: Communicator, job: Job) -> nn.Module:
+    with comm.computing():
+        torch.manual_seed(job.config.seed)
+        return job.task.model()
+
+
 def by_script(
     comm: Communicator, job: Job, fate: Fate, meeting: Meeting, *, weigh: Callable[[Any], float] | None = None
 ) -> Seen | None:
@@ -130,13 +146,8 @@ def by_script(
     if comm.rank in comm.servers:
         run_server(make_server(job, comm, recorder))
         return None
-    with comm.computing():
-        torch.manual_seed(job.config.seed)
-        model = job.task.model()
-        parts = Parts(model, job.task.optimizer(model), weigh=weigh)
-    control = Outside(comm.rank, fate, meeting)
-    run = make_run(parts, Options(), comm, job.strategy, job.config, recorder, control)
-    run.worker.generators.fork(numpy_and_python=False)
+    model = model_of(comm, job)
+    run = joined(comm, job, Outside(comm.rank, fate, meeting), model, recorder, weigh=weigh)
     loss_of = mortal(cross_entropy, fate.dies[1]) if comm.rank == fate.dies[0] else cross_entropy
     data = job.task.data().train
     for x, y in run.batches(data, batch_size=BATCH, epochs=EPOCHS):
@@ -238,12 +249,8 @@ def leaving(comm: Communicator, job: Job, fate: Fate, meeting: Meeting, *, how: 
     if comm.rank in comm.servers:
         run_server(make_server(job, comm, recorder))
         return None
-    with comm.computing():
-        torch.manual_seed(job.config.seed)
-        model = job.task.model()
-        parts = Parts(model, job.task.optimizer(model))
-    run = make_run(parts, Options(), comm, job.strategy, job.config, recorder, Outside(comm.rank, fate, meeting))
-    run.worker.generators.fork(numpy_and_python=False)
+    model = model_of(comm, job)
+    run = joined(comm, job, Outside(comm.rank, fate, meeting), model, recorder)
     inputs, targets = job.task.data().train.gather(np.arange(SAMPLES))
     first = run.batches((inputs, targets), batch_size=BATCH, epochs=5)
     with contextlib.suppress(ArithmeticError, ConfigError):
@@ -289,13 +296,9 @@ def test_a_worker_lost_between_a_batch_and_its_step_leaves_the_replicas_alike(na
         if comm.rank in comm.servers:
             run_server(make_server(job, comm, recorder))
             return None
-        with comm.computing():
-            torch.manual_seed(job.config.seed)
-            model = job.task.model()
-            model.register_buffer("seen", torch.zeros(()))
-            parts = Parts(model, job.task.optimizer(model))
-        run = make_run(parts, Options(), comm, job.strategy, job.config, recorder, Outside(comm.rank, fate, meeting))
-        run.worker.generators.fork(numpy_and_python=False)
+        model = model_of(comm, job)
+        model.register_buffer("seen", torch.zeros(()))
+        run = joined(comm, job, Outside(comm.rank, fate, meeting), model, recorder)
         used = 0
         for count, (x, y) in enumerate(run.batches(job.task.data().train, batch_size=BATCH, epochs=EPOCHS), 1):
             if count == 5:
