@@ -151,6 +151,10 @@ class Communicator(ABC):
     """Whether workers can send each other messages, and so exchange by schedule."""
     shares_host = False
     """Whether all workers of the present generation can reach each other's memory."""
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """Indices of the members by host, for those that can use each other's memory; empty where hosts are not known."""
+    sums_in_rank_order = False
+    """Whether `all_reduce` across hosts adds in rank order, as it does in shared memory, over the channel."""
     shares_process = False
     """Whether other ranks compute in this process, so that torch's global generator has to be swapped."""
     shares_disk = False
@@ -169,6 +173,11 @@ class Communicator(ABC):
         """This worker's index among the members of the present generation."""
         return self.workers.index(self.rank)
 
+    @property
+    def near(self) -> tuple[int, ...]:
+        """Indices of the other members of this host, as in `hosts`."""
+        return next((tuple(m for m in host if m != self.index) for host in self.hosts if self.index in host), ())
+
     # Collectives, among the workers.
 
     @abstractmethod
@@ -184,8 +193,12 @@ class Communicator(ABC):
         """Every worker's flat tensor, in order of their indices, into one `size` times as long."""
 
     @abstractmethod
-    def exchange(self, chains: Sequence[Chain], tensor: Tensor) -> Handle:
-        """Run this rank's part of a schedule on a flat tensor. Issued in the same order by all, like collectives."""
+    def exchange(self, chains: Sequence[Chain], tensor: Tensor, near: Sequence[int] = ()) -> Handle:
+        """Run this rank's part of a schedule on a flat tensor. Issued in the same order by all, like collectives.
+
+        `near`: the other members of this host, as in `hosts`, where the schedule uses their tensors. All members of a
+        host name each other.
+        """
 
     def meet(self) -> None:
         """Connect to all other workers, so that the first exchange does not have to. Collective."""

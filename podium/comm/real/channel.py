@@ -19,9 +19,9 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from torch import Tensor
 
@@ -31,12 +31,20 @@ from podium.comm.real.arena import Arena
 from podium.comm.real.frames import Limits, Refused, Sink
 from podium.comm.real.link import CLOSE_S, ChannelHandle, Inbox, Link, Waiter
 from podium.comm.real.listener import Listener
-from podium.comm.real.sockets import SHORTEST_VANISHED_S, VANISHED_S, Address, Stream, resolve, shut, tune
+from podium.comm.real.schedule_runner import ScheduleRunner
+from podium.comm.real.sockets import (
+    SHORTEST_VANISHED_S,
+    VANISHED_S,
+    Address,
+    BothWays,
+    Stream,
+    address_from,
+    resolve,
+    shut,
+    tune,
+)
 from podium.comm.real.tls import Guard, Tls, TlsStream
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
-
-if TYPE_CHECKING:
-    from podium.comm.real.schedule_runner import ScheduleRunner
 
 _HANDSHAKE_S = 5.0
 _RETRY_S = 0.05
@@ -60,23 +68,31 @@ class Channel:
         arena: Arena | None = None,
         tls: Tls | None = None,
         sums: bool = False,
+        vanished_s: float = VANISHED_S,
     ) -> None:
-        """Listens at once. `sink` is called on a receiving thread and must not block; replies do not use it.
+        """Listens at once; with an address of both ways, peers of the same host are dialled by their Unix sockets.
+
+        `sink` is called on a receiving thread and must not block; replies do not use it.
 
         Bodies and `into` of calls that lie in `arena` are not copied on the way to peers that share this host's memory.
         With `tls`, all TCP connections are encrypted and both sides show a certificate. `sums`: bodies that go to
-        another host without TLS carry a checksum.
+        another host without TLS carry a checksum. A peer whose host acknowledges nothing for `vanished_s`, or for the
+        deadline, has departed.
         """
         if not deadline_s > 0:
             raise ConfigError(f"channel of rank {rank}: deadline_s must be above 0, got {deadline_s}")
         self.rank, self.deadline_s, self.sink, self.arena = rank, deadline_s, sink, arena
         self.sums = sums
-        self.vanished_s = max(SHORTEST_VANISHED_S, min(VANISHED_S, deadline_s))
+        self.vanished_s = max(SHORTEST_VANISHED_S, min(vanished_s, deadline_s))
         """A peer whose host acknowledges nothing for this long has departed."""
         self.limits = limits or Limits()
         self.inbox = Inbox(self.limits)
+        both = BothWays.of(listen)
+        self.host = "" if both is None else both.host
+        """Which of several hosts this endpoint is on; empty where it does not matter or is not known."""
         self.traffic, self.wire = Traffic(), Traffic()  # bytes of tensors; bytes at the sockets, without handshakes
-        self.runner: ScheduleRunner | None = None
+        # On several hosts, other workers may exchange as soon as they know this address.
+        self.runner: ScheduleRunner | None = ScheduleRunner(self) if self.host else None
         self._secret = secret
         self._guard = None if tls is None else Guard(tls, deadline_s, self.vanished_s)
         self._tally = threading.Lock()
@@ -91,6 +107,7 @@ class Channel:
         self._tokens = itertools.count(1)
         self._closed = False
         self._met: set[int] = set()
+        self._gone: dict[int, Address] = {}
         wrap = functools.partial(self._guarded, listens=True)
         self._listener = Listener(listen, secret, str(rank), wrap=wrap, greet=self._greet)
         self.address: Address = self._listener.address
@@ -113,6 +130,11 @@ class Channel:
         return frozenset(self._links)
 
     @property
+    def met(self) -> frozenset[int]:
+        """Ranks that this endpoint has been connected to."""
+        return frozenset(self._met)
+
+    @property
     def address_book(self) -> Mapping[int, Address]:
         """Where other endpoints listen, as far as is known."""
         return dict(self._addresses)
@@ -123,6 +145,18 @@ class Channel:
         until = time.monotonic() + self._limit(deadline_s)
         for rank in sorted(set(addresses) - {self.rank}):
             self._reach(rank, until, patient=True)
+
+    def hang_up(self, ranks: Collection[int]) -> None:
+        """These endpoints are lost, by the launcher's word: fail calls to them, and reach none at its old address.
+
+        Their hosts may have vanished without a word, so that their connections still look alive.
+        """
+        with self._changed:
+            links = [self._links[rank] for rank in ranks if rank in self._links]
+            self._gone.update({rank: self._addresses[rank] for rank in ranks if rank in self._addresses})
+            self._changed.notify_all()
+        for link in links:
+            link.break_off("the launcher reports that it is lost")
 
     def watch(self, ranks: Sequence[int]) -> None:
         """Connect to these ranks, where not done yet, so that `recv` reports their departure; returns at once.
@@ -161,12 +195,36 @@ class Channel:
                 link = self._reach(rank, until)
                 link.transmit(frames.encode_frame(kind, self.rank, 0, meta, (), self.limits))
 
-    def post(self, to: int, kind: str, meta: Meta, part: Tensor | None, sent: Callable[[bool], None]) -> None:
-        """One way, and returns at once. `part` must not change until `sent(ok)` is called, on any thread."""
+    def post(
+        self,
+        to: int,
+        kind: str,
+        meta: Meta,
+        part: Tensor | None,
+        sent: Callable[[bool], None],
+        *,
+        in_memory: bool = False,
+    ) -> None:
+        """One way, and returns at once. `part` must not change until `sent(ok)` is called, on any thread.
+
+        `in_memory`: only where `part` lies in our memory is sent; the peer must be able to map it (`maps`).
+        """
         body = () if part is None else (part,)
         link = self._reach(to)
-        buffers = frames.encode_frame(kind, self.rank, 0, meta, body, self.limits, sums=link.sums)
+        locate = self.arena.locate if in_memory and self.arena is not None else None
+        buffers = frames.encode_frame(kind, self.rank, 0, meta, body, self.limits, locate, sums=link.sums)
         link.transmit(buffers, later=True, sent=sent)
+
+    def maps(self, rank: int) -> bool:
+        """Whether this endpoint is connected to `rank` and can map its memory."""
+        link = self._links.get(rank)
+        return link is not None and link.maps
+
+    def drop(self, ranks: Iterable[int]) -> None:
+        """End the connections to these, whose hosts may be gone without a goodbye; returns at once."""
+        for link in [self._links.get(rank) for rank in ranks]:
+            if link is not None:
+                link.break_off("it is no member any more")
 
     def call(
         self,
@@ -322,13 +380,15 @@ class Channel:
     def _dial(self, to: int, until: float, patient: bool) -> Link:
         missing_until = time.monotonic() + (0.0 if to in self._met else _HEALED_S)
         while True:
+            if self._gone.get(to) == self._addresses[to]:
+                raise Lost(f"rank {self.rank}: rank {to} is lost; it was at {self._addresses[to]}")
             trouble = "it is busy with another connection of ours"
             try:
                 sock = self._knock(to, min(until, time.monotonic() + _HANDSHAKE_S))
                 if sock is not None:
                     return self._publish(to, sock)
             except OSError as error:
-                trouble = f"{self._addresses[to]}: {error.strerror or error}"
+                trouble = f"{address_from(self.host, self._addresses[to])}: {error.strerror or error}"
                 is_missing = isinstance(error, FileNotFoundError) and time.monotonic() < missing_until
                 if isinstance(error, ConnectionRefusedError | FileNotFoundError) and not (patient or is_missing):
                     raise Lost(f"rank {self.rank}: rank {to} does not listen any more: {trouble}") from None
@@ -342,7 +402,7 @@ class Channel:
 
     def _knock(self, to: int, until: float) -> Stream | None:
         """A connection after its handshake; None if the peer has, or is making, another."""
-        family, place = resolve(self._addresses[to])
+        family, place = resolve(address_from(self.host, self._addresses[to]))
         with ExitStack() as undo:
             plain = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
             plain.settimeout(max(until - time.monotonic(), 0.001))

@@ -1,9 +1,13 @@
-"""The real world: collectives through `torch.distributed` or shared memory, messages through the channel, wall time."""
+"""The real world: collectives in shared memory, over the channel or by `torch.distributed`; messages over the channel.
+
+Workers of one host sum in shared memory. Workers of several hosts, where the launcher knows the hosts, sum over the
+channel in rank order, to the same bits, and in shared memory inside each host. Elsewhere the backend sums.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import final
 
 import torch
@@ -11,13 +15,16 @@ from torch import Tensor
 
 from podium.comm.base import Communicator, Handle, Message, Meta, nbytes_of
 from podium.comm.clocks import Clock
+from podium.comm.gather import broadcast_schedule, gather_schedule
+from podium.comm.rank_order import sum_in_rank_order, uses_memory
 from podium.comm.real.arena import Arena
 from podium.comm.real.calls import Call, Calls, Relocate, landing_for
 from podium.comm.real.channel import Channel
 from podium.comm.real.counters import Counter, counter_of
+from podium.comm.real.exchanges import Exchanges
 from podium.comm.real.link import ChannelHandle
-from podium.comm.real.process_group import Group
-from podium.comm.real.schedule_runner import ExchangeHandle, ScheduleRunner
+from podium.comm.real.process_group import FORMING_S, Group
+from podium.comm.real.schedule_runner import ExchangeHandle
 from podium.comm.real.shared_memory import SharedMemoryHandle
 from podium.comm.real.worker_group import CollectiveHandle, WorkerGroup
 from podium.comm.schedule import Chain, nbytes_received, nbytes_sent
@@ -43,29 +50,38 @@ class RealCommunicator(Communicator):
         deadline_s: float,
         relocate: Relocate | None = None,
         arena: Arena | None = None,
+        over_channel: bool = False,
     ) -> None:
         """`relocate`: finds a lost server's new address; calls to it are then repeated there.
 
-        `arena`: memory that all workers share, where all are on one host; collectives then go through it, and otherwise
-        through the group.
+        `arena`: memory that all workers share, where all are on one host; collectives then go through it. With
+        `over_channel` they go through the channel, whose address must name the host, unless nccl serves all workers,
+        and otherwise through the group.
         """
         super().__init__(rank, tuple(workers), tuple(servers), clock, deadline_s=deadline_s)
         self._group = None if group is None else WorkerGroup(group, arena, deadline_s)
         self._channel = channel
         self._calls = None if channel is None else Calls(channel, relocate)
-        self._runner = None if channel is None else ScheduleRunner(channel)
+        self._exchanges = None if channel is None else Exchanges(channel)
+        self._over_channel = over_channel
         self.message_bytes = None if channel is None else channel.limits.body_bytes
-        self.shares_memory = channel is not None and channel.arena is not None
+        self.shares_memory = channel is not None and channel.arena is not None and not channel.host
         self.talks = channel is not None
         self._arena = arena if arena is not None or channel is None else channel.arena
         self._counting = threading.Lock()
-        self._exchanges = 0
         self._counter: Counter | None = None
         if self._group is not None:
             try:
                 self._form()
-            except Lost:  # the first exchange will fail at once on all workers, in code that recovers from it
+            except Lost as error:  # the first exchange will fail at once on all workers, in code that recovers from it
+                if self._exchanges is not None:
+                    self._exchanges.give_up(str(error))
                 self._group.close()
+
+    @property
+    def sums_in_rank_order(self) -> bool:  # type: ignore[override]  # it changes with the generation
+        """Whether collectives go over the channel. nccl, where every worker has its own GPU, has its own order."""
+        return self._over_channel and self._need_group().backend != "nccl"
 
     @property
     def shares_host(self) -> bool:  # type: ignore[override]  # it changes with the generation
@@ -74,31 +90,39 @@ class RealCommunicator(Communicator):
     def all_reduce(self, tensor: Tensor) -> Handle:
         group = self._need_group()
         self.traffic.count_all_reduce(nbytes_of([tensor]), self.size)
-        return group.all_reduce(tensor)
+        if not self.sums_in_rank_order:
+            return group.all_reduce(tensor)
+        chains = sum_in_rank_order(self.index, self.hosts, tensor.numel(), tensor.element_size())
+        return self._issue(chains, tensor, self.near if uses_memory(self.hosts, tensor.nbytes) else ())
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         group, place = self._need_group(), self.workers.index(source)
         self.traffic.count_broadcast(nbytes_of([tensor]), self.rank == source, self.size)
-        return group.broadcast(tensor, place)
+        if not self.sums_in_rank_order:
+            return group.broadcast(tensor, place)
+        return self._issue(
+            broadcast_schedule(self.index, self.size, place, tensor.numel(), tensor.element_size()), tensor
+        )
 
     def all_gather(self, tensor: Tensor, into: Tensor) -> Handle:
         group = self._need_group()
         self.traffic.count_all_gather(nbytes_of([tensor]), self.size)
-        return group.all_gather(tensor, into)
+        if not self.sums_in_rank_order:
+            return group.all_gather(tensor, into)
+        into.view(self.size, -1)[self.index].copy_(tensor.view(-1))
+        return self._issue(gather_schedule(self.index, self.size, tensor.numel(), tensor.element_size()), into)
 
-    def exchange(self, chains: Sequence[Chain], tensor: Tensor) -> Handle:
+    def exchange(self, chains: Sequence[Chain], tensor: Tensor, near: Sequence[int] = ()) -> Handle:
         self._need_channel()
-        assert self._runner is not None
-        if not tensor.is_contiguous():
-            raise CommError(f"rank {self.rank}: what is exchanged must be contiguous, got stride {tensor.stride()}")
-        tensor = tensor.detach().view(-1)
         self.traffic.sent += nbytes_sent(chains, tensor.element_size())
         self.traffic.received += nbytes_received(chains, tensor.element_size())
-        self._exchanges += 1
-        staged = tensor if tensor.device.type == "cpu" else tensor.cpu()
-        handle = self._runner.issue(self._exchanges, self.workers, chains, staged)
-        handle.home = None if staged is tensor else tensor
-        return handle
+        return self._issue(chains, tensor, near)
+
+    def _issue(self, chains: Sequence[Chain], tensor: Tensor, near: Sequence[int] = ()) -> Handle:
+        if not tensor.is_contiguous():
+            raise CommError(f"rank {self.rank}: what is exchanged must be contiguous, got stride {tensor.stride()}")
+        assert self._exchanges is not None
+        return self._exchanges.issue(chains, tensor.detach().view(-1), near)
 
     def _draw(self, turn: int, count: int) -> int:
         if self._counter is None:
@@ -110,8 +134,9 @@ class RealCommunicator(Communicator):
         return self._counter.draw(self.generation, turn, count)
 
     def meet(self) -> None:
-        others = {rank: self.addresses[rank] for rank in self.workers if rank != self.rank}
-        self._need_channel().connect_all(others)
+        self._need_channel()
+        assert self._exchanges is not None
+        self._exchanges.meet()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._arena is not None and device.type == "cpu":
@@ -173,10 +198,8 @@ class RealCommunicator(Communicator):
             if isinstance(handle, CollectiveHandle | SharedMemoryHandle):
                 self._need_group().wait(handle, deadline_s)
             elif isinstance(handle, ExchangeHandle):
-                assert self._runner is not None
-                self._runner.wait(handle, deadline_s)
-                if handle.home is not None:
-                    handle.home.copy_(handle.tensor)
+                assert self._exchanges is not None
+                self._exchanges.wait(handle, deadline_s)
         calls = [h for h in handles if isinstance(h, ChannelHandle)]
         answers = self._need_calls().wait(calls, self.servers, deadline_s) if calls else {}
         self.traffic.received += sum(nbytes_of(message.body) for message in answers.values())
@@ -186,9 +209,22 @@ class RealCommunicator(Communicator):
         """Get a lost server's new address; blocks until it serves."""
         self._need_calls().find(server)
 
+    def lose(self, ranks: Collection[int]) -> None:
+        """The launcher has given these ranks up: fail what waits for them. For any thread.
+
+        A host that vanished says no goodbye, and an exchange with it would last until its deadline.
+        """
+        if self._channel is not None:
+            self._channel.hang_up(ranks)
+        if self._group is not None and not set(ranks).isdisjoint(self.workers):
+            if self._exchanges is not None:
+                self._exchanges.give_up("the launcher reports a loss")
+            self._group.interrupt()
+
     def abandon(self) -> None:
-        if self._runner is not None and self.size > 1:
-            self._runner.give_up("the group was dropped", self.workers)
+        """May be called from any thread; over the channel it returns at once, also where a host is gone."""
+        if self._exchanges is not None:
+            self._exchanges.give_up("the group was dropped")
         self._need_group().abandon()
 
     def regroup(
@@ -198,6 +234,9 @@ class RealCommunicator(Communicator):
         servers: Sequence[int] | None = None,
         addresses: Mapping[int, str] | None = None,
     ) -> None:
+        if self._channel is not None and self._channel.host:
+            # A host that is gone has hung up nowhere, and may be in the middle of a message.
+            self._channel.drop(set(self.workers) - set(members))
         self.generation, self.workers = generation, tuple(members)
         self.servers = self.servers if servers is None else tuple(servers)
         if addresses and self._channel is not None:
@@ -206,10 +245,13 @@ class RealCommunicator(Communicator):
 
     def _form(self) -> None:
         """Form the group of the present generation, also for exchanges by schedule."""
-        group, self._exchanges = self._need_group(), 0
-        if self._runner is not None:
-            self._runner.form(self.generation)
-        group.form(self.generation, self.rank, self.workers)
+        group, exchanges = self._need_group(), self._exchanges
+        if exchanges is not None:
+            exchanges.form(self.generation, self.workers)
+        if not self.sums_in_rank_order:
+            group.form(self.generation, self.rank, self.workers)
+        if exchanges is not None and self._need_channel().host:
+            self.hosts = exchanges.find_hosts(min(FORMING_S, self.deadline_s / 10))
 
     def close(self) -> None:
         if self._group is not None and self._channel is not None:

@@ -46,8 +46,10 @@ from podium.comm.real.sockets import Stream
 from podium.errors import CommError
 
 MAGIC, VERSION = b"PODM", 1
-MOVE, GIVE_UP = ".move", ".give-up"
-"""Kinds of frames that go to the schedule runner; all other kinds go to the inbox."""
+MOVE, GIVE_UP, HERE, WRITTEN = ".move", ".give-up", ".here", ".written"
+"""Kinds of frames that go to the schedule runner."""
+OF_EXCHANGES = (MOVE, GIVE_UP, HERE, WRITTEN)
+"""All other kinds go to the inbox."""
 PROLOGUE = struct.Struct("!4sHIQI")
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype

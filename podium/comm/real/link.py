@@ -19,7 +19,7 @@ from torch import Tensor
 from podium.comm.base import DEPARTED, Handle, Message
 from podium.comm.real import frames
 from podium.comm.real.arena import neighbour_of
-from podium.comm.real.frames import GIVE_UP, MOVE, Frame, FrameError, Header, Limits
+from podium.comm.real.frames import OF_EXCHANGES, Frame, FrameError, Header, Limits
 from podium.comm.real.sockets import Pulse, Stream, leaves_host, shut
 from podium.errors import CommError, DeadlineExceeded, Lost
 
@@ -155,6 +155,8 @@ class Link:
         self.shares = False
         """Whether the peer has reported that it can map our memory."""
         self._neighbour = neighbour_of(sock) if isinstance(sock, socket.socket) else None
+        self.maps = self._neighbour is not None
+        """Whether we can map the peer's memory."""
         self.sums = channel.sums and isinstance(sock, socket.socket) and leaves_host(sock)
         """Whether bodies are sent with a checksum: if the run wants it, on a plain connection that leaves this host."""
         self._pulse = Pulse(sock, channel.vanished_s) if isinstance(sock, socket.socket) else None
@@ -310,7 +312,7 @@ class Link:
             raise FrameError(f"rank {self.peer} sent {header.kind[:40]!r} in the name of rank {header.source}")
         if header.kind == SHARING:
             return None
-        if header.kind in (MOVE, GIVE_UP):
+        if header.kind in OF_EXCHANGES:
             if self.channel.runner is None or header.call:
                 raise FrameError(f"rank {self.peer} sent {header.kind!r}, and no exchange is under way here")
             return self.channel.runner.place(header)
@@ -329,7 +331,7 @@ class Link:
         if header.kind == SHARING:
             self.shares = self.channel.arena is not None
             return
-        if header.kind in (MOVE, GIVE_UP):
+        if header.kind in OF_EXCHANGES:
             assert self.channel.runner is not None
             return self.channel.runner.arrived(header, frame.body)
         message = Message(header.source, header.kind, header.meta, frame.body, landing=frame.landing)

@@ -10,7 +10,13 @@ whole timeout.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +31,11 @@ from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost
 
 FORMING_S = 5.0
 """Longest attempt to form a group: a member that died meanwhile must not cost the whole deadline."""
+NCCL_FORMING_S = 60.0
+"""The same for nccl, which looks for links between GPUs first; a lost member that the launcher knows of ends it."""
+_POLL_S = 0.02
+_SPIN_S = 0.002
+"""How long to look for the end of an exchange on GPUs without a pause; torch then looks once a millisecond."""
 
 
 def file_store(path: Path) -> Any:
@@ -64,10 +75,10 @@ def look_up(store: Any, key: str, timeout_s: float) -> str:
 class Group:
     """The workers' process group, generation after generation."""
 
-    def __init__(self, store: Any, *, host: str, backend: str = "gloo", deadline_s: float = 60.0) -> None:
-        if backend not in ("gloo", "nccl"):
-            raise ConfigError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
-        self.store, self._host, self.backend, self._deadline_s = store, host, backend, deadline_s
+    def __init__(self, store: Any, *, host: str, deadline_s: float = 60.0, device: torch.device | None = None) -> None:
+        """`device`: this worker's, where tensors on a GPU may be exchanged by nccl (`use`)."""
+        self.store, self._host, self._deadline_s, self._device = store, host, deadline_s, device
+        self.backend = "gloo"
         path = getattr(store, "path", None)
         # Held open, so that a file that replaces it cannot get the same inode.
         self._file = None if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -75,26 +86,37 @@ class Group:
         self._forming_s = min(FORMING_S, deadline_s / 10)
         self._group: Any = None
         self._gpus: Any = None  # the group for tensors on GPUs, where nccl is the backend
+        self._interrupted = threading.Event()
+        self._stuck: list[Any] = []  # groups of nccl that never came to be: to end them would wait for the missing rank
         self._works: dict[int, Any] = {}
+        self._sockets: Mapping[int, int] = {}  # of gloo's connections: file descriptor to inode
+        self._dropping = threading.Lock()
         self._issued = 0
         self._alone = False
+
+    def use(self, backend: str) -> None:
+        """The backend of the next generation for tensors on GPUs. All members must choose the same."""
+        if backend not in ("gloo", "nccl"):
+            raise CommError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
+        self.backend = backend
 
     def form(self, generation: int, index: int, size: int) -> None:
         """Become member `index` of `size`; all members call this with the same generation."""
         self.drop()
+        self._interrupted.clear()
         self._alone = size == 1
         if self._alone:
             return
         self._renew_store()
         store = self._part(generation)
         try:
-            if self.backend == "nccl":  # nccl takes tensors on GPUs only; gloo serves the rest
-                self._gpus = self._make_nccl(PrefixStore("gpus", store), index, size)
             self._group = self._make_gloo(store, index, size)
         except (dist.DistError, RuntimeError) as error:
             raise Lost(
                 f"generation {generation} did not form within {self._forming_s:g} s: {_first_line(error)}"
             ) from error
+        if self.backend == "nccl":  # for tensors on GPUs only; gloo serves the rest, and has found all members alive
+            self._gpus = self._make_nccl(generation, PrefixStore("gpus", store), index, size)
 
     def _renew_store(self) -> None:
         """Make the store's file again where it was removed: the store opens it by name for every access.
@@ -116,8 +138,26 @@ class Group:
 
     def drop(self) -> None:
         """Drop every exchange and the group; blocks until exchanges in flight have ended."""
+        with self._dropping:
+            self._sockets = {}
+            gpus, self._gpus = self._gpus, None
+        if gpus is not None:
+            gpus.abort()
         self._works.clear()
-        self._group = self._gpus = None
+        self._group = None
+
+    def interrupt(self) -> None:
+        """Fail the exchanges in flight, at once; for any thread, while another waits for them.
+
+        A host that vanished sends no reset, and gloo would wait for its whole deadline: its `abort` does not end a wait
+        (torch 2.13). Shutting its connections down does, as the end of a process does.
+        """
+        self._interrupted.set()
+        with self._dropping:
+            for file, inode in self._sockets.items():
+                _shut_down(file, inode)
+            if self._gpus is not None:
+                self._gpus.abort()
 
     def all_reduce(self, tensor: Tensor) -> int:
         return self._issue("allreduce", [tensor], dist.AllreduceOptions())
@@ -150,15 +190,18 @@ class Group:
 
     def _try(self, key: int) -> str | None:
         try:
-            work = self._works.pop(key, None)
+            work, on_gpu = self._works.pop(key, (None, False))
+            if on_gpu:
+                _spin(work)
             if work is not None:
                 work.wait()
         except RuntimeError as error:
             return _first_line(error)
-        return None
+        # torch may take an exchange of nccl that was cut off for one that is done.
+        return "it was cut off, since a worker was lost" if on_gpu and self._interrupted.is_set() else None
 
     def is_done(self, key: int) -> bool:
-        work = self._works.get(key)
+        work, _ = self._works.get(key, (None, False))
         return work is None or bool(work.is_completed())
 
     def _part(self, generation: int) -> Any:
@@ -171,17 +214,39 @@ class Group:
         if self._group is None:
             raise Lost("a collective could not be issued: there is no group")
         (tensor,) = arguments[0] if isinstance(arguments[0], list) else arguments[:1]
-        group = self._gpus if self._gpus is not None and tensor.is_cuda else self._group
+        on_gpu = self._gpus is not None and tensor.is_cuda
+        group = self._gpus if on_gpu else self._group
         try:
-            self._works[self._issued] = getattr(group, what)(*arguments)
+            self._works[self._issued] = getattr(group, what)(*arguments), on_gpu
         except RuntimeError as error:
             raise Lost(f"a collective could not be issued: {_first_line(error)}") from None
         return self._issued
 
-    def _make_nccl(self, store: Any, index: int, size: int) -> Any:
+    def _make_nccl(self, generation: int, store: Any, index: int, size: int) -> Any:
+        """A group whose members are connected: nccl would otherwise wait for a missing one without a limit."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self._deadline_s)
-        return dist.ProcessGroupNCCL(store, index, size, options)
+        group = dist.ProcessGroupNCCL(store, index, size, options)
+        failure: list[str] = []
+        connecting = threading.Thread(target=self._meet, args=(group, failure), name="nccl", daemon=True)
+        limit_s = min(NCCL_FORMING_S, self._deadline_s)
+        until = time.monotonic() + limit_s
+        connecting.start()
+        while connecting.is_alive() and time.monotonic() < until and not self._interrupted.is_set():
+            connecting.join(_POLL_S)
+        if connecting.is_alive():
+            self._stuck.append(group)
+            why = "a worker was lost" if self._interrupted.is_set() else f"nccl did not connect within {limit_s:g} s"
+            raise Lost(f"generation {generation} did not form: {why}")
+        if failure:
+            raise Lost(f"generation {generation} did not form: {failure[0]}")
+        return group
+
+    def _meet(self, group: Any, failure: list[str]) -> None:
+        try:
+            group.allreduce([torch.zeros(1, device=self._device)], dist.AllreduceOptions()).wait()
+        except RuntimeError as error:
+            failure.append(_first_line(error))
 
     def _make_gloo(self, store: Any, index: int, size: int) -> Any:
         forming, running = timedelta(seconds=self._forming_s), timedelta(seconds=self._deadline_s)
@@ -189,18 +254,35 @@ class Group:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         options._threads = 2
         options._timeout = forming
+        before = _sockets()
         group = dist.ProcessGroupGloo(store, index, size, options)
         group.set_timeout(running)
+        self._sockets = {file: inode for file, inode in _sockets().items() if before.get(file) != inode}
         return group
 
 
-def backend_for(device: str, workers: int) -> str:
-    """nccl where every worker has its own GPU (it refuses two ranks on one), gloo otherwise.
+def _sockets() -> dict[int, int]:
+    """This process's sockets: file descriptor to inode."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed since it was listed
+            facts = os.stat(int(name))
+            if stat.S_ISSOCK(facts.st_mode):
+                found[int(name)] = facts.st_ino
+    return found
 
-    `device` is the run's setting, so that all ranks choose the same; where it lists devices, gloo.
-    """
-    own_gpu = device in ("cuda", "auto") and torch.cuda.is_available() and workers <= torch.cuda.device_count()
-    return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
+
+def _shut_down(file: int, inode: int) -> None:
+    """Shut a TCP connection down, unless this file descriptor is another's by now."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as sock:  # or it is closed already
+        if os.fstat(sock.fileno()).st_ino == inode and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def _spin(work: Any) -> None:
+    until = time.monotonic() + _SPIN_S
+    while not work.is_completed() and time.monotonic() < until:
+        pass
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import stat
 import struct
@@ -16,7 +17,35 @@ from typing import Any, NamedTuple, Protocol
 from podium.errors import ConfigError
 
 Address = str
-"""`unix:/path` or `tcp:host:port`; port 0 takes a free one."""
+"""`unix:/path` or `tcp:host:port` (port 0 takes a free one), or both of one endpoint: see `BothWays`."""
+
+
+class BothWays(NamedTuple):
+    """An endpoint that ranks of its own host reach by a Unix socket, and ranks of other hosts by TCP.
+
+    As an address: `host:ID;unix:/path;tcp:host:port`. ID is a random word that all ranks of the host share.
+    """
+
+    host: str
+    near: Address
+    far: Address
+
+    @classmethod
+    def of(cls, address: Address) -> BothWays | None:
+        """None for a plain address; raises where it is neither a plain one nor of this form."""
+        if not address.startswith("host:"):
+            return None
+        parts = address.removeprefix("host:").split(";")
+        schemes = [part.partition(":")[0] for part in parts[1:]]
+        if schemes != ["unix", "tcp"] or not _HOST.fullmatch(parts[0]):
+            raise ConfigError(f"an address of both ways must be host:ID;unix:/path;tcp:host:port, got {address!r}")
+        return cls(*parts)
+
+    def __str__(self) -> Address:
+        return f"host:{self.host};{self.near};{self.far}"
+
+
+_HOST = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Stream(Protocol):
@@ -38,8 +67,16 @@ _MAX_PATH = 107  # of a Unix socket, on Linux
 _SOCKET_BUFFER = 4 << 20  # the kernel lowers it to what it allows
 
 
+def address_from(host: str, address: Address) -> Address:
+    """The plain address by which an endpoint of `host` reaches this one; `host` is empty where all are on one host."""
+    both = BothWays.of(address)
+    if both is None:
+        return address
+    return both.near if both.host == host else both.far
+
+
 def resolve(address: Address) -> tuple[int, Any]:
-    """Family and address for `socket.bind` or `connect`."""
+    """Family and address for `socket.bind` or `connect`; of a plain address."""
     scheme, _, rest = address.partition(":")
     if scheme == "unix" and rest and "\0" not in rest:
         if len(os.fsencode(rest)) > _MAX_PATH:

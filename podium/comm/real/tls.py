@@ -67,8 +67,16 @@ class Guard:
         return TlsStream(sock, context, self._deadline_s, listens=listens, vanished_s=self._vanished_s)
 
 
+class _ClosedWhenDropped(ssl.SSLSocket):
+    """Where a peer hangs up while its socket is wrapped, `ssl` raises and drops the new socket without closing it."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def _context(tls: Tls, protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
+    context.sslsocket_class = _ClosedWhenDropped
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED

@@ -51,6 +51,11 @@ class WorkerGroup:
         return self._shared is not None
 
     @property
+    def backend(self) -> str:
+        """Of the present generation: `gloo` or `nccl`."""
+        return self._group.backend
+
+    @property
     def store(self) -> Any:
         return self._group.store
 
@@ -115,6 +120,10 @@ class WorkerGroup:
             shared.close()
             return None
         return shared
+
+    def interrupt(self) -> None:
+        """Fail the exchanges under way of this worker; for any thread, while another waits for them."""
+        self._group.interrupt()
 
     def abandon(self) -> None:
         """Fail all exchanges under way, on this and the other workers."""

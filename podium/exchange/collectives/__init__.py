@@ -17,6 +17,7 @@ COLLECTIVES: dict[str, str] = {
     "auto": "podium.exchange.collectives.auto:Auto",
     "backend": "podium.exchange.collectives.backend:Backend",
     "shared": "podium.exchange.collectives.shared:Shared",
+    "rank-order": "podium.exchange.collectives.rank_order:RankOrder",
     "ring": "podium.exchange.collectives.ring:Ring",
     "halving-doubling": "podium.exchange.collectives.halving_doubling:HalvingDoubling",
     "tree": "podium.exchange.collectives.tree:DoubleTree",

@@ -1,7 +1,8 @@
 """`default` and `auto`: choose one of the other collectives.
 
-`default` takes shared memory where all workers share a host, and the backend elsewhere. Nothing is measured, so a
-repeated run sums in the same order, to the same bits.
+`default` takes shared memory where all workers share a host, and `rank-order` where the launcher knows the hosts: sums
+then have the same bits wherever the workers run. Elsewhere it takes the backend. Nothing is measured, so a repeated run
+sums in the same order, to the same bits.
 
 `auto` takes shared memory on one host too, and elsewhere the candidate measured as fastest for each size: the present
 members try each candidate at a few sizes, once per generation. All workers take the same one, by the slowest worker's
@@ -22,6 +23,8 @@ from torch import Tensor
 from podium.exchange.collectives.backend import Backend
 from podium.exchange.collectives.base import Collective, Native, Transport
 from podium.exchange.collectives.halving_doubling import HalvingDoubling
+from podium.exchange.collectives.hierarchical import Hierarchical
+from podium.exchange.collectives.rank_order import RankOrder
 from podium.exchange.collectives.ring import Ring
 from podium.exchange.collectives.shared import Shared
 
@@ -37,14 +40,16 @@ _TRIES = (10, 10, 3)
 @final
 @dataclass(frozen=True, kw_only=True)
 class Default(Native):
-    """Shared memory on one host, the backend elsewhere."""
+    """Shared memory on one host; rank order across known hosts; the backend elsewhere."""
 
     name: ClassVar[str] = "default"
 
     def transport(self, same_host: bool) -> Transport:
-        return "memory" if same_host else "backend"
+        return "memory" if same_host else "hosts"
 
     def prepare(self, comm: Communicator) -> Collective:
+        if comm.sums_in_rank_order:
+            return RankOrder().prepare(comm)
         return Shared() if comm.size > 1 and comm.shares_host else Backend()
 
 
@@ -56,7 +61,7 @@ class Auto(Native):
     name: ClassVar[str] = "auto"
 
     def transport(self, same_host: bool) -> Transport:
-        return "memory" if same_host else "schedule"
+        return "memory" if same_host else "both"
 
     def prepare(self, comm: Communicator) -> Collective:
         if comm.size == 1 or comm.shares_process:
@@ -67,6 +72,8 @@ class Auto(Native):
             return Backend()
         comm.meet()
         candidates = [Backend(), Ring(measure=True).prepare(comm), HalvingDoubling()]
+        if len(comm.hosts) < comm.size and comm.hosts:
+            candidates += [RankOrder().prepare(comm), Hierarchical().prepare(comm)]
         return Measured(candidates=tuple(candidates), seconds=_measure(comm, candidates))
 
 

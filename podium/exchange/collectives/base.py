@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
-from podium.exchange.collectives.gather import gather_schedule
+from podium.comm.gather import gather_schedule
 
 if TYPE_CHECKING:
     from podium.comm.base import Communicator, Handle
     from podium.comm.schedule import Chain
 
 
-Transport = Literal["memory", "backend", "schedule"]
-"""How sums travel: shared memory of one host's processes; gloo or nccl; or messages between workers."""
+Transport = Literal["memory", "backend", "schedule", "hosts", "both"]
+"""How sums travel: shared memory of one host's processes; gloo or nccl; messages between workers; `hosts`: messages
+between hosts and shared memory inside, or the backend where the launcher does not know the hosts; `both`: messages and
+the backend, to be compared."""
 
 
 class Collective(ABC):
@@ -64,7 +66,12 @@ class Scheduled(Collective):
         return self
 
     def all_reduce(self, comm: Communicator, tensor: Tensor) -> Handle:
-        return comm.exchange(_chains(self, comm.index, comm.size, tensor.numel(), tensor.element_size()), tensor)
+        chains = _chains(self, comm.index, comm.size, tensor.numel(), tensor.element_size())
+        return comm.exchange(chains, tensor, comm.near if self.uses_memory(tensor.nbytes) else ())
+
+    def uses_memory(self, nbytes: int) -> bool:
+        """Whether the schedule for a tensor of this size uses the tensors of other members of the same host."""
+        return False
 
     def all_gather(self, comm: Communicator, tensor: Tensor, into: Tensor) -> Handle:
         into.view(comm.size, -1)[comm.index].copy_(tensor.view(-1))

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, final
 
+from podium.comm.moves import in_turn, require_positive, segments, star
 from podium.comm.schedule import Chain, element_cuts
 from podium.errors import ConfigError
 from podium.exchange.collectives.base import Collective, Scheduled
 from podium.exchange.collectives.links import measure
-from podium.exchange.collectives.moves import in_turn, require_positive, segments, star
 
 if TYPE_CHECKING:
     from podium.comm.base import Communicator

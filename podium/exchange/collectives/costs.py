@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from podium.comm.rank_order import SMALL_BYTES, each_alone, sum_in_rank_order
 from podium.errors import UnknownName
 from podium.exchange.collectives.butterfly import Butterfly
 from podium.exchange.collectives.halving_doubling import HalvingDoubling
@@ -105,6 +106,13 @@ def _butterfly(n: int, p: int, alpha: float, beta: float, gamma: float) -> float
     return _owners(n, p, pieces, n / p / pieces, alpha, beta, gamma)
 
 
+def _rank_order(n: int, p: int, alpha: float, beta: float, gamma: float) -> float:
+    cut = sum_in_rank_order(0, each_alone(p), n, 1)
+    if n <= SMALL_BYTES:
+        return 2 * (alpha + (p - 1) * n * beta) + (p - 1) * n * gamma
+    return _owners(n, p, -(-len(cut) // p), n / len(cut), alpha, beta, gamma)
+
+
 def _task_graph(n: int, p: int, alpha: float, beta: float, gamma: float) -> float:
     chunks = TaskGraph().chunks(p, n, 1)
     return _owners(n, p, -(-chunks // p), n / chunks, alpha, beta, gamma)
@@ -132,6 +140,7 @@ FORMULAS: dict[str, Formula] = {
     "halving-doubling": _halving_doubling,
     "tree": _tree,
     "hierarchical": _hierarchical,
+    "rank-order": _rank_order,
     "reduce-to-one": _reduce_to_one,
     "butterfly": _butterfly,
     "task-graph": _task_graph,

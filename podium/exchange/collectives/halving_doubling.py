@@ -21,10 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from podium.comm.moves import Span, folded, in_window, require_positive, segments
 from podium.comm.schedule import Chain, Move
 from podium.errors import ConfigError
 from podium.exchange.collectives.base import Scheduled
-from podium.exchange.collectives.moves import Span, folded, in_window, require_positive, segments
 
 
 @final

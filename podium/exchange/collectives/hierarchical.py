@@ -9,6 +9,10 @@ first shard is sent wait (g-2) s beta, for segments of s bytes.
 Groups of unequal size: the first member of each group leads it, sums all of it, and takes part in a ring of leaders:
 2 (alpha + (g-1) n beta) + (g-1) n gamma for the largest group, and 2(m-1) (alpha + n/m beta) across.
 
+Where the launcher knows the hosts, the groups are the hosts unless others are given, and nothing is sent inside a
+group: for each segment one member sums its host's tensors, takes part in the ring of hosts, and writes the sum into
+them. Hosts may then have any number of members.
+
 Worth it where links inside a group are faster than between groups. Jia et al., 2018, arXiv:1807.11205.
 """
 
@@ -18,10 +22,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, final
 
-from podium.comm.schedule import Chain, Move, element_cuts
-from podium.errors import ConfigError
-from podium.exchange.collectives.base import Collective, Scheduled
-from podium.exchange.collectives.moves import (
+from podium.comm.moves import (
     Span,
     in_turn,
     require_permutation,
@@ -29,6 +30,10 @@ from podium.exchange.collectives.moves import (
     ring_inside,
     segments,
 )
+from podium.comm.rank_order import cut_alike
+from podium.comm.schedule import Chain, Move, element_cuts
+from podium.errors import ConfigError
+from podium.exchange.collectives.base import Collective, Scheduled
 
 if TYPE_CHECKING:
     from podium.comm.base import Communicator
@@ -46,7 +51,8 @@ class Hierarchical(Scheduled):
     groups: tuple[tuple[int, ...], ...] | None = None
     """The members of each group; the first of each leads it where sizes differ."""
     group_size: int | None = None
-    """Consecutive members per group; the divisor of their number nearest to its square root when not given."""
+    """Consecutive members per group; by host, or the divisor of their number nearest to its square root, when not
+    given."""
     segment_bytes: int = 1 << 20
     """The largest message inside a group; across, messages are smaller by the number of groups."""
 
@@ -80,7 +86,10 @@ class Hierarchical(Scheduled):
                 f"hierarchical: group_size must be at most the number of workers, {comm.size}, got {self.group_size}"
             )
         fits = self.groups is None or sum(map(len, self.groups)) == comm.size
-        return self if fits else replace(self, groups=None)  # some of the named members were lost
+        found = self if fits else replace(self, groups=None)  # some of the named members were lost
+        if found.groups is None and found.group_size is None and comm.hosts:
+            return ByHost(hosts=comm.hosts, segment_bytes=self.segment_bytes)
+        return found
 
     def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
         groups = self.groups_of(size)
@@ -93,6 +102,26 @@ class Hierarchical(Scheduled):
             for place in range(len(cuts) - 1)
         ]
         return [_two_levels(index, groups, place, span) for place, span in in_turn(cut)]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ByHost(Scheduled):
+    """Inside hosts in shared memory, and around a ring of hosts."""
+
+    name: ClassVar[str] = "hierarchical"
+
+    hosts: Groups
+    segment_bytes: int
+
+    def schedule(self, index: int, size: int, numel: int, itemsize: int) -> list[Chain]:
+        if size == 1 or numel == 0:
+            return []
+        cut = cut_alike(numel, itemsize, self.segment_bytes, max(map(len, self.hosts)))
+        return [_by_host(index, self.hosts, n, span) for n, span in enumerate(cut)]
+
+    def uses_memory(self, nbytes: int) -> bool:
+        return any(len(host) > 1 for host in self.hosts)
 
 
 def nearest_divisor(size: int) -> int:
@@ -110,3 +139,17 @@ def _two_levels(index: int, groups: Groups, place: int, span: Span) -> Chain:
     others = [member for member in groups[mine] if member != index]
     gathered = [Move("add", peer, 0, *span) for peer in others]
     return gathered + ring_inside(mine, heads, span, 1) + [Move("send", peer, last_round, *span) for peer in others]
+
+
+def _by_host(index: int, groups: Groups, n: int, span: Span) -> Chain:
+    """In each group member n, counted round its members, sums this segment for its group."""
+    mine = next(g for g, group in enumerate(groups) if index in group)
+    heads = [group[n % len(group)] for group in groups]
+    if index != heads[mine]:
+        return []
+    around = ring_inside(mine, heads, span, 0)
+    if len(groups[mine]) == 1:
+        return around
+    own, others = (index,), tuple(member for member in groups[mine] if member != index)
+    summed = [Move("fold", index, 0, *span, groups[mine]), Move("share", index, 0, *span, own)]
+    return [*summed, *around, Move("share", index, 0, *span, others)]

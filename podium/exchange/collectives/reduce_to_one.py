@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, final
 
+from podium.comm.moves import require_positive, segments, star
 from podium.comm.schedule import Chain
 from podium.errors import ConfigError
 from podium.exchange.collectives.base import Collective, Scheduled
-from podium.exchange.collectives.moves import require_positive, segments, star
 
 if TYPE_CHECKING:
     from podium.comm.base import Communicator

@@ -12,11 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, final
 
-from podium.comm.schedule import Chain, Move
-from podium.errors import ConfigError
-from podium.exchange.collectives.base import Collective, Scheduled
-from podium.exchange.collectives.links import measure
-from podium.exchange.collectives.moves import (
+from podium.comm.moves import (
     Span,
     fewer_parts,
     in_turn,
@@ -25,6 +21,10 @@ from podium.exchange.collectives.moves import (
     segments,
     spans,
 )
+from podium.comm.schedule import Chain, Move
+from podium.errors import ConfigError
+from podium.exchange.collectives.base import Collective, Scheduled
+from podium.exchange.collectives.links import measure
 from podium.exchange.collectives.order import best_ring
 
 if TYPE_CHECKING:

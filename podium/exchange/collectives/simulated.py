@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from podium.comm.schedule import Chain, Move
+from podium.comm.schedule import AT_HOST, Chain, Move
 from podium.errors import CommError
 
 Rate = float | Sequence[float]
@@ -68,12 +68,16 @@ class _Exchange:
                 self._queue[member].append((c, move))
                 if not self._sending[member]:
                     self._begin(member)
+            elif move.kind in AT_HOST:
+                if move.kind == "fold" and len(move.members) > 1 and self._gamma:
+                    self._add(member, c, move, len(move.members) - 1)
+                    return
             else:
                 name = (member, c, move.round, move.peer)
                 if name not in self._here:
                     return
                 self._here.remove(name)
-                if move.kind == "add" and self._gamma:
+                if move.kind != "put" and self._gamma:
                     self._add(member, c, move)
                     return
             self._at[member][c] += 1
@@ -95,8 +99,8 @@ class _Exchange:
         self._here.add((to, c, round_, source))
         self._go_on(to, c)
 
-    def _add(self, member: int, c: int, move: Move) -> None:
-        seconds = (move.stop - move.start) * self._itemsize * self._gamma
+    def _add(self, member: int, c: int, move: Move, times: int = 1) -> None:
+        seconds = (move.stop - move.start) * self._itemsize * self._gamma * times
         self._adder_free[member] = done = max(self._now, self._adder_free[member]) + seconds
         self._later(done, partial(self._added, member, c))
 

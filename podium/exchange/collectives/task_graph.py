@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from podium.comm.moves import fewer_parts, require_positive, spans, star
 from podium.comm.schedule import Chain
 from podium.exchange.collectives.base import Scheduled
-from podium.exchange.collectives.moves import fewer_parts, require_positive, spans, star
 
 
 @final

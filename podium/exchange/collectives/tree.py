@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, final
 
+from podium.comm.moves import Span, in_turn, in_window, require_positive, segments
 from podium.comm.schedule import Chain, Move
 from podium.exchange.collectives.base import Scheduled
-from podium.exchange.collectives.moves import Span, in_turn, in_window, require_positive, segments
 
 
 class Place(NamedTuple):
