@@ -7,19 +7,22 @@ the configuration as JSON.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from podium.errors import ConfigError, UnknownName
 
-LAUNCHERS = ("local", "threads", "virtual", "shaped")
-"""Where ranks live: local processes, threads, simulated time, processes in shaped network namespaces."""
+LAUNCHERS = ("local", "threads", "virtual", "shaped", "ssh", "slurm", "ray")
+"""Where ranks live: local processes, threads, simulated time, processes in shaped network namespaces; other hosts."""
+ON_HOSTS = ("ssh", "slurm", "ray")
+"""The launchers of processes on other hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +62,28 @@ class RunConfig:
     checkpoint_every: int = 0
     """Global steps between checkpoints; 0 writes one at the end only."""
     keep_checkpoints: int = 2
-    launcher: Literal["local", "threads", "virtual", "shaped"] = "local"
+    launcher: Literal["local", "threads", "virtual", "shaped", "ssh", "slurm", "ray"] = "local"
+    hosts: str | None = None
+    """Launcher ssh: a file with a line per host (`user@host slots=4 gpus=2`), or names separated by commas."""
+    head: str | None = None
+    """This machine's address for the hosts; that of the interface that routes to them when not given."""
+    nodes: int | None = None
+    """Launchers slurm and ray: how many hosts to ask for.
+
+    When not given, SLURM chooses, and under Ray as many as the cluster has, at most one per process. Inside an
+    allocation of SLURM's, all of its nodes are used.
+    """
+    slurm: str = ""
+    """Launcher slurm, outside an allocation: more options of sbatch (`--partition=gpu --time=2:00:00 --gres=gpu:2`)."""
+    placement: Literal["spread", "pack"] = "spread"
+    """Launcher ray: each host's ranks on a node of their own, or on as few nodes as possible."""
     cluster: str | None = None
     """A cluster file (TOML): nodes and links. Needed by `shaped`, used by `virtual`."""
     device: str = "cpu"
     """`cpu`, `cuda` (a node's ranks take its visible GPUs round-robin), `cuda:1` or `auto`; or a list that the workers
     take round-robin: `cuda,cpu`."""
     threads: int | None = None
-    """Intra-op threads per rank; the cores divided by the ranks when not given, 1 in threads and virtual time."""
+    """Intra-op threads per rank; the cores divided by the ranks when not given, 1 in threads, virtual time and Ray."""
     data_dir: str | None = None
     out: str = "runs"
     """The run's folder is made inside this one."""
@@ -88,6 +105,11 @@ class RunConfig:
     """How long all ranks together may take to start."""
     checksums: bool = False
     """Send tensors to other hosts with a CRC-32. Not used under TLS, which detects damage itself."""
+    tls: Literal["auto", "off"] = "auto"
+    """Encryption of what ranks on several hosts send each other over the channel; `auto`: with keys made for the run.
+
+    gloo and nccl never encrypt.
+    """
     tls_cert: str | None = None
     """A certificate (PEM). With it, `tls_key` and `tls_ca`, the channel's TCP connections use mutual TLS."""
     tls_key: str | None = None
@@ -102,7 +124,7 @@ class RunConfig:
 
         need(self.workers >= 1, "workers", "at least 1")
         need(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
-        for name in ("epochs", "steps", "batch_size", "accumulate", "threads"):
+        for name in ("epochs", "steps", "batch_size", "accumulate", "threads", "nodes"):
             value = getattr(self, name)
             need(value is None or value >= 1, name, "at least 1")
         need(self.clip_norm is None or self.clip_norm > 0, "clip_norm", "above 0")
@@ -111,6 +133,7 @@ class RunConfig:
         need(self.keep_checkpoints >= 1, "keep_checkpoints", "at least 1")
         for name in ("deadline_s", "heartbeat_s", "start_deadline_s"):
             need(getattr(self, name) > 0, name, "above 0")
+        need(self.slurm.isprintable(), "slurm", "options of sbatch, on one line")
         tls = (self.tls_cert, self.tls_key, self.tls_ca)
         if any(tls) and not all(tls):
             raise ConfigError(f"tls_cert, tls_key and tls_ca must be given together, got {', '.join(map(str, tls))}")
@@ -144,7 +167,7 @@ REFUSED_BY_SCRIPTS: Mapping[str, str] = {
     "resume": "the script loads its own checkpoint, before podium.join",
     "replay": "the arrivals of a script's run cannot be repeated",
     "data_dir": "give the script an argument of its own",
-    "launcher": "a script runs in processes: launcher must be 'local'",
+    "launcher": "a script runs in processes: launcher must be 'local', 'ssh', 'slurm' or 'ray'",
     "cluster": "a cluster file needs the launcher 'shaped' or 'virtual', and a script runs in processes",
 }
 """The fields that a script with its own loop (`podium run`, `podium.node --script`) does not use, and why."""
@@ -155,7 +178,7 @@ def check_script(config: RunConfig) -> None:
     plain = RunConfig()
     for name, why in REFUSED_BY_SCRIPTS.items():
         value = getattr(config, name)
-        if value != getattr(plain, name):
+        if value != getattr(plain, name) and not (name == "launcher" and value in ON_HOSTS):
             raise ConfigError(f"podium run: {name} must not be set, got {value!r}: {why}")
 
 
@@ -345,6 +368,45 @@ def parse_value(text: str) -> Any:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def format_value(value: Any) -> str:
+    """A value as TOML writes it; the inverse of `parse_value`."""
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {format_value(item)}" for key, item in value.items()) + "}"
+    # JSON writes text, numbers and booleans as TOML does, except inf and nan.
+    return json.dumps(value, ensure_ascii=False).replace("Infinity", "inf").replace("NaN", "nan")
+
+
+def to_overrides(config: RunConfig, *, also: Collection[str] = ()) -> list[str]:
+    """`KEY=VALUE` for each field that is not the default: with these, `resolve` makes the same configuration.
+
+    `also`: fields to name even if they have their default.
+    """
+    plain, overrides = RunConfig(), list[str]()
+    for name in (each.name for each in dataclasses.fields(config)):
+        value = getattr(config, name)
+        if name == "task_options":
+            overrides += [f"task.{key}={_as_typed(option)}" for key, option in value.items()]
+        elif name == "strategy_options":
+            overrides += [f"strategy.{key}={_as_text(option)}" for key, option in value.items()]
+        elif value != getattr(plain, name) or name in also:
+            overrides.append(f"{name}={_as_text(value)}")
+    return overrides
+
+
+def _as_typed(value: Any) -> str:
+    """Text that `parse_value` reads as this value; bare words stay bare."""
+    return value if isinstance(value, str) and parse_value(value) == value else format_value(value)
+
+
+def _as_text(value: Any) -> str:
+    """Text that `convert` reads as this value."""
+    if value is None:
+        return "none"
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def resolve(

@@ -25,7 +25,7 @@ from podium.engine.files import Checksum, checksum_of, load_tree, save_tree, ver
 from podium.errors import CheckpointError
 from podium.records.disk import make_folder, sync_folder, write_atomically
 
-_FACTS = "checkpoint.json"
+FACTS = "checkpoint.json"
 _SHARED = "shared.safetensors"
 _REPLACED = ".replaced"
 
@@ -123,15 +123,27 @@ def save_shared(
             left.unlink()
     facts = {"step": step, "position": state["position"], "members": list(members), "files": files}
     text = json.dumps({**facts, "sha256": _digest(facts)})
-    write_atomically(partial / _FACTS, text, durable=True, error=CheckpointError)
+    write_atomically(partial / FACTS, text, durable=True, error=CheckpointError)
     try:
         _publish(partial, target)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror}") from error
+    _remove_old(partial, target, keep)
+    return target
+
+
+def publish_copy(run_dir: Path, step: int, keep: int) -> None:
+    """Give a checkpoint that was copied into its `.partial` folder its final name, once every file is verified."""
+    partial, target = _partial(run_dir, step), folder_for(run_dir, step)
+    _open(partial, verified=True)
+    _publish(partial, target)
+    _remove_old(partial, target, keep)
+
+
+def _remove_old(partial: Path, target: Path, keep: int) -> None:
     abandoned = [p for p in target.parent.glob("step-*.partial") if p.name < partial.name]  # a rank was lost then
     for old in abandoned + sorted(target.parent.glob("step-????????"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
-    return target
 
 
 def _publish(partial: Path, target: Path) -> None:
@@ -153,7 +165,7 @@ def find_checkpoint(path: Path, *, verified: bool = True) -> Checkpoint:
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such run or checkpoint")
-    if (path / _FACTS).is_file():
+    if (path / FACTS).is_file():
         return _open(path, verified)
     damaged: list[tuple[Path, str]] = []
     for candidate in _candidates(path):
@@ -193,21 +205,21 @@ def _steps_between(damaged: Path, found: Checkpoint) -> int | str:
 
 def _open(path: Path, verified: bool) -> Checkpoint:
     """Read a checkpoint's facts and check that all its files exist; `verified`: and that their bytes are intact."""
-    if not (path / _FACTS).is_file():
-        raise CheckpointError(f"{path}: {_FACTS} is missing")
+    if not (path / FACTS).is_file():
+        raise CheckpointError(f"{path}: {FACTS} is missing")
     try:
-        facts = json.loads((path / _FACTS).read_text())
+        facts = json.loads((path / FACTS).read_text())
         members = tuple(int(rank) for rank in facts["members"])
         files = {str(name): Checksum(int(size), str(sha)) for name, (size, sha) in facts.get("files", {}).items()}
         found = Checkpoint(path, int(facts["step"]), int(facts["position"]), members, files)
         digest = facts.pop("sha256", None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: {_FACTS} cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: {FACTS} cannot be read: {error}") from error
     if (digest is None) != (not files) or (digest is not None and digest != _digest(facts)):
-        raise CheckpointError(f"{path}: {_FACTS} is damaged: it must have the checksum {digest}, got {_digest(facts)}")
+        raise CheckpointError(f"{path}: {FACTS} is damaged: it must have the checksum {digest}, got {_digest(facts)}")
     names = [_SHARED, *map(name_of, members)]
     if files and set(files) != set(names):
-        raise CheckpointError(f"{path}: {_FACTS} is damaged: it must name {', '.join(names)}, got {', '.join(files)}")
+        raise CheckpointError(f"{path}: {FACTS} is damaged: it must name {', '.join(names)}, got {', '.join(files)}")
     for name in names:
         if not (path / name).is_file():
             listed = ", ".join(str(rank) for rank in members)

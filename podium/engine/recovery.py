@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -49,6 +50,12 @@ class Control(ABC):
         """Report work that may take longer than other ranks wait (`validation`), and None once it is done.
 
         Meanwhile this rank is not taken for hung.
+        """
+
+    def saved(self, run_dir: Path, step: int, *, keep: int, is_last: bool) -> None:
+        """The first worker has written a checkpoint, and at the end its model, to its own disk.
+
+        A launcher on another host gets copies before training continues. Raises CheckpointError where it cannot.
         """
 
     def regroup(self, generation: int, steps_done: int) -> Regroup:

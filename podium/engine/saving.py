@@ -70,6 +70,8 @@ class RunCheckpoints:
                     if is_last:
                         save_tensors(run_dir / "model.safetensors", worker.model.state_dict())
                     self._save_shared(loop, run_dir, step, began, parts.by_rank)
+                    keep = self._job.config.keep_checkpoints
+                    loop.control.saved(run_dir, step, keep=keep, is_last=is_last)
             if comm.size > 1:
                 comm.barrier()  # no worker leaves or continues before it is published: the first may be lost meanwhile
             if comm.rank in parts.sent:

@@ -306,6 +306,7 @@ class SegmentLoop:
             source=plan.source,
             servers=self.comm.servers,
             step=self.worker.steps_done,
+            position=self.worker.position,
             took_ns=now - began,
             cause=cause,
         )

@@ -6,6 +6,7 @@ joins, chunk by chunk, into its own run folder; one process per host does. The c
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from podium.comm.base import Meta
-from podium.engine.checkpoint import find_checkpoint
+from podium.engine.checkpoint import FACTS, find_checkpoint
 from podium.errors import CheckpointError
 
 CHUNK_BYTES = 8 << 20
@@ -28,15 +29,19 @@ class CheckpointFiles(NamedTuple):
 
     name: str
     sizes: dict[str, int]
+    sha256: str
+    """Of its facts, which have the checksums of all files."""
 
     @classmethod
     def at(cls, folder: Path) -> CheckpointFiles:
-        return cls(folder.name, {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()})
+        sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+        return cls(folder.name, sizes, hashlib.sha256((folder / FACTS).read_bytes()).hexdigest())
 
     @classmethod
     def from_meta(cls, meta: Meta) -> CheckpointFiles:
         """From another host: a name is one part of a path, and never leads out of a folder."""
-        found = cls(str(meta["name"]), {str(name): int(size) for name, size in meta["sizes"].items()})
+        sizes = {str(name): int(size) for name, size in meta["sizes"].items()}
+        found = cls(str(meta["name"]), sizes, str(meta["sha256"]))
         for name in (found.name, *found.sizes):
             if name in ("", ".", "..") or Path(name).name != name:
                 raise CheckpointError(f"the coordinator must name files of one folder, got {name[:80]!r}")
@@ -73,7 +78,7 @@ def find_or_copy(resume: Path, files: CheckpointFiles, into: Path, ask: Ask, *, 
 
 
 def _same(resume: Path, files: CheckpointFiles) -> Path | None:
-    """The folder here that holds the same files, if there is one; contents are compared once the ranks have joined."""
+    """The folder here that holds the same checkpoint, if there is one."""
     try:
         found = find_checkpoint(resume).path
     except CheckpointError:
@@ -82,17 +87,29 @@ def _same(resume: Path, files: CheckpointFiles) -> Path | None:
 
 
 def _copy(files: CheckpointFiles, target: Path, ask: Ask) -> None:
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    fetch(files, partial_of(target), ask)
     try:
-        partial.mkdir(parents=True)
+        partial_of(target).rename(target)
+    except OSError as error:
+        raise CheckpointError(f"{target}: the checkpoint cannot be copied from the first host: {error}") from error
+
+
+def partial_of(target: Path) -> Path:
+    """Where a copy is before it is whole."""
+    return target.with_name(f"{target.name}.partial")
+
+
+def fetch(files: CheckpointFiles, into: Path, ask: Ask) -> None:
+    """Get the files from the first host into a folder, which is emptied before."""
+    shutil.rmtree(into, ignore_errors=True)
+    try:
+        into.mkdir(parents=True)
         for name, size in files.sizes.items():
-            with (partial / name).open("wb") as file:
+            with (into / name).open("wb") as file:
                 while file.tell() < size:
                     chunk = ask(name, file.tell())
                     if not chunk:
                         raise CheckpointError(f"{name}: ended after {file.tell()} of {size} bytes on the first host")
                     file.write(chunk)
-        partial.rename(target)
     except OSError as error:
-        raise CheckpointError(f"{target}: the checkpoint cannot be copied from the first host: {error}") from error
+        raise CheckpointError(f"{into}: the checkpoint cannot be copied from the first host: {error}") from error

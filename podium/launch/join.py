@@ -193,7 +193,7 @@ def _join_others(started: _Started, parts: Parts, options: Options) -> Run:
     node = started.node
     config, spec = node.config, node.spec
     strategy = make_strategy(config.strategy, config.strategy_options, config.workers)
-    comms = node.connect()
+    comms = node.connect(next((p.device for p in parts.model.parameters()), None))
     node.membership.begun()
     node.on_end.append(comms[spec.rank].close)
     for endpoint in spec.endpoints:

@@ -25,10 +25,10 @@ _OPENED: set[tuple[str, str, str]] = set()
 """Data that `check_data` has opened: a comparison would open the same many times."""
 
 
-def plan_script(config: RunConfig, *, chosen: Path | None = None) -> ScriptPlan:
+def plan_script(config: RunConfig, *, chosen: Path | None = None, place: bool = True) -> ScriptPlan:
     """Check a run of the user's own script, which `config.task` names, and choose its folder.
 
-    `chosen`: the folder, if another rank of the run has chosen it.
+    `chosen`: the folder, if another rank of the run has chosen it; `place`: whether to choose one at all.
     """
     if not Path(config.task).is_file():
         raise ConfigError(f"{config.task}: no such script")
@@ -36,6 +36,8 @@ def plan_script(config: RunConfig, *, chosen: Path | None = None) -> ScriptPlan:
     strategy = check(config)
     if isinstance(balancer_of(config), Steal):
         raise ConfigError("a script's own loop takes its part of a step at once, so it cannot use balance=steal")
+    if not place:
+        return ScriptPlan(config, strategy, None)
     run_dir = chosen or choose_run_dir(config)
     return ScriptPlan(dataclasses.replace(config, run_dir=str(run_dir)), strategy, run_dir)
 

@@ -6,14 +6,16 @@ Imports the standard library, numpy and torch only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,16 +24,19 @@ from podium.comm.clocks import Clock, SlowClock, WallClock
 from podium.comm.real.arena import Arena
 from podium.comm.real.channel import Channel
 from podium.comm.real.communicator import RealCommunicator
-from podium.comm.real.process_group import Group, backend_for, client_store, file_store, named_part
-from podium.comm.real.sockets import Address, remake_folder
+from podium.comm.real.process_group import Group, client_store, file_store, named_part
+from podium.comm.real.sockets import Address, BothWays, remake_folder
 from podium.comm.real.tls import tls_of
 from podium.config import RunConfig, build
 from podium.engine.allocator import keep_freed_memory
 from podium.engine.build import Job
+from podium.engine.device import device_of
 from podium.engine.report import Report
 from podium.engine.training import Training, run_server
 from podium.errors import PodiumError, TrainingError
 from podium.exchange.collectives import collective_of
+from podium.exchange.collectives.base import Transport
+from podium.launch.backend import own_gpu, set_up_nccl
 from podium.launch.base import RunPlan
 from podium.launch.coordination.rules import Role
 from podium.launch.forking import let_go_of_fork_server
@@ -52,6 +57,10 @@ _NOT_THE_USERS = (
 )
 
 
+ASKED = "coordinator"
+"""The store of ranks that share no disk: the coordinator holds its values."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeSpec:
     """All that a process needs to take part in a run."""
@@ -70,7 +79,7 @@ class NodeSpec:
     secret: str
     """Hexadecimal."""
     store: str
-    """A path, or `tcp:host:port`."""
+    """Where groups form: a path, `tcp:host:port` of torch's store, or `ASKED`: by way of the coordinator."""
     rendezvous: str | None
     """A private folder for sockets; None where ranks share no file system."""
     store_part: str = ""
@@ -79,6 +88,9 @@ class NodeSpec:
     """This machine's address for the other ranks."""
     same_host: bool = True
     """Whether Unix sockets reach all other ranks."""
+    host_id: str = ""
+    """Where ranks are on several hosts: a random word, the same for the ranks of one host. They reach each other by
+    Unix sockets in `rendezvous`, their host's own folder, and share memory. Empty: on one host, or not known."""
     clock_ns: int | None = None
     """When the run began, on this machine's monotonic clock; None: now."""
     talks: bool = False
@@ -92,12 +104,18 @@ class NodeSpec:
     """Pairs of a time, in nanoseconds since the run began, and the speed from then on; in order of time."""
     log: str | None = None
     """File for this process's own output; None leaves it on the terminal."""
+    import_paths: tuple[str, ...] = ()
+    """Folders with packages of the user's, where they were copied to this host."""
     late: bool = False
     """Whether it joins a run that is under way."""
     replaces: bool = False
     """Whether its servers were lost, and are restored in it."""
     passes_signals_on: bool = False
     """Whether a signal to end this process stops the whole run, since no launcher of Podium's gets the signal."""
+    spreads: bool = False
+    """Whether checkpoints are copied to other hosts' disks, since the ranks may be started again without this host."""
+    keeps_copies: bool = False
+    """Whether this process stores such copies, one of each host."""
     again: int = 0
     """How often these endpoints were started before: the socket files of killed ones still exist."""
 
@@ -118,16 +136,35 @@ class NodeSpec:
             }
         )
 
+    @property
+    def knows_hosts(self) -> bool:
+        """Whether ranks are on several hosts, and those of one host can find each other."""
+        return bool(self.host_id) and self.rendezvous is not None and not self.same_host
+
+    def listen(self, endpoint: int) -> Address:
+        """Where an endpoint's channel listens."""
+        far = f"tcp:{self.host}:0"
+        if self.knows_hosts:
+            return str(BothWays(self.host_id, self.socket(f"c{endpoint}"), far))
+        return self.socket(f"c{endpoint}") if self.same_host else far
+
     def socket(self, name: str) -> Address:
         """An address in the private folder that no process of the run has used."""
         return f"unix:{self.rendezvous}/{name}" + (f"-{self.again}" if self.again else "")
 
 
-def run_node(spec: NodeSpec, task: Task | None = None) -> None:
+Ending = Literal["finished", "stopped", "stopped elsewhere"]
+"""How a run ended for a process of it: `stopped` by a signal that this process got, or by one that another got."""
+
+
+def run_node(spec: NodeSpec, task: Task | None = None) -> Ending:
     """Take part in a run as one process of it, to the end. Exits with 1 after a failure was reported."""
     settle_in(spec)
     node = Node.from_spec(spec)
-    node.run(lambda: node.work(task))
+    report = node.run(lambda: node.work(task))
+    if not node.membership.stop_requested() or (report is not None and not report.stopped):
+        return "finished"
+    return "stopped" if node.membership.asked_to_stop else "stopped elsewhere"
 
 
 class Node:
@@ -158,7 +195,7 @@ class Node:
     def from_spec(cls, spec: NodeSpec) -> Node:
         return cls(spec, build(RunConfig, spec.config, who="run"))
 
-    def run(self, body: Callable[[], Report | None]) -> None:
+    def run(self, body: Callable[[], Report | None]) -> Report | None:
         if self.spec.passes_signals_on:
             pass_on(self.membership.ask_to_stop)
         try:
@@ -176,6 +213,7 @@ class Node:
             for recorder in self._recorders:
                 recorder.close()
         self.membership.close()
+        return report
 
     def work(self, task: Task | None) -> Report | None:
         config, spec = self.config, self.spec
@@ -201,36 +239,49 @@ class Node:
         self.membership.begun()
         return training.run()
 
-    def connect(self) -> dict[int, RealCommunicator]:
-        """Join, get the other ranks' addresses, and make one communicator per endpoint of this process."""
+    def connect(self, device: torch.device | None = None) -> dict[int, RealCommunicator]:
+        """Join, get the other ranks' addresses, and make one communicator per endpoint of this process.
+
+        `device`: where the worker's tensors are; by default the device that the configuration gives this rank.
+        """
         spec, config = self.spec, self.config
+        gpu = ""
+        if spec.role == "worker":
+            device = device or device_of(config.device, spec.rank)
+            gpu = own_gpu(device)
+        if gpu:
+            set_up_nccl(spec.host)
         channels: dict[int, Channel] = {}
-        transport = collective_of(config).transport(spec.same_host)
-        if spec.servers or spec.talks or transport == "schedule":
+        transport = self._transport()
+        arena = self._arena if spec.same_host or spec.knows_hosts else None
+        if spec.servers or spec.talks or transport not in ("memory", "backend"):
             for e in spec.endpoints:
-                listen = spec.socket(f"c{e}") if spec.same_host else f"tcp:{spec.host}:0"
                 channels[e] = Channel(
                     e,
                     secret=self.secret,
-                    listen=listen,
+                    listen=spec.listen(e),
                     deadline_s=config.deadline_s,
                     tls=tls_of(config),
                     sums=config.checksums,
-                    arena=self._arena if spec.same_host else None,
+                    arena=arena,
                 )
         joined = self.membership.join(
-            list(spec.endpoints), {e: c.address for e, c in channels.items()}, config.start_deadline_s
+            list(spec.endpoints), {e: c.address for e, c in channels.items()}, config.start_deadline_s, gpu=gpu
         )
         if not spec.same_host:
             self.membership.send_records(self._records_folder, spec.endpoints)
+        self.membership.spreads = spec.spreads
+        if spec.keeps_copies:
+            self.membership.keep_copies(self._records_folder.parent)
         alone = spec.late and spec.role == "worker"  # until it gets its first plan
         workers = (spec.rank,) if alone else joined.workers
         comms = {}
         for e in spec.endpoints:
             group = None
             if e == spec.rank and spec.role == "worker":
-                backend = backend_for(config.device, spec.workers)
-                group = Group(_open_store(spec), host=spec.host, backend=backend, deadline_s=config.deadline_s)
+                group = Group(self._open_store(), host=spec.host, deadline_s=config.deadline_s, device=device)
+                group.use(joined.backend)
+                self.membership.on_plan = group.use
             if e in channels:
                 channels[e].introduce({k: v for k, v in joined.addresses.items() if k != e})
             comms[e] = RealCommunicator(
@@ -244,10 +295,29 @@ class Node:
                 # Only workers wait for a lost server's new address: two replacements that need each other's copies
                 # would wait for each other, and a server that was replaced has no copy to give.
                 relocate=self.membership.relocate if group is not None else None,
-                arena=self._arena if spec.same_host and transport == "memory" else None,
+                arena=arena if spec.same_host and transport == "memory" else None,
+                over_channel=group is not None and spec.knows_hosts and transport in ("schedule", "hosts"),
             )
             comms[e].ground = spec.ground
+        self.membership.on_lost = functools.partial(_lose, tuple(comms.values()))
+        self.membership.on_lost(joined.lost)
         return comms
+
+    def _open_store(self) -> Any:
+        """Where the workers' groups form."""
+        spec = self.spec
+        if spec.store == ASKED:
+            return self.membership.store()
+        if not spec.store.startswith("tcp:"):
+            return file_store(Path(spec.store))
+        _, host, port = spec.store.split(":")
+        store = client_store(host, int(port), 30.0, is_host=False, world_size=spec.workers + spec.servers)
+        return named_part(store, spec.store_part)
+
+    def _transport(self) -> Transport:
+        """How the run's collective sends; `hosts` is the backend where hosts are not known."""
+        transport = collective_of(self.config).transport(self.spec.same_host)
+        return "backend" if transport == "hosts" and not self.spec.knows_hosts else transport
 
     def serve_beside(self, server: Server) -> None:
         """Run a server in a thread of this worker's process; it ends when all workers have gone."""
@@ -280,6 +350,11 @@ class Node:
         return Path(self.config.run_dir) / "records"
 
 
+def _lose(comms: Iterable[RealCommunicator], ranks: Collection[int]) -> None:
+    for comm in comms:
+        comm.lose(ranks)
+
+
 def _clock_of(spec: NodeSpec) -> Clock:
     wall = WallClock(spec.clock_ns)
     if spec.speed < 1 or spec.speed_changes:
@@ -303,17 +378,10 @@ def settle_in(spec: NodeSpec) -> None:
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.close(file)
+    sys.path[:0] = [path for path in spec.import_paths if path not in sys.path]
     threads = spec.config.get("threads") or max(1, len(os.sched_getaffinity(0)) // (spec.workers + spec.servers))
     torch.set_num_threads(threads)
     keep_freed_memory()
-
-
-def _open_store(spec: NodeSpec) -> Any:
-    if not spec.store.startswith("tcp:"):
-        return file_store(Path(spec.store))
-    _, host, port = spec.store.split(":")
-    store = client_store(host, int(port), 30.0, is_host=False, world_size=spec.workers + spec.servers)
-    return named_part(store, spec.store_part)
 
 
 def _describe(error: BaseException, spec: NodeSpec) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from podium.config import RunConfig, RunResult, build, check_script, lift, parse_strategy
+from podium.config import ON_HOSTS, RunConfig, RunResult, build, check_script, lift, parse_strategy
 from podium.engine.build import Job
 from podium.engine.report import Report
 from podium.errors import ConfigError, RecordError
-from podium.launch.base import Launcher, RunPlan
+from podium.launch.base import Launcher, RunPlan, ScriptPlan
 from podium.launch.ending import termination_saves
 from podium.launch.event import Event
 from podium.launch.labels import label_of, name_of
@@ -39,6 +39,9 @@ _LAUNCHERS = {
     "threads": "podium.launch.inprocess:run_threads",
     "virtual": "podium.launch.inprocess:run_virtual",
     "shaped": "podium.launch.shaped:run_shaped",
+    "ssh": "podium.launch.hosts.launcher:run_job",
+    "slurm": "podium.launch.hosts.launcher:run_job",
+    "ray": "podium.launch.hosts.launcher:run_job",
 }
 
 
@@ -94,10 +97,30 @@ def launch_job(
     job: Job, *, on_event: Callable[[Event], None] | None = None, stop: threading.Event | None = None
 ) -> RunResult:
     """`launch` for a configuration that is already resolved."""
+    if is_batch_job(job.config):
+        return _launch_as_batch_job(job, on_event, stop)
     job = place_job(job)
     assert job.run_dir is not None
     with claimed(job.run_dir):
         return _launch_in(job.run_dir, job, on_event, stop)
+
+
+def is_batch_job(config: RunConfig) -> bool:
+    """Whether this process submits the run, and others, inside an allocation of SLURM's, start its ranks."""
+    return config.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
+
+
+def _launch_as_batch_job(job: Job, on_event: Callable[[Event], None] | None, stop: threading.Event | None) -> RunResult:
+    from podium.launch.hosts.sbatch import BatchJob, run_as_batch_job
+
+    submission = run_as_batch_job(BatchJob(job), _notify(on_event), stop)
+    result = submission.result()
+    if result is None:
+        raise RecordError(
+            f"job {submission.number} has ended well, and its folder, {submission.run_dir}, is on a disk of its first "
+            f"node that this machine does not see; its output: {submission.output}"
+        )
+    return result
 
 
 def _launch_in(
@@ -111,9 +134,7 @@ def _launch_in(
     warn(job.warnings, on_event)
     said = notices(job)
     for text in said:
-        tell({"event": "notice", "text": text})
-        if on_event is None:
-            logging.getLogger("podium").warning(text)
+        _notify(on_event)(text)
 
     def hear(event: Event) -> None:
         if event["event"] == "warning":  # from a rank, in its first step
@@ -131,6 +152,13 @@ def _launch_in(
         result = conclude(job, launched.reports, notices=(*job.warnings, *said))
         tell({"event": "end", "status": result.status})
     return result
+
+
+def _notify(on_event: Callable[[Event], None] | None) -> Callable[[str], None]:
+    """Pass notices to `on_event` where there is one, else to `logging`."""
+    if on_event is None:
+        return logging.getLogger("podium").warning
+    return lambda text: on_event({"event": "notice", "text": text})
 
 
 def warn(texts: Sequence[str], on_event: Callable[[Event], None] | None) -> None:
@@ -190,22 +218,50 @@ def run_script(
     The first worker's output goes to the terminal, the other workers' to their logs. `given`: fields of `config` that
     the user set, even to their default.
     """
+    check_script(config)
+    plan = plan_script(dataclasses.replace(config, task=script), place=not is_batch_job(config))
+    if is_batch_job(config):
+        from podium.launch.hosts.sbatch import BatchJob, run_as_batch_job
+
+        run_as_batch_job(BatchJob(plan, script, tuple(args), frozenset(given)), _notify(on_event), stop)
+        return 0
+    run_dir, about = plan.run_dir, {"strategy": repr(plan.strategy), "script": script, "args": list(args)}
+    assert run_dir is not None
+    with claimed(run_dir):
+        write_manifest(run_dir, plan.config.to_dict(), **about)
+        with termination_saves(stop) as asked:
+            with merged_afterwards(run_dir):
+                facts = _run_ranks_of_script(plan, script, args, given, on_event, asked)
+            if facts:
+                write_manifest(run_dir, plan.config.to_dict(), **about, **facts)
+    return 0
+
+
+def _run_ranks_of_script(
+    plan: ScriptPlan,
+    script: str,
+    args: Sequence[str],
+    given: Collection[str],
+    on_event: Callable[[Event], None] | None,
+    stop: threading.Event,
+) -> dict[str, Any]:
+    """Run the script on every rank; returns the launcher's facts for the manifest."""
+    if plan.config.launcher in ON_HOSTS:
+        from podium.launch.hosts.launcher import run_on_hosts, starter_for
+
+        named = {"path": script, "args": list(args), "given": sorted(given)}
+        return run_on_hosts(plan, starter_for(plan, on_event, stop), on_event, stop, script=named).facts
     from podium.launch.join import run_user_script
-    from podium.launch.local import Processes
+    from podium.launch.local import Meeting, Processes
+    from podium.launch.rank_processes import RankProcesses
     from podium.launch.rendezvous import rendezvous_folder
 
-    check_script(config)
-    plan = plan_script(dataclasses.replace(config, task=script))
-    run_dir, strategy = plan.run_dir, plan.strategy
-    assert run_dir is not None
-    with claimed(run_dir), rendezvous_folder() as folder:
-        write_manifest(run_dir, plan.config.to_dict(), strategy=repr(strategy), script=script, args=list(args))
+    with rendezvous_folder() as folder:
         body = functools.partial(run_user_script, script=script, args=tuple(args), given=tuple(given))
-        processes = Processes(plan, folder, on_event, body=body)
+        processes = Processes(plan, RankProcesses(body), Meeting.in_folder(folder), on_event, runs_script=True)
         processes.show_output_of(0)
-        with termination_saves(stop) as asked, merged_afterwards(run_dir):
-            processes.run(asked)
-    return 0
+        processes.run(stop)
+    return {}
 
 
 @contextmanager

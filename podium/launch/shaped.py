@@ -20,7 +20,8 @@ from podium.launch.clusters.description import Cluster, read_cluster
 from podium.launch.clusters.namespaces import ShapedNetwork
 from podium.launch.coordination.rules import Role
 from podium.launch.event import Event
-from podium.launch.local import Processes, sendable_task
+from podium.launch.local import Meeting, Processes, sendable_task
+from podium.launch.rank_processes import RankProcesses
 from podium.launch.rendezvous import rendezvous_folder
 
 
@@ -55,9 +56,9 @@ def run_shaped(job: Job, on_event: Callable[[Event], None] | None, stop: threadi
             where["ground"] = Ground(cluster, placed, node)
             return {**where, **speeds_of(cluster, node)} if role == "worker" else where
 
-        processes = Processes(job, folder, on_event, task=sendable_task(job), place=place)
-        processes.on_started = lambda spec, pid: quota.add(node_of(spec.rank, spec.role), pid)
-        launched = processes.run(stop)
+        ranks = RankProcesses(task=sendable_task(job), task_name=job.config.task)
+        ranks.on_started = lambda spec, pid: quota.add(node_of(spec.rank, spec.role), pid)
+        launched = Processes(job, ranks, Meeting.in_folder(folder), on_event, place=place).run(stop)
         return launched._replace(facts={"cluster": cluster.to_dict(), "network": network.facts, "quota": quota.facts()})
 
 

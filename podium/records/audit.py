@@ -6,9 +6,10 @@ that did not count are left out: rounds that were undone, and pushes that a serv
 Where a rank was lost, its own records are not enough, and those of the other ranks are used:
 
     a step of all workers   The survivors have the sum of all gradients, including the lost worker's part, whose record
-                            may be missing. So all samples between the lost worker's last record and the end of the
-                            survivors' next recorded step count as used. If the survivors repeated a step that only the
-                            lost worker had recorded, its record does not count.
+                            may be missing. So its part of the next step that all survivors recorded counts as used.
+                            A host that vanished takes with it what its ranks had not sent yet: then its part of every
+                            such step counts, up to the position at which the survivors regrouped without it. If the
+                            survivors repeated a step that only the lost worker had recorded, its record does not count.
     a lease                 It may be lent again, so several workers may have trained on it. It was used as often as a
                             server applied it. What a server had applied after the copy from which it was restored is
                             void. A lease that a server applied for a lost worker was used, even if the worker's record
@@ -108,7 +109,9 @@ class Auditor:
         self._updates = Table(7, scratch=scratch)
         self._begins: dict[int, int] = {}
         self._ends: list[int] = []
-        self._lost: set[int] = set()
+        self._lost: dict[int, int] = {}  # rank to the generation in which it was lost
+        self._lost_workers: set[int] = set()
+        self._regroups: list[tuple[int, int, frozenset[int]]] = []  # generation, position, members
         self._undone: list[_Fall] = []
         self._restored: list[_Fall] = []
         self._counts: dict[Span, tuple[int, int]] = {}  # by server and range: updates, records missing of the last one
@@ -129,7 +132,11 @@ class Auditor:
             require(row, "position")
             self._ends.append(row["position"])
         elif kind == "lost":
-            self._lost.add(row["lost"])
+            self._lost[row["lost"]] = row.get("generation", 0)
+            if row.get("role") == "worker":
+                self._lost_workers.add(row["lost"])
+        elif kind == "regroup" and "position" in row:
+            self._regroups.append((row["generation"], row["position"], frozenset(row["members"])))
         elif kind == "undone":
             require(row, "position")
             self._undone.append(_Fall(len(self._steps), rank, row["position"]))
@@ -180,14 +187,23 @@ class Auditor:
     def result(self) -> Audit | None:
         if not self._begins or not self._ends or not self._is_told:
             return None
-        told = self._of_lost() if self._lost & self._begins.keys() else _OfLost([], {}, {})
+        told = (
+            self._of_lost() if self._lost.keys() & (self._begins.keys() | self._lost_workers) else _OfLost([], {}, {})
+        )
         order = _Order(min(self._begins.values()), told.windows)
         applied: dict[Span, _Order] = defaultdict(lambda: _Order(0, []))
-        unwritten = 0  # samples of a lease at the last place that no worker's record has
-        at = 0
+        unwritten = 0  # the most samples of a lease at the last place that no worker's record has
+        at, waiting = 0, list[Span]()  # that place, and the ranges to which servers applied the lease
+
+        def use_unwritten(until: int) -> None:
+            samples = min(unwritten, until - at)  # the last lease of an epoch is shorter
+            for where in waiting:
+                applied[where].use(at, samples)
+            order.use(at, samples)
+
         for first, together, leased, updates in self._places():
             if unwritten:
-                order.use(at, min(unwritten, first - at))
+                use_unwritten(first)
             parts = [part for part in together if not _is_redone(first, part, told)]
             # A lost worker's lease is lent again unless the worker had reported its end; servers apply it once.
             others = [part for part in parts if part.rank not in self._lost]
@@ -196,10 +212,11 @@ class Auditor:
                 order.use(first, samples)
             of_lost = [update.samples for update in updates if update.worker in self._lost]
             unwritten, at = (max(of_lost) or self._longest if of_lost and not used else 0), first
-            for update in updates:
-                applied[update.where].use(first, update.samples or max([*used, unwritten]))
+            waiting = [update.where for update in updates] if unwritten else []
+            for update in updates if not unwritten else ():
+                applied[update.where].use(first, update.samples or max(used, default=0))
         end = max(self._ends)
-        order.use(at, min(unwritten, max(0, end - at)))
+        use_unwritten(max(at, end))
         order.use(end, 0)
         return Audit(order.missing, order.repeated + max((one.repeated for one in applied.values()), default=0))
 
@@ -233,13 +250,14 @@ class Auditor:
             yield _Place(first, together, sorted({part.samples for part in leased}), updates)
 
     def _of_lost(self) -> _OfLost:
-        lost = self._lost & self._begins.keys()
-        last = {rank: self._begins[rank] for rank in lost}
+        lost = self._lost.keys() & (self._begins.keys() | self._lost_workers)
+        last = {rank: self._begins.get(rank, self._joined_at(rank)) for rank in lost}
         for place in self._places():
             for part in place.together:
                 if part.rank in lost and part.end != _UNTOLD:
                     last[part.rank] = max(last[part.rank], part.end)
-        following: dict[int, tuple[int, set[int]]] = {}  # by lost worker: the end of the next step, who recorded it
+        limits = {rank: self._regrouped_without(rank) for rank in lost}
+        following: dict[int, dict[int, set[int]]] = {rank: {} for rank in lost}  # ends of next steps, who recorded each
         redone: dict[int, list[Span]] = defaultdict(list)
         ends: dict[int, Span] = {}  # by survivor: of its first step, and of its last
         for place in self._places():
@@ -251,14 +269,29 @@ class Auditor:
                 for rank in lost:
                     if part.end == last[rank]:
                         redone[rank].append((place.first, place.first + part.samples))
-                    if last[rank] < part.end <= following.get(rank, (part.end, set()))[0]:
-                        step, who = following.get(rank, (part.end, set()))
-                        following[rank] = part.end, ({part.rank} | who if step == part.end else {part.rank})
+                    steps = following[rank]
+                    if last[rank] < part.end <= max(limits[rank], min(steps, default=part.end)):
+                        steps.setdefault(part.end, set()).add(part.rank)
         windows = []
-        for rank, (step, who) in following.items():
-            if all(other in who for other, (lowest, highest) in ends.items() if lowest < step < highest):
-                windows.append((last[rank], step))  # otherwise the missing record is another worker's
+        for rank, steps in following.items():
+            nearest = min(steps, default=0)
+            kept = sorted(end for end in steps if end <= max(limits[rank], nearest))
+            for begin, end in zip([last[rank], *kept], kept, strict=False):
+                # A survivor that was a step behind copied the last step before the regroup: it has no record of it.
+                copied = end == limits[rank]
+                if copied or all(who in steps[end] for who, (low, high) in ends.items() if low < end < high):
+                    windows.append((begin, end))  # otherwise the missing record is another worker's
         return _OfLost(sorted(windows), last, redone)
+
+    def _joined_at(self, rank: int) -> int:
+        """Where a worker began of which no record has come."""
+        joined = [position for _, position, members in self._regroups if rank in members]
+        return min(joined, default=min(self._begins.values()))
+
+    def _regrouped_without(self, rank: int) -> int:
+        """The position up to which a lost worker was a member; 0 where no record says so."""
+        later = [r for r in self._regroups if r[0] > self._lost[rank] and rank not in r[2]]
+        return max((position for generation, position, _ in later if generation == min(later)[0]), default=0)
 
     def _undoing(self) -> Callable[[int, int, int], bool]:
         """A function: whether a step's round was undone later; for a lost rank, which cannot record it, by any rank."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +18,15 @@ from podium.launch.checkpoint_copy import CheckpointFiles, read_chunk
 class BeforeJoining(NamedTuple):
     """Answers to processes that hold the run's secret and are no members yet."""
 
-    run_dir: str = ""
+    settings: Mapping[str, Any] = MappingProxyType({})
+    """What they are told: the run's folder, where groups form."""
     resume: str | None = None
     """The checkpoint's folder on this host."""
 
     def answer(self, message: Message) -> tuple[Meta, list[Tensor]]:
         if message.kind == "settings":
             files = None if self.resume is None else CheckpointFiles.at(Path(self.resume))._asdict()
-            return {"run_dir": self.run_dir, "checkpoint": files}, []
+            return {**self.settings, "checkpoint": files}, []
         try:
             assert self.resume is not None
             chunk = read_chunk(Path(self.resume), str(message.meta["name"]), int(message.meta["offset"]))

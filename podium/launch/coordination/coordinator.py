@@ -11,7 +11,9 @@ rules, and where they are:
 - A lost server is restarted where strategy and launcher can, and workers get its new address (`replacements`).
 - Workers and servers may be added or retired on request (`scaling`): the next plan makes the change. A newcomer that
   dies while starting is left out; the run does not depend on it yet.
-- Records of ranks on other hosts are appended to the run's folder here (`records_home`).
+- Records of ranks on other hosts are appended to the run's folder here (`records_home`); checkpoints and models are
+  copied to it (`checkpoints_home`), and from it to other hosts where these may have to begin without it (`copies`).
+- Groups of ranks without a common disk form by values that it holds for them (`key_store`).
 - A rank that raised would raise again: the run ends, and the user sees that rank's error. If the error only reports
   that another rank did not answer, the coordinator first waits a moment for that loss.
 """
@@ -26,8 +28,11 @@ from podium.comm.real.channel import Channel
 from podium.comm.real.sockets import Address
 from podium.engine.report import Report
 from podium.launch.coordination.before_joining import BeforeJoining
+from podium.launch.coordination.checkpoints_home import CheckpointsHome
 from podium.launch.coordination.context import RunContext
+from podium.launch.coordination.copies import Copies
 from podium.launch.coordination.heartbeats import Heartbeats
+from podium.launch.coordination.key_store import KeyStore
 from podium.launch.coordination.leavers import Leavers
 from podium.launch.coordination.losses import Losses
 from podium.launch.coordination.owner import Owner
@@ -71,7 +76,10 @@ class Coordinator:
         self._heartbeats = Heartbeats(run, self._regrouping, self._losses)
         self._stragglers = Stragglers(run, self._regrouping, self._replacements, self._losses)
         self._leavers = Leavers(run, self._scaling, self._losses)
-        home = RecordsHome(run, None if recorder.path is None else recorder.path.parent)
+        records = None if recorder.path is None else recorder.path.parent
+        run_dir = None if records is None else records.parent
+        home, saved, copies = RecordsHome(run, records), CheckpointsHome(run, run_dir), Copies(run, run_dir)
+        store = KeyStore(run)
         self._joining: list[Message] = []
         self._stop_asked = False  # by a rank, where no launcher gets signals
         self._stop_sent = False
@@ -85,6 +93,16 @@ class Coordinator:
             "awaits": self._stragglers.hear,
             "find": home.find,
             "records": home.append,
+            "upload": saved.upload,
+            "publish": saved.publish,
+            "keeps": copies.add,
+            "spread": copies.spread,
+            "copy-part": copies.send_part,
+            "copied": copies.done,
+            "store-set": store.set,
+            "store-get": store.get,
+            "store-add": store.add,
+            "store-delete": store.delete,
             "done": self._done,
             "failed": self._losses.fail,
             DEPARTED: self._departed,
@@ -168,8 +186,10 @@ class Coordinator:
             return  # it was given up, and its process was killed
         self._joining.append(message)
         if self._roster.all_joined:
+            backend = self._regrouping.choose_backend(self._roster.workers)
             for waiting in self._joining:
-                self._post.answer(waiting, self._roster.address_book(self._roster.members.get(waiting.source)))
+                book = self._roster.address_book(self._roster.members.get(waiting.source))
+                self._post.answer(waiting, {**book, "backend": backend})
             self._joining.clear()
             self._replacements.answer_questions()
         if self._stop_sent:

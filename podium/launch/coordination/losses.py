@@ -54,9 +54,11 @@ class Losses:
         if self._is_spare(member.rank):
             self.give_up(member.rank, cause + hint)
             return
-        self._tell(member.rank, cause + hint, member.step)
+        self._tell(member.rank, cause + hint, member.step, role=member.role)
         servers = roster.servers_of(member)
         roster.forget(member.rank)
+        for other in roster.active():  # a host that vanished says no goodbye to those that wait for its ranks
+            run.post.send(other, "lost", {"ranks": list(member.endpoints)})
         workers_left = any(m.rank in roster.workers and not m.failed for m in roster.members.values())
         bearable = (member.role == "server" or run.rules.survives_loss) and (not servers or self._replacements.possible)
         loss = Loss(run.now, member, cause, hint)
@@ -96,7 +98,7 @@ class Losses:
         if self._is_spare(rank):
             self.give_up(rank, f"it failed: {meta['message']}")
             return
-        error, member = _error_of(message), self._run.roster.members.get(rank)
+        error, member = _error_of(message, self._run.owner.where(rank)), self._run.roster.members.get(rank)
         if member is None or not isinstance(error, CommError):
             raise error
         member.failed = True
@@ -140,8 +142,10 @@ class Losses:
         unneeded = self.workers_ended_at is not None and member.start.kind != "first"
         return member.standing != "settled" or unneeded
 
-    def _tell(self, rank: int, cause: str, step: int) -> None:
-        self._run.post.record("lost", lost=rank, cause=cause, generation=self._regrouping.generation, step=step)
+    def _tell(self, rank: int, cause: str, step: int, **facts: str) -> None:
+        """`facts`: the role of a rank that took part."""
+        generation = self._regrouping.generation
+        self._run.post.record("lost", lost=rank, cause=cause, generation=generation, step=step, **facts)
         self._run.post.tell({"event": "lost", "rank": rank, "cause": cause, "step": step})
 
 
@@ -149,11 +153,11 @@ def advice(setting: str) -> str:
     return f"; if it only needs longer, raise {setting}"
 
 
-def _error_of(message: Message) -> PodiumError:
-    """The error that a rank reports, with its rank and the line of the user's code that raised it."""
-    meta, who = message.meta, f"rank {message.source}: "
-    text, place = meta["message"], f"\n  at {meta['place']}" if meta.get("place") else ""
-    error = _class_of(meta["error"])(f"{'' if text.startswith(who) else who}{text}{place}")
+def _error_of(message: Message, host: str = "") -> PodiumError:
+    """The error that a rank reports, with its rank, its host and the line of the user's code that raised it."""
+    meta, who = message.meta, f"rank {message.source}"
+    text, place = meta["message"].removeprefix(f"{who}: "), f"\n  at {meta['place']}" if meta.get("place") else ""
+    error = _class_of(meta["error"])(f"{who}{f' on host {host}' if host else ''}: {text}{place}")
     error.exit_code = meta.get("exit_code", error.exit_code)
     return error
 

@@ -37,6 +37,8 @@ class Member:
     endpoints: tuple[int, ...]
     start: Start
     heard_at: float
+    gpu: str = ""
+    """Names the worker's own GPU; empty where it has none."""
     standing: Literal["settled", "newcomer", "retired"] = "settled"
     busy_at: float = 0.0
     """When it last reported that it was busy with something that may take long."""

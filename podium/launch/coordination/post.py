@@ -45,6 +45,11 @@ class Post:
         with contextlib.suppress(CommError):  # the rank has just left: its departure is the next message
             self._channel.reply(message, meta, body)
 
+    def hang_up(self, rank: int) -> None:
+        """Close the connection of a lost process: if its host vanished, it still looks alive, and keeps the process of
+        the same number that replaces it from connecting."""
+        self._channel.hang_up([rank])
+
     def record(self, kind: str, **fields: Any) -> None:
         with contextlib.suppress(RecordError):  # a full disk must not hide what went wrong
             self._recorder.write(kind, self._clock.now_ns(), **fields)

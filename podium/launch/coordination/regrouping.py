@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from podium.comm.base import Message, Meta
 from podium.errors import Lost
+from podium.launch.backend import backend_of
 from podium.launch.coordination.context import RunContext
 from podium.launch.coordination.members import Member, name_ranks
 from podium.launch.coordination.replacements import Replacements
@@ -24,6 +27,7 @@ class Regrouping:
         """When the first worker of the present generation requested a plan."""
         self._fruitless = 0
         self._members: list[int] = []  # of the present generation, once there was a plan
+        self._backend = ""
         self._called_for = -1  # the generation whose workers were last called to a plan
         self._closed = False
 
@@ -64,12 +68,22 @@ class Regrouping:
         self._count_fruitless(members, change)
         self.generation += 1
         plan = {"generation": self.generation, "members": members, "source": source, **self._new_addresses()}
+        also = {"change": self._scaling.announced, "backend": self.choose_backend(members)}
         for message in requests:
-            self._run.post.answer(message, {**plan, "change": self._scaling.announced})
+            self._run.post.answer(message, {**plan, **also})
         took_s = 0.0 if self.waiting_since is None else self._run.now - self.waiting_since
         self.waiting_since = None
         self._run.post.tell({"event": "regroup", **plan, "step": steps[source], "took_s": took_s})
         self._replacements.answer_questions()  # workers may wait for a server that is retired now
+
+    def choose_backend(self, workers: Iterable[int]) -> str:
+        """What the workers of this generation exchange tensors on GPUs with; recorded where one has a GPU."""
+        gpus = self._run.roster.gpus(workers)
+        chosen = backend_of(gpus)
+        if any(gpus) and chosen != self._backend:
+            self._backend = chosen
+            self._run.post.record("backend", backend=chosen, generation=self.generation, gpus=len(set(gpus) - {""}))
+        return chosen
 
     def _source(self, staying: list[Member], steps: dict[int, int]) -> int:
         """The rank whose state all copy: the one with most steps, the lowest among equals."""

@@ -34,6 +34,7 @@ class Replacements:
         assert processes is not None, "callers check `possible`"
         for server in servers:
             self._count_loss(server, cause)
+        self._run.post.hang_up(servers[0])
         self._run.roster.begin(tuple(servers), "replacement", "server")
         processes.restart_servers(tuple(servers))
 

@@ -67,7 +67,8 @@ class Roster:
         start = self.starting.pop(message.source, None)
         if start is None:
             return None
-        member = Member(message.source, tuple(message.meta["endpoints"]), start, self._clock.now_s())
+        gpu = str(message.meta.get("gpu", ""))
+        member = Member(message.source, tuple(message.meta["endpoints"]), start, self._clock.now_s(), gpu)
         if start.kind == "newcomer":
             member.standing = "newcomer"
         self.members[member.rank] = member
@@ -129,7 +130,18 @@ class Roster:
             "addresses": {str(rank): address for rank, address in self.addresses.items()},
             "workers": sorted(self.workers),
             "servers": sorted(servers),
+            "lost": self._lost(),
         }
+
+    def gpus(self, workers: Iterable[int]) -> list[str]:
+        """The names of these workers' own GPUs; empty for a worker that has none."""
+        return [self.members[rank].gpu if rank in self.members else "" for rank in workers]
+
+    def _lost(self) -> list[int]:
+        """Endpoints that have an address and no process: nobody should wait for an answer from there."""
+        present = {e for member in self.members.values() for e in member.endpoints}
+        present |= {e for start in self.starting.values() for e in start.endpoints}
+        return sorted(self.addresses.keys() - present)
 
     @property
     def replacing(self) -> bool:

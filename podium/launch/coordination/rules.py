@@ -17,6 +17,10 @@ COORDINATOR = 0xFFFF
 """Endpoint of the coordinator."""
 FIRST_ASKER = 0x10000
 """A rank that asks for the run's settings before it joins is endpoint FIRST_ASKER + rank."""
+FIRST_AGENT = 0x20000
+"""The agent of the n-th host is endpoint FIRST_AGENT + n."""
+HEAD = 0x2FFFF
+"""Endpoint of the head, which agents connect to."""
 
 MOST_REPLACEMENTS = 3
 """Limit for one server, within `deadline_s` or before a replacement began to serve."""

@@ -57,7 +57,8 @@ class Scaling:
             post.answer(message, {"refused": str(error)})
             return
         if begun["starting"] or begun["retiring"]:
-            post.record("scaled", workers=begun["workers"], servers=begun["servers"])
+            added = {"hosts": message.meta["hosts"]} if message.meta.get("hosts") else {}
+            post.record("scaled", workers=begun["workers"], servers=begun["servers"], **added)
             post.tell({"event": "scale", **begun})
         post.answer(message, begun)
         self.advance()
@@ -74,6 +75,9 @@ class Scaling:
         processes = self._run.processes
         if processes is None:
             raise ConfigError("scale: the launcher must be able to start ranks, and this one is not")
+        if asked.get("hosts"):
+            slots = self._add_hosts(processes, asked["hosts"])
+            asked = {**asked, "workers": len(live) + slots if asked.get("workers") is None else asked["workers"]}
         target = target_of(self._run.rules, roster, asked)
         starting: dict[int, Role] = dict.fromkeys(roster.numbers(target.more_workers), "worker")
         starting.update(dict.fromkeys(roster.numbers(target.more_servers), "server"))
@@ -86,6 +90,12 @@ class Scaling:
             "starting": list(starting),
             "retiring": target.retiring,
         }
+
+    def _add_hosts(self, processes: ProcessOwner, lines: object) -> int:
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            raise ConfigError(f"scale: hosts must be a list of lines, got {lines!r}")
+        target_of(self._run.rules, self._run.roster, {})  # refuse what cannot be scaled before a host is added
+        return processes.add_hosts(lines)
 
     def _start_all(self, processes: ProcessOwner, roles: dict[int, Role]) -> None:
         roster = self._run.roster

@@ -13,11 +13,9 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import logging
 import os
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,7 +25,8 @@ from types import MappingProxyType, TracebackType
 from typing import Any, final
 
 import podium
-from podium.errors import ConfigError, MissingExtra, TrainingError
+from podium.errors import TrainingError
+from podium.launch.ray_process import import_ray, in_short, restored_process
 from podium.sweeps.executors.mps import GRACE_S, check_clients, daemon_for, need_gpu, take_off
 from podium.sweeps.executors.process_executor import ProcessExecutor
 from podium.sweeps.executors.process_pool import ProcessMessage, ProcessPool, ProcessTransport
@@ -36,17 +35,13 @@ from podium.sweeps.recipe import Recipe
 
 _GRACE_S = 5.0
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; Podium stores nothing in it
-_LONGEST_LOSS = 300
-_RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT")
-"""Prefixes of the environment variables that Ray sets."""
+_WHO = "executor ray"
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent to anyone
     "RAY_worker_niceness": "0",  # or every other process of the machine would have priority
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback address only, as on Windows and macOS
     "RAY_AUTH_MODE": "token",  # or any process of this machine could run code in it; not the default of every version
 }
-_FIRST_WITH_TOKENS = (2, 52)
-"""The version of Ray that brought tokens: https://docs.ray.io/en/latest/ray-security/token-auth.html"""
 
 
 @final
@@ -65,14 +60,14 @@ class RayActors(ProcessExecutor):
             check_clients(self.name, self.count)
 
     def check(self, recipe: Recipe) -> None:
-        _import_ray()
+        import_ray(_WHO)
         if self.mps:
             need_gpu(self.name, recipe)
         super().check(recipe)
 
     @contextmanager
     def transport(self, recipe: Recipe, pool: ProcessPool, spool: Path) -> Iterator[ProcessTransport]:
-        ray, on_gpu = _import_ray(), recipe.torch_device.type == "cuda"
+        ray, on_gpu = import_ray(_WHO), recipe.torch_device.type == "cuda"
         with ExitStack() as stack:
             daemon = stack.enter_context(daemon_for(self.name, recipe)) if self.mps else None
             if not ray.is_initialized():
@@ -150,7 +145,7 @@ class RayProcesses(ProcessTransport):
         try:
             return ProcessMessage(number, self._ray.get(call, timeout=self._grace_s))
         except self._ray.exceptions.RayError as error:
-            return ProcessMessage(number, None, f"its Ray actor is gone: {_in_short(error)}")
+            return ProcessMessage(number, None, f"its Ray actor is gone: {in_short(error)}")
 
     def end(self, number: int) -> None:
         self._end([number])
@@ -208,22 +203,11 @@ def _own_ray(ray: Any, folder: Path, gpus: int) -> Iterator[None]:
 @contextmanager
 def _as_it_was() -> Iterator[None]:
     """Set Ray's environment variables; afterwards restore what Ray has changed in this process."""
-    settings = {name: value for name, value in os.environ.items() if name.startswith(_RAYS_OWN)}
-    on_sigterm, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("ray")
-    level = logger.level
     # The default is Ray's number of CPUs, 0 here, and would start one process after the other.
     at_once = {"RAY_worker_maximum_startup_concurrency": str(len(os.sched_getaffinity(0)))}
-    os.environ.update(_SETTINGS | at_once)
-    logger.setLevel(logging.ERROR)
-    try:
+    with restored_process():
+        os.environ.update(_SETTINGS | at_once)
         yield
-    finally:
-        logger.setLevel(level)
-        for name in [name for name in os.environ if name.startswith(_RAYS_OWN)]:
-            del os.environ[name]
-        os.environ.update(settings)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)
 
 
 @contextmanager
@@ -267,31 +251,10 @@ def _replaced(module: str, name: str, value: object) -> Iterator[None]:
         setattr(place, name, before)
 
 
-def _import_ray() -> Any:
-    try:
-        ray = importlib.import_module("ray")
-    except ImportError as error:
-        raise MissingExtra("ray", "ray", "executor ray") from error
-    version = str(ray.__version__)
-    if tuple(int(part) for part in version.split(".")[:2]) < _FIRST_WITH_TOKENS:
-        least = ".".join(map(str, _FIRST_WITH_TOKENS))
-        raise ConfigError(
-            f"executor ray: Ray must be at least {least}, which requires a token before it runs code, "
-            f"got {version}: pip install 'podium[ray]'"
-        )
-    return ray
-
-
 def _python_path() -> str:
     """PYTHONPATH of an actor: this Podium comes first."""
     root = str(Path(podium.__file__).resolve().parents[1])
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def _in_short(error: Exception) -> str:
-    """The last line of Ray's error, without its addresses and advice."""
-    text = str(error).strip().splitlines()
-    return (text[-1] if text else type(error).__name__)[:_LONGEST_LOSS]
 
 
 def _see_off(pids: list[int]) -> None:
