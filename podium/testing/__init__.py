@@ -16,6 +16,8 @@
     faults      Faults: which rank is killed, stopped or blocked, at which step (`faults`)
     hosts       Hosts: machines that share nothing, as namespaces of this one, which can be lost or cut off (`hosts`);
                 make_hosts: a pytest fixture that makes them, or skips where it cannot (`fixtures`)
+    services    SshServers, SlurmCluster, RayCluster: the real ones, on hosts (`ssh_servers`, `slurm_cluster`,
+                `ray_cluster`); fixtures that start them or skip: start_ssh, start_slurm, start_ray (`fixtures`)
     frames      damaged frames (`frame_mutations`) and their reader under test (`frame_fuzz`, also `podium bench fuzz`)
 
 Contracts are classes for pytest; everything else works without a test runner.
@@ -58,6 +60,15 @@ _HOME = {
     "Host": "hosts",
     "Hosts": "hosts",
     "make_hosts": "fixtures",
+    "RayCluster": "ray_cluster",
+    "SlurmCluster": "slurm_cluster",
+    "SshServers": "ssh_servers",
+    "start_ray": "fixtures",
+    "start_slurm": "fixtures",
+    "start_ssh": "fixtures",
+    "why_not_ray": "ray_cluster",
+    "why_not_slurm": "slurm_cluster",
+    "why_not_ssh": "ssh_servers",
 }
 
 __all__ = list(_HOME)  # the keys are names that __getattr__ serves
@@ -67,8 +78,17 @@ if TYPE_CHECKING:
     from podium.testing.faults import Fault as Fault
     from podium.testing.faults import Faults as Faults
     from podium.testing.fixtures import make_hosts as make_hosts
+    from podium.testing.fixtures import start_ray as start_ray
+    from podium.testing.fixtures import start_slurm as start_slurm
+    from podium.testing.fixtures import start_ssh as start_ssh
     from podium.testing.hosts import Host as Host
     from podium.testing.hosts import Hosts as Hosts
+    from podium.testing.ray_cluster import RayCluster as RayCluster
+    from podium.testing.ray_cluster import why_not_ray as why_not_ray
+    from podium.testing.slurm_cluster import SlurmCluster as SlurmCluster
+    from podium.testing.slurm_cluster import why_not_slurm as why_not_slurm
+    from podium.testing.ssh_servers import SshServers as SshServers
+    from podium.testing.ssh_servers import why_not_ssh as why_not_ssh
     from podium.testing.strategies import BetweenRoundsContract as BetweenRoundsContract
     from podium.testing.strategies import ClippingContract as ClippingContract
     from podium.testing.strategies import OneWorkerContract as OneWorkerContract

@@ -5,9 +5,10 @@
         a.run("curl", f"http://{b.name}:8000")
         b.lose()                                    # the power fails
 
-A host has its own network stack, processes, host name, `/tmp` (which is also its home and where commands start) and
-`/dev/shm`. Installed software is the same on all of them: the Python environment and the folder of this package. Links
-are those of `ShapedNetwork`: a veth pair per host, a bridge, token buckets in both directions.
+A host has its own network stack, processes, host name, `/tmp` (which is also its home and where commands start), `/run`
+and `/dev/shm`. Installed software is the same on all of them: the Python environment, whose programs are on the path,
+and the folder of this package. Links are those of `ShapedNetwork`: a veth pair per host, a bridge, token buckets in
+both directions.
 
 A host that is lost says no goodbye: its link is down before its processes are killed, so no peer receives a FIN or a
 reset. A link that is cut drops packets without an error at either end; it can be cut in one direction only.
@@ -15,6 +16,7 @@ reset. A link that is cut drops packets without an error at either end; it can b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shlex
@@ -57,9 +59,18 @@ def why_not() -> str:
         "unshare": "util-linux",
         "setpriv": "util-linux",
     }
-    where = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    absent = sorted({package for tool, package in wanted.items() if shutil.which(tool, path=where) is None})
-    return f"hosts need {' and '.join(absent)}: apt install {' '.join(absent)}" if absent else ""
+    return why_without("hosts need", wanted)
+
+
+def why_without(who_need: str, wanted: Mapping[str, str]) -> str:
+    """Which Debian packages are absent, as a reason to skip a test; `wanted`: each program's package."""
+    absent = sorted({package for program, package in wanted.items() if find_program(program) is None})
+    return f"{who_need} {' and '.join(absent)}: apt install {' '.join(absent)}" if absent else ""
+
+
+def find_program(name: str) -> str | None:
+    """The path of a program; also searches /usr/sbin and /sbin, which may not be on the path."""
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
 @final
@@ -81,12 +92,14 @@ class Hosts:
             names = folder / "hosts"
             lines = [f"{address} host{i}" for i, address in enumerate(network.addresses)]
             names.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+            users = folder / "passwd"
+            users.write_text("\n".join(map(_at_home, Path("/etc/passwd").read_text().splitlines())) + "\n")
             hosts = []
             for index in range(len(lines)):
                 own = folder / f"host{index}"
                 own.mkdir()
                 own.chmod(0o1777)
-                hosts.append(stack.enter_context(Host(network, index, own, names)))
+                hosts.append(stack.enter_context(Host(network, index, own, names, users)))
             self._hosts = tuple(hosts)
             self._stack = stack.pop_all()
         return self
@@ -110,11 +123,12 @@ class Hosts:
 class Host:
     """One machine of `Hosts`."""
 
-    def __init__(self, network: ShapedNetwork, index: int, folder: Path, names: Path) -> None:
+    def __init__(self, network: ShapedNetwork, index: int, folder: Path, names: Path, users: Path) -> None:
         self.name, self.address = f"host{index}", network.addresses[index]
         self.folder = folder
         """The host's `/tmp`, as seen from outside."""
-        self._network, self._index, self._names = network, index, names
+        self._network, self._index = network, index
+        self._instead = {"/etc/hosts": names, "/etc/passwd": users}
         self._first: subprocess.Popen[str] | None = None
         self._started: list[subprocess.Popen[Any]] = []
         self.pid = 0
@@ -138,6 +152,11 @@ class Host:
         self.pid = int(children)
         return self
 
+    @property
+    def alive(self) -> bool:
+        """Whether the host runs commands: not after `lose`, nor once its first process has ended."""
+        return self._first is not None and self._first.poll() is None
+
     def __exit__(self, *_: object) -> None:
         self._end()
         for stream in (s for p in self._started for s in (p.stdin, p.stdout, p.stderr) if s is not None):
@@ -149,7 +168,7 @@ class Host:
         """Run a command on the host to its end, as `subprocess.run` does, with text captured."""
         return subprocess.run(
             self._command(words),
-            env=_environment(env),
+            env={**login_environment(), **(env or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -160,12 +179,27 @@ class Host:
     def start(self, *words: str, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
         """Start a command on the host. `options` are those of `subprocess.Popen`.
 
-        A signal reaches the command's representative outside; `run("pkill", …)` reaches the command itself.
+        The process is the command's representative outside: it ends as the command does, but passes no signal on.
+        `send_signal` reaches the command itself.
         """
         options.setdefault("stdin", subprocess.DEVNULL)
-        process = subprocess.Popen(self._command(words), env=_environment(env), **options)
+        process = subprocess.Popen(self._command(words), env={**login_environment(), **(env or {})}, **options)
         self._started.append(process)
         return process
+
+    def processes(self) -> list[int]:
+        """The ids of all processes of the host, as seen from outside."""
+        if not self.alive:
+            return []
+        own = _process_namespace(self.pid)
+        return [int(name) for name in os.listdir("/proc") if name.isdigit() and _process_namespace(int(name)) == own]
+
+    def send_signal(self, process: subprocess.Popen[Any], number: int) -> None:
+        """Send a signal to a command that `start` began; nothing happens if it has ended."""
+        if process.poll() is None:
+            for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(child), number)
 
     def lose(self) -> None:
         """The power fails: the link goes down, then every process of the host is killed."""
@@ -199,23 +233,30 @@ class Host:
     def _end(self) -> None:
         if self._first is None:
             return
-        handle = os.pidfd_open(self.pid)
-        try:
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-            if not select.select([handle], [], [], START_S)[0]:
-                raise ConfigError(f"{self.name}: its first process did not end within {START_S:g} s")
-        finally:
-            os.close(handle)
+        if self.alive:
+            self._kill_first_process()
         self._first.communicate(timeout=START_S)
         for process in self._started:
             process.kill()
             process.wait(START_S)
         self._first = None
 
+    def _kill_first_process(self) -> None:
+        try:
+            handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:  # somebody else killed it
+            return
+        try:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            if not select.select([handle], [], [], START_S)[0]:
+                raise ConfigError(f"{self.name}: its first process did not end within {START_S:g} s")
+        finally:
+            os.close(handle)
+
     def _command(self, words: tuple[str, ...]) -> tuple[str, ...]:
-        if self._first is None:
+        if not self.alive:
             raise ConfigError(f"{self.name} is lost: it runs no command")
-        inside = ("--target", str(self.pid), "--net", "--mount", "--uts", "--pid", "--wd=/tmp")
+        inside = ("--target", str(self.pid), "--net", "--mount", "--uts", "--pid", "--wdns=/tmp")
         return (find_tool("nsenter"), *inside, *words)
 
     def _boot(self) -> str:
@@ -226,12 +267,13 @@ class Host:
             "set -e",
             f"hostname {self.name}",
             "mount -t tmpfs none /dev/shm",
-            f"mount --bind {q(str(self._names))} /etc/hosts",
+            *(f"mount --bind {q(str(own))} {path}" for path, own in self._instead.items()),
             "mount -t tmpfs none /mnt",
             f"mkdir /mnt/tmp && mount --bind {q(str(self.folder))} /mnt/tmp",
             *(f"mkdir /mnt/{i} && mount --bind {q(str(path))} /mnt/{i}" for i, path in enumerate(software)),
             "mount --bind /mnt/tmp /tmp",
             *(f"mkdir -p {q(str(p))} && mount --bind /mnt/{i} {q(str(p))}" for i, p in enumerate(software)),
+            "mount -t tmpfs -o mode=755 none /run",
             "cd /tmp",
             "echo ready",
             "while :; do sleep 1; done",
@@ -239,11 +281,23 @@ class Host:
         return "\n".join(lines)
 
 
-def _environment(more: Mapping[str, str] | None) -> dict[str, str]:
+def login_environment() -> dict[str, str]:
     """A login's environment on a host, where the package is installed; not the caller's, which may name its paths."""
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    package = str(Path(podium.__file__).parents[1])
-    return {**kept, "PYTHONPATH": package, "HOME": "/tmp", "TMPDIR": "/tmp", **(more or {})}
+    path = f"{Path(sys.executable).parent}:{kept.get('PATH', os.defpath)}"
+    return {**kept, "PATH": path, "PYTHONPATH": str(Path(podium.__file__).parents[1]), "HOME": "/tmp", "TMPDIR": "/tmp"}
+
+
+def _process_namespace(pid: int) -> str:
+    with contextlib.suppress(OSError):  # ended in this moment, or one of the machine that nobody may look into
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    return ""
+
+
+def _at_home(line: str) -> str:
+    """A line of /etc/passwd; root's home is the host's own, which ssh and sshd look up here."""
+    name, *rest = line.split(":")
+    return ":".join((name, *rest[:4], "/tmp", *rest[5:])) if name == "root" else line
 
 
 def _software() -> list[Path]:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -24,6 +24,7 @@ from podium.comm.real.channel import Channel
 from podium.comm.real.communicator import RealCommunicator
 from podium.comm.real.frames import Limits
 from podium.comm.real.process_group import Group, file_store, look_up, publish
+from podium.comm.real.sockets import Address
 from podium.comm.virtual import VirtualWorld
 from podium.launch.clusters.description import Cluster, uniform
 from podium.launch.forking import fork_server, nullified_main
@@ -81,9 +82,15 @@ class Real(World):
 
     name = "real"
 
-    def __init__(self, *, shared: bool = False, limits: Limits | None = None) -> None:
-        """`limits`: sizes that frames between ranks may have."""
-        self.shared, self.limits = shared, limits
+    def __init__(
+        self, *, shared: bool = False, limits: Limits | None = None, hosts: Callable[[int], str] | None = None
+    ) -> None:
+        """`limits`: sizes that frames between ranks may have.
+
+        `hosts(rank)`: the host that a rank takes itself to be on. Ranks of one host then use Unix sockets and shared
+        memory between them, and TCP to all others.
+        """
+        self.shared, self.limits, self.hosts = shared, limits, hosts
 
     def attempt(self, main: Main, workers: int, servers: int = 0, deadline_s: float = 20.0) -> list[Any]:
         context = fork_server()
@@ -91,8 +98,10 @@ class Real(World):
             started = []
             for rank in range(workers + servers):
                 mine, theirs = context.Pipe()
-                args = (main, rank, workers, servers, folder, deadline_s, self.shared, self.limits, theirs)
-                process = context.Process(target=_child, args=args, daemon=True)
+                host = "" if self.hosts is None else self.hosts(rank)
+                listen = f"host:{host};unix:{folder}/c{rank};tcp:127.0.0.1:0" if host else f"unix:{folder}/c{rank}"
+                how = _How(rank, workers, servers, listen, folder, deadline_s, self.shared, self.limits)
+                process = context.Process(target=_child, args=(main, how, theirs), daemon=True)
                 with nullified_main():
                     process.start()
                 theirs.close()
@@ -123,19 +132,22 @@ def _in_process(world: MemoryWorld | VirtualWorld, main: Main) -> list[Any]:
     return [results.get(rank) if error is None else error for rank, error in enumerate(errors)]
 
 
-def _child(
-    main: Main,
-    rank: int,
-    workers: int,
-    servers: int,
-    folder: Path,
-    deadline_s: float,
-    shared: bool,
-    limits: Limits | None,
-    pipe: Connection,
-) -> None:
+class _How(NamedTuple):
+    """How one rank of the real world takes part."""
+
+    rank: int
+    workers: int
+    servers: int
+    listen: Address
+    folder: Path
+    deadline_s: float
+    shared: bool
+    limits: Limits | None
+
+
+def _child(main: Main, how: _How, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    comm = _connect(rank, workers, servers, folder, deadline_s, shared, limits)
+    comm = _connect(how)
     try:
         outcome = main(comm)
     except Exception as error:
@@ -145,17 +157,21 @@ def _child(
     comm.close()
 
 
-def _connect(
-    rank: int, workers: int, servers: int, folder: Path, deadline_s: float, shared: bool, limits: Limits | None
-) -> RealCommunicator:
-    ranks: Sequence[int] = range(workers + servers)
-    listen = f"unix:{folder}/c{rank}"
-    channel = Channel(rank, secret=b"of this test", listen=listen, deadline_s=deadline_s, limits=limits)
-    channel.introduce({r: f"unix:{folder}/c{r}" for r in ranks})
-    store = file_store(folder / "store")
-    publish(store, f"listens-{rank}", "yes")
-    for r in ranks:
-        look_up(store, f"listens-{r}", START_S)
+def _connect(how: _How) -> RealCommunicator:
+    rank, workers, deadline_s = how.rank, how.workers, how.deadline_s
+    ranks: Sequence[int] = range(workers + how.servers)
+    across = how.listen.startswith("host:")
+    channel = Channel(
+        rank,
+        secret=b"of this test",
+        listen=how.listen,
+        deadline_s=deadline_s,
+        limits=how.limits,
+        arena=Arena() if across else None,
+    )
+    store = file_store(how.folder / "store")
+    publish(store, f"listens-{rank}", channel.address)
+    channel.introduce({r: look_up(store, f"listens-{r}", START_S) for r in ranks})
     group = Group(store, host="127.0.0.1", deadline_s=deadline_s) if rank < workers else None
     return RealCommunicator(
         rank,
@@ -165,7 +181,8 @@ def _connect(
         group=group,
         channel=channel,
         deadline_s=deadline_s,
-        arena=Arena() if shared else None,
+        arena=Arena() if how.shared else None,
+        over_channel=across and group is not None,
     )
 
 
