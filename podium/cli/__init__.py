@@ -11,6 +11,7 @@ import click
 import podium
 from podium.cli.bench import bench
 from podium.cli.certs import certs
+from podium.cli.cluster import cluster
 from podium.cli.compare import compare
 from podium.cli.demo import demo
 from podium.cli.doctor import doctor
@@ -41,5 +42,20 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for _verb in (train, compare, sweep, report, export, trace, demo, run, scale, list_names, doctor, bench, certs):
+for _verb in (
+    train,
+    compare,
+    sweep,
+    report,
+    export,
+    trace,
+    demo,
+    run,
+    scale,
+    list_names,
+    doctor,
+    cluster,
+    bench,
+    certs,
+):
     main.add_command(_verb)

@@ -25,11 +25,12 @@ def doctor(out: Output) -> int:
     found = checks()
     failed = [check.name for check in found if check.status == "failed"]
     out.document(to_dict(found))
-    out.say(*(_line(check) for check in found))
+    out.say(*map(line_of, found))
     out.say(f"\n{len(failed)} failed: {', '.join(failed)}" if failed else "\nall that was tried works")
     return 1 if failed else 0
 
 
-def _line(check: Check) -> str:
-    line = f"{MARKS[check.status]} {check.name:<14} {check.detail}"
-    return f"{line}\n  {'':<14} fix: {check.fix}" if check.fix and check.status != "ok" else line
+def line_of(check: Check, width: int = 14) -> str:
+    """A check with its mark, and below a cross what to do; `width`: columns of names."""
+    line = f"{MARKS[check.status]} {check.name:<{width}} {check.detail}"
+    return f"{line}\n  {'':<{width}} fix: {check.fix}" if check.fix and check.status != "ok" else line

@@ -33,6 +33,8 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "steps": click.option("--steps", type=int, metavar="N", help="End after this many global steps."),
     "batch_size": click.option("--batch-size", type=int, metavar="N", help="Samples per step over all workers."),
     "launcher": click.option("--launcher", metavar="NAME", help=f"Where ranks live: {', '.join(LAUNCHERS)}. [local]"),
+    "hosts": click.option("--hosts", metavar="FILE", help="Launcher ssh: a file with a line per host, or a,b,c."),
+    "nodes": click.option("--nodes", type=int, metavar="N", help="Launchers slurm and ray: hosts to ask for."),
     "cluster": click.option("--cluster", metavar="FILE", help="A cluster file (TOML): nodes and links."),
     "device": click.option("--device", metavar="NAME", help="cpu, cuda, auto; or one per worker: cuda,cpu. [cpu]"),
     "data_dir": click.option("--data-dir", metavar="DIR", help="Where the task's data files are."),

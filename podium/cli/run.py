@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import click
 
+from podium.cli.interrupt import ASKED as FINISHING
 from podium.cli.interrupt import stop_on_interrupt
 from podium.cli.options import options, resolve_run
 from podium.cli.output import Output
+from podium.config import RunConfig
 from podium.errors import ConfigError
 
 
@@ -24,6 +27,8 @@ from podium.errors import ConfigError
     "collective",
     "balance",
     "launcher",
+    "hosts",
+    "nodes",
     "cluster",
     "out",
     "set",
@@ -60,15 +65,33 @@ def run(
         raise ConfigError(f"{script}: no such file")
     asked = {"script": script, "args": list(args), "workers": config.workers, "strategy": config.strategy}
     if dry_run:
-        from podium.cli.summary import to_toml
-
-        out.document({**asked, "config": config.to_dict()})
-        out.say(f"# {script} {' '.join(args)}".rstrip(), to_toml(config))
-        return 0
+        return _dry_run(out, config, script, args, named_in(overrides, given))
     from podium.cli.progress import progress
-    from podium.launch.run import run_script
+    from podium.launch.run import is_batch_job, run_script
 
-    with stop_on_interrupt() as stop, progress(quiet=quiet or out.json) as shown:
+    said = "the job stays in the queue" if is_batch_job(config) else FINISHING
+    with stop_on_interrupt(said) as stop, progress(quiet=quiet or out.json) as shown:
         code = run_script(config, script, args, on_event=shown, stop=stop, given=named_in(overrides, given))
     out.document({**asked, "exit_code": code})
     return 130 if stop.is_set() else code
+
+
+def _dry_run(out: Output, config: RunConfig, script: str, args: tuple[str, ...], given: frozenset[str]) -> int:
+    asked = {"script": script, "args": list(args), "workers": config.workers, "strategy": config.strategy}
+    if config.launcher == "slurm":
+        from podium.launch.prepare import plan_script  # with torch
+        from podium.launch.run import is_batch_job
+
+        if is_batch_job(config):
+            from podium.launch.hosts.sbatch import BatchJob, batch_script
+
+            plan = plan_script(dataclasses.replace(config, task=script), place=False)
+            text = batch_script(BatchJob(plan, script, args, given))
+            out.document({**asked, "config": config.to_dict(), "batch_script": text})
+            out.say(text.rstrip())
+            return 0
+    from podium.cli.summary import to_toml
+
+    out.document({**asked, "config": config.to_dict()})
+    out.say(f"# {script} {' '.join(args)}".rstrip(), to_toml(config))
+    return 0

@@ -12,9 +12,12 @@ from podium.cli.output import Output
 @click.argument("run_dir", metavar="RUN_DIR")
 @click.option("--workers", "-n", type=int, metavar="N", help="The new number of workers.")
 @click.option("--servers", type=int, metavar="N", help="The new number of servers.")
+@click.option(
+    "--host", "hosts", multiple=True, metavar="'HOST slots=N'", help="Add a host to a run on hosts. Repeatable."
+)
 @options("json")
 @click.pass_obj
-def scale(out: Output, run_dir: str, workers: int | None, servers: int | None) -> None:
+def scale(out: Output, run_dir: str, workers: int | None, servers: int | None, hosts: tuple[str, ...]) -> None:
     """Continue the run in RUN_DIR with more or fewer workers and servers.
 
     New ranks take part once they are ready; until then no worker waits for them. Ranks with the highest numbers retire
@@ -22,10 +25,11 @@ def scale(out: Output, run_dir: str, workers: int | None, servers: int | None) -
 
     \b
     podium scale runs/digits-mlp-all-reduce-20261115-090427-61a2c4 --workers 4
+    podium scale runs/… --host 'trainer@10.0.0.14 slots=2'
     """
     from podium.launch.scale import scale as ask
 
-    asked = ask(run_dir, workers=workers, servers=servers)
+    asked = ask(run_dir, workers=workers, servers=servers, hosts=hosts)
     out.document(asked._asdict())
     out.say(*_lines(asked.workers, asked.servers, asked.starting, asked.retiring))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from podium.cli.progress import format_bytes, format_number, format_seconds
-from podium.config import RunConfig, RunResult
+from podium.config import RunConfig, RunResult, format_value
 from podium.lab.report.balance import MOST_PARTS, advice, division, is_told
 from podium.lab.report.format import change, pushes, reason, restoration, switch_cost
 from podium.lab.study.results import other_rules
@@ -183,14 +182,5 @@ def to_toml(config: RunConfig) -> str:
     tables["run"] = {name: value for name, value in values.items() if value is not None}
     lines: list[str] = []
     for name, table in tables.items():
-        lines += ["", f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items())]
+        lines += ["", f"[{name}]", *(f"{key} = {format_value(value)}" for key, value in table.items())]
     return "\n".join(lines[1:])
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
-    # JSON writes text, numbers and booleans as TOML does, except inf and nan.
-    return json.dumps(value, ensure_ascii=False).replace("Infinity", "inf").replace("NaN", "nan")

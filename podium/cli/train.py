@@ -9,7 +9,7 @@ import click
 from podium.cli.interrupt import stop_on_interrupt
 from podium.cli.options import code_of_earlier_run, options, resolve_run
 from podium.cli.output import Output
-from podium.config import RunConfig
+from podium.config import RunConfig, RunResult
 from podium.errors import as_request
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     "steps",
     "batch_size",
     "launcher",
+    "hosts",
+    "nodes",
     "cluster",
 )
 @options(
@@ -69,22 +71,47 @@ def train(
         from podium.launch.prepare import resolve_job  # with torch
 
         job = resolve_job(config)
-        return _dry_run(out, config, job) if dry_run else _run(out, config, job, logs, quiet)
+        if dry_run:
+            return _dry_run(out, config, job)
+        from podium.launch.run import is_batch_job
+
+        return _submit(out, config, job) if is_batch_job(config) else _run(out, config, job, logs, quiet)
 
 
 def _dry_run(out: Output, config: RunConfig, job: Job) -> int:
     from podium.cli.summary import to_toml
     from podium.launch.notices import notices
+    from podium.launch.run import is_batch_job
 
-    out.document(config.to_dict())
-    out.say(to_toml(config))
+    if is_batch_job(config):
+        from podium.launch.hosts.sbatch import BatchJob, batch_script
+
+        script = batch_script(BatchJob(job, settings=config))
+        out.document({**config.to_dict(), "script": script})
+        out.say(script.rstrip())
+    else:
+        out.document(config.to_dict())
+        out.say(to_toml(config))
     out.note(*notices(job))
     return 0
 
 
+def _submit(out: Output, config: RunConfig, job: Job) -> int:
+    """Run as a batch job of SLURM's, and wait for it."""
+    from podium.launch.hosts.sbatch import BatchJob, run_as_batch_job
+
+    with stop_on_interrupt("the job stays in the queue") as stop:
+        submission = run_as_batch_job(BatchJob(job, settings=config), out.note, stop)
+    result = submission.result()
+    if result is None:
+        out.document({"job": submission.number, "run_dir": str(submission.run_dir)})
+        out.say(f"job {submission.number} has ended well; its folder, on its first node: {submission.run_dir}")
+        return 0
+    return _report(out, config, result)
+
+
 def _run(out: Output, config: RunConfig, job: Job, logs: tuple[str, ...], quiet: bool) -> int:
     from podium.cli.progress import progress
-    from podium.cli.summary import summary
     from podium.launch.run import launch_job
     from podium.records.writers import Together, open_log
 
@@ -92,6 +119,12 @@ def _run(out: Output, config: RunConfig, job: Job, logs: tuple[str, ...], quiet:
         writers = [open_log(text, config.out) for text in logs]
     with stop_on_interrupt() as stop, progress(quiet=quiet or out.json) as shown, Together(shown, *writers) as told:
         result = launch_job(job, on_event=told, stop=stop)
+    return _report(out, config, result)
+
+
+def _report(out: Output, config: RunConfig, result: RunResult) -> int:
+    from podium.cli.summary import summary
+
     out.document(result.to_dict())
     out.say(summary(result, config))
     return 130 if result.status == "stopped" else 0

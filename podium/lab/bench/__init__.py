@@ -7,6 +7,7 @@ from __future__ import annotations
 
 BENCHES: dict[str, str] = {
     "step": "podium.lab.bench.step:bench_step",
+    "hosts": "podium.lab.bench.hosts:bench_hosts",
     "ps": "podium.lab.bench.ps:bench_ps",
     "collectives": "podium.lab.bench.collectives:bench_collectives",
     "codecs": "podium.lab.bench.codecs:bench_codecs",

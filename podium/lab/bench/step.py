@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
@@ -28,6 +28,7 @@ from podium.comm.clocks import WallClock
 from podium.comm.real.arena import Arena
 from podium.comm.real.communicator import RealCommunicator
 from podium.comm.real.process_group import Group, file_store
+from podium.config import parse_spec
 from podium.engine.allocator import keep_freed_memory
 from podium.engine.batch import Batch
 from podium.engine.files import load_tensors, save_tensors
@@ -110,7 +111,7 @@ def _row(setting: Setting, names: Sequence[str], rounds: int) -> dict[str, Any]:
         row |= {**ratio(times["podium"], times[as_started]), "against": as_started}
         row["ratio_to_fastest_ddp"] = {**ratio(times["podium"], times[tuned]), "against": tuned}
         row["ratio_over_gloo"] = {**ratio(times["podium_over_gloo"], times[as_started]), "against": as_started}
-        row["difference"] = max(_difference(finals["podium"], finals[name]) for name in names[1:])
+        row["difference"] = max(difference(finals["podium"], finals[name]) for name in names[1:])
     return row
 
 
@@ -119,7 +120,7 @@ def _measure(team: Team, ranks: Sequence[int]) -> float:
     return max(float(took) for took in team.ask("round", members=ranks))
 
 
-def _difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Largest difference between two contenders' parameters, which DDP names with a prefix."""
     return max(float((x - y).abs().max()) for x, y in zip(a.values(), b.values(), strict=True))
 
@@ -127,7 +128,7 @@ def _difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 def _rank(rank: int, name: str, setting: Setting, folder: Path, pipe: Connection) -> None:
     """One rank of a contender."""
     task = load_task(setting.task, data_dir=setting.data_dir)
-    batches = itertools.cycle(_batches(task, rank, setting.ranks))
+    batches = itertools.cycle(batches_of(task, rank, setting.ranks))
     make = _podium if name.startswith("podium") else _ddp
     step, barrier, model = make(name, task, rank, setting, folder, batches)
 
@@ -151,31 +152,38 @@ Contender = tuple[Callable[[], object], Callable[[], object], torch.nn.Module]
 def _podium(
     name: str, task: Task, rank: int, setting: Setting, folder: Path, batches: Iterator[tuple[Tensor, Tensor]]
 ) -> Contender:
-    """Podium's worker and strategy, as `podium train` uses them."""
     keep_freed_memory()
-    group = Group(file_store(folder / name), host="127.0.0.1", deadline_s=_DEADLINE_S)
-    ranks = range(setting.ranks)
     shared = name == "podium"
     comm = RealCommunicator(
         rank,
-        ranks,
+        range(setting.ranks),
         (),
         WallClock(),
-        group=group,
+        group=Group(file_store(folder / name), host="127.0.0.1", deadline_s=_DEADLINE_S),
         channel=None,
         deadline_s=_DEADLINE_S,
         arena=Arena() if shared else None,
     )
-    strategy = make_strategy("all-reduce", setting.strategy, setting.ranks)
+    return podium_step(comm, task, setting.strategy, batches, "default" if shared else "backend")
+
+
+def podium_step(
+    comm: RealCommunicator,
+    task: Task,
+    options: Mapping[str, Any],
+    batches: Iterator[tuple[Tensor, Tensor]],
+    collective: str,
+) -> Contender:
+    """Podium's worker and strategy, as `podium train` uses them; `options` are all-reduce's."""
+    strategy = make_strategy("all-reduce", options, comm.size)
     torch.manual_seed(0)
     model = task.model()
-    collective = make_collective("default" if shared else "backend")
     optimizer = task.optimizer(model)
     replica = Replica(model, optimizer, bucket_bytes=strategy.bucket_bytes, allocate=comm.allocate)
-    worker = Worker(replica, comm, PassOptions(loss=task.loss), collective=collective)
+    worker = Worker(replica, comm, PassOptions(loss=task.loss), collective=make_collective(*parse_spec(collective)))
     worker.sender.prepare()
     state = strategy.init(worker)
-    own = (Batch(x, y, len(y), 1 / setting.ranks) for x, y in batches)
+    own = (Batch(x, y, len(y), 1 / comm.size) for x, y in batches)
     return lambda: strategy.step(worker, state, next(own)), comm.barrier, model
 
 
@@ -191,7 +199,7 @@ def _ddp(
     return step, dist.barrier, model
 
 
-def _batches(task: Task, rank: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
+def batches_of(task: Task, rank: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
     """A few fixed batches of this rank's share; random ones of the right shape if the data are missing."""
     share = task.batch_size // ranks
     try:
