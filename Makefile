@@ -4,10 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+PACKAGES := $(VENV)/.packages
 PEERS := .venv-peers
 PIP_INSTALL := python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PIP := $(BIN)/$(PIP_INSTALL)
 PEER_PACKAGES := ray tensorflow-cpu
+DEBIAN_PACKAGES := openssh-server openssh-client slurmctld slurmd slurm-client munge iproute2 util-linux
 MACHINE := tests/lab/bench tests/launch tests/integration tests/cli/test_checkup.py tests/exchange/test_codec_choice.py
 SLOWEST := --durations=10 --durations-min=5
 
@@ -20,11 +22,11 @@ demo: $(STAMP)
 # namespaces, what it measures) come after them, one by one. `make test` leaves out what is marked slow.
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist loadfile $(MACHINE:%=--ignore=%)
 
-test: $(STAMP)
+test: $(STAMP) $(PACKAGES)
 	$(BIN)/python -m pytest $(SLOWEST) -m 'not slow' $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest $(SLOWEST) -m 'not slow' $(MACHINE)
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) $(PACKAGES)
 	$(BIN)/python -m pytest $(SLOWEST) -m slow $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest $(SLOWEST) -m slow $(MACHINE)
 
@@ -56,6 +58,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+# What test hosts run: sshd and SLURM, where they can be installed. It is tried once: `rm .venv/.packages` to try again.
+$(PACKAGES): tools/install_packages.sh | $(STAMP)
+	@tools/install_packages.sh $(DEBIAN_PACKAGES)
 	@touch $@
 
 # The same constraints hold here, and torch again comes first, so that Ray's tensors are those that Podium has.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from podium.config import RunConfig, build, convert, parse_strategy, parse_value, resolve
+from podium.config import RunConfig, build, convert, parse_strategy, parse_value, resolve, to_overrides
 from podium.errors import ConfigError, UnknownName
 from podium.strategies import make_strategy
 
@@ -214,3 +214,25 @@ class TestParse:
     )
     def test_values_read_as_toml_and_bare_words_as_text(self, text: str, value: object) -> None:
         assert parse_value(text) == value
+
+
+class TestOverrides:
+    @pytest.mark.parametrize(
+        "config",
+        [
+            RunConfig(),
+            RunConfig(
+                task="my task.py:make", task_options={"lr": 0.1, "name": "a = b", "digits": "5", "deep": [1, "x"]}
+            ),
+            RunConfig(strategy="parameter-server", strategy_options={"mode": "async", "servers": "2"}, workers=2),
+            RunConfig(strategy="phases", strategy_options={"run": "solo until epoch:at=1 | all-reduce"}),
+            RunConfig(codec="top-k:ratio=0.1", checksums=True, shares=(1.0, 0.5), workers=2, clip_norm=1e-3),
+            RunConfig(slurm="--partition=gpu --time=2:00:00", nodes=3, launcher="slurm", deadline_s=10.0),
+        ],
+    )
+    def test_they_make_the_same_configuration(self, config: RunConfig) -> None:
+        assert resolve(None, to_overrides(config)) == config
+
+    def test_defaults_are_left_out_unless_asked_for(self) -> None:
+        assert to_overrides(RunConfig()) == []
+        assert to_overrides(RunConfig(workers=2), also=("seed", "epochs")) == ["workers=2", "seed=0", "epochs=none"]

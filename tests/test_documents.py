@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import podium
-from podium.comm.real.process_group import backend_for
 from podium.exchange.codecs import CODECS
 from podium.exchange.collectives import COLLECTIVES
 from podium.lab.report.answer import limits
+from podium.launch.backend import backend_of
 from podium.strategies import STRATEGIES, find_strategy
 
 ROOT = Path(__file__).parent.parent
@@ -143,18 +143,19 @@ class TestCounts:
     def test_codecs(self) -> None:
         count = len(CODECS.keys() - {"auto", "dense"})
         assert count == 11, f"{count} codecs: change the number here and the word in README.md and docs/performance.md"
-        assert "nine collectives, eleven codecs" in (ROOT / "README.md").read_text(encoding="utf-8")
+        assert "ten collectives, eleven codecs" in (ROOT / "README.md").read_text(encoding="utf-8")
         assert "Eleven codecs with error feedback" in PERFORMANCE
 
     def test_collectives(self) -> None:
         count = len(COLLECTIVES.keys() - {"default", "auto"})
-        assert count == 9, f"{count} collectives: change the number here and the word in docs/performance.md"
-        assert "nine ways for workers to add them up" in PERFORMANCE
+        assert count == 10, f"{count} collectives: change the number here and the word in docs/performance.md"
+        assert "ten ways for workers to add them up" in PERFORMANCE
 
 
-def test_nccl_is_not_chosen_where_ranks_name_their_own_gpu_as_they_do_between_machines() -> None:
-    assert backend_for("cuda:0", 1) == backend_for("cuda:1", 2) == "gloo"
-    assert "over several machines collectives are always gloo's" in said(LIMITS)
+def test_nccl_is_chosen_where_every_worker_has_a_gpu_of_its_own_on_one_host_or_many() -> None:
+    assert backend_of(["one 0", "one 1"]) == backend_of(["one 0", "two 0"]) == "nccl"
+    assert backend_of(["one 0", "one 0"]) == "gloo"
+    assert "nccl is chosen where every worker has a GPU of its own, on one host or on many" in said(LIMITS)
 
 
 class TestFilesThatAreNamed:

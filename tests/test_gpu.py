@@ -11,9 +11,11 @@ import torch
 
 import podium
 from podium.comm.base import Communicator
+from podium.config import RunConfig
 from podium.data.order import GlobalOrder
 from podium.engine.files import load_tensors
 from podium.exchange.collectives import make_collective
+from podium.launch.run import run_script
 from podium.records.recorder import read_records
 from podium.task import load_task
 from podium.testing.worlds import Real
@@ -220,3 +222,51 @@ def test_a_checkpoint_of_mixed_devices_is_taken_up_on_any(tmp_path: Path) -> Non
         rest = podium.train("digits-mlp", workers=2, device=device, epochs=2, resume=first.run_dir, out=str(tmp_path))
         assert rest.audit == {"missing": 0, "repeated": 0}
         assert rest.epochs == 2
+
+
+LOOP = """
+import multiprocessing
+import os
+
+rank = int(multiprocessing.current_process().name.removeprefix("podium-"))
+os.environ["NCCL_HOSTID"] = f"host{rank}"  # nccl takes the workers for three hosts', and so does Podium
+
+import torch
+from torch import nn
+
+import podium
+from podium.data.base import ArrayDataset
+
+torch.manual_seed(0)
+inputs = torch.randn(512, 8)
+net = nn.Linear(8, 1).cuda()
+run = podium.join(net, torch.optim.SGD(net.parameters(), lr=0.1))
+for step, (x, y) in enumerate(run.batches(ArrayDataset(inputs, inputs[:, :1]), batch_size=16, epochs=1)):
+    if rank == 2 and step == 10:
+        os.kill(os.getpid(), 9)
+    run.step(lambda x=x.cuda(), y=y.cuda(): nn.functional.mse_loss(net(x), y))
+print("hash", run.param_hash(), flush=True)
+"""
+
+
+def test_workers_that_exchange_through_nccl_regroup_after_a_loss(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    config = RunConfig(strategy="all-reduce", workers=3, out=str(tmp_path / "runs"))
+    assert run_script(config, str(tmp_path / "loop.py")) == 0
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    rows = list(read_records(run_dir))
+    assert [row["backend"] for row in rows if row["kind"] == "backend"] == ["nccl"]
+    assert [row["members"] for row in rows if row["kind"] == "regroup"] == [[0, 1], [0, 1]]
+    printed = capfd.readouterr().out + (run_dir / "logs" / "rank-1.log").read_text()
+    first, second = [line for line in printed.splitlines() if line.startswith("hash")]
+    assert first == second
+
+
+@pytest.mark.parametrize(("workers", "expected"), [(1, "nccl"), (2, "gloo")])
+def test_workers_that_share_a_gpu_do_not_use_nccl(tmp_path: Path, workers: int, expected: str) -> None:
+    """Alone, a worker has nobody to exchange with, whatever is chosen."""
+    result = run(tmp_path, "all-reduce", workers)
+    rows = read_records(Path(result.run_dir))
+    assert [row["backend"] for row in rows if row["kind"] == "backend"] == [expected]

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from podium.cli import main
 
 VERBS = ["train", "compare", "sweep", "report", "export", "trace", "demo", "run", "scale", "list"]
-VERBS += ["doctor", "bench", "certs"]
+VERBS += ["doctor", "cluster", "bench", "certs"]
 HEAVY = ("torch", "numpy", "sklearn", "scipy", "rich", "jinja2")
 
 

@@ -77,7 +77,7 @@ def test_the_answer_says_who_comes_and_who_goes(
     result = invoke("RUN", "--workers", "4", "--servers", "1")
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == said
-    assert asked == [("RUN", {"workers": 4, "servers": 1})]
+    assert asked == [("RUN", {"workers": 4, "servers": 1, "hosts": ()})]
     document = json.loads(invoke("RUN", "-n", "4", "--json").stdout)
     assert document == json.loads(json.dumps(answer._asdict()))
 

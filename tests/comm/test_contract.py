@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -46,6 +47,45 @@ class TestReal(CommunicatorContract):
         return Real()
 
 
+class TestRealAcrossHosts(CommunicatorContract):
+    @pytest.fixture(params=["two a host", "one a host"])
+    def world(self, request: pytest.FixtureRequest) -> World:
+        return Real(hosts=pairs if request.param == "two a host" else apart)
+
+
+def pairs(rank: int) -> str:
+    return f"host-{rank // 2}"
+
+
+def apart(rank: int) -> str:
+    return f"host-{rank}"
+
+
+def dealt(rank: int) -> str:
+    return f"host-{rank % 2}"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "workers", "numel"),
+    [
+        (pairs, 4, 40_000),
+        (apart, 3, 40_000),
+        *(
+            pytest.param(hosts, workers, numel, marks=pytest.mark.slow)
+            for hosts, workers in [(pairs, 5), (apart, 4), (dealt, 5)]
+            for numel in (100, 40_000, 1_000_003)
+        ),
+    ],
+)
+def test_sums_across_hosts_have_the_bits_of_shared_memory(
+    hosts: Callable[[int], str], workers: int, numel: int
+) -> None:
+    noise = partial(_sum_of_noise, numel=numel)
+    worlds = (Memory(), Real(shared=True), Real(hosts=hosts))
+    sums = [[hash(tuple(total)) for total in world.run(noise, workers=workers)] for world in worlds]
+    assert sums[0] == sums[1] == sums[2]
+
+
 def test_memory_and_virtual_time_add_up_to_the_same_bits() -> None:
     sums = [world.run(_sum_of_noise, workers=5) for world in (Memory(), Memory(), Virtual())]
     assert sums[0] == sums[1] == sums[2]
@@ -61,7 +101,7 @@ def _poll_after(comm: Communicator, us: int) -> tuple[bool, int] | None:
     return found is not None and found.kind == "hello", comm.clock.now_ns()
 
 
-def _sum_of_noise(comm: Communicator) -> list[float]:
-    noise = torch.randn(100, generator=torch.Generator().manual_seed(comm.rank))
+def _sum_of_noise(comm: Communicator, numel: int = 100) -> list[float]:
+    noise = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
     comm.wait(comm.all_reduce(noise))
     return noise.tolist()

@@ -199,7 +199,7 @@ def test_unlike_devices_need_processes() -> None:
 
 def node(first: int, count: int, world: int) -> list[Environment]:
     """What torchrun tells the processes of a node whose ranks begin here."""
-    return [Environment(first + i, world, i, count, "127.0.0.1", 1, True, "podium-0") for i in range(count)]
+    return [Environment(first + i, world, i, count, "127.0.0.1", 1, True, "0") for i in range(count)]
 
 
 def test_nodes_with_unequal_numbers_of_processes_share_gpus_and_cores_each_for_itself(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import podium
 from podium.records.recorder import read_records
 from podium.testing import Host, Hosts, make_hosts
 from tests.integration.processes import settings
@@ -59,6 +60,27 @@ def test_the_first_host_has_the_records_and_hashes_of_all(make_hosts: Make) -> N
     assert not [path for path in (*home.iterdir(), *away.iterdir()) if path.name.startswith(".")]
     steps = [row for row in read_records(home.parent) if row["kind"] == "step"]
     assert {row["rank"] for row in steps} == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "per_host"), [(2, 2), (3, 1)])
+def test_the_same_run_ends_with_the_same_bits_on_one_host_and_on_many(
+    make_hosts: Make, tmp_path: Path, count: int, per_host: int
+) -> None:
+    options = {"strategy": "all-reduce", "seed": 3}
+    here = podium.train(**{**RUN, **options, "workers": count * per_host, "out": str(tmp_path)})
+    result = result_of(torchrun(list(make_hosts(count)), per_host=per_host, **options))
+    assert result["param_hash"] == {str(rank): bits for rank, bits in here.param_hash.items()}
+    assert len(set(result["param_hash"].values())) == 1
+    assert result["audit"] == {"missing": 0, "repeated": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", ["hierarchical", "auto", "backend"])
+def test_every_kind_of_collective_serves_two_hosts_with_two_ranks_each(make_hosts: Make, collective: str) -> None:
+    result = result_of(torchrun(list(make_hosts(2)), per_host=2, strategy="all-reduce", collective=collective))
+    assert len(result["param_hash"]) == 4 and len(set(result["param_hash"].values())) == 1
+    assert result["audit"] == {"missing": 0, "repeated": 0}
 
 
 @pytest.mark.slow

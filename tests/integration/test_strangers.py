@@ -139,7 +139,7 @@ class Ranks:
     def __init__(self, out: Path, **environment: str) -> None:
         self.out, self._environment = out, environment
         self._store = TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=60), wait_for_workers=False)
-        self.store = PrefixStore("podium-0", self._store)
+        self.store = PrefixStore("podium", self._store)
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, rank: int, **more: str) -> subprocess.Popen[str]:

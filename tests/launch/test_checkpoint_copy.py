@@ -66,8 +66,8 @@ def test_a_copy_that_breaks_off_leaves_no_checkpoint(saved: Path, tmp_path: Path
 @pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "..", "", "a/b"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(name: str, saved: Path) -> None:
     with pytest.raises(CheckpointError, match="must name files of one folder"):
-        CheckpointFiles.from_meta({"name": "step-00000001", "sizes": {name: 1}})
+        CheckpointFiles.from_meta({"name": "step-00000001", "sizes": {name: 1}, "sha256": ""})
     with pytest.raises(CheckpointError, match="must name files of one folder"):
-        CheckpointFiles.from_meta({"name": name, "sizes": {}})
+        CheckpointFiles.from_meta({"name": name, "sizes": {}, "sha256": ""})
     with pytest.raises(CheckpointError, match="has no file"):
         read_chunk(saved, name, 0)

@@ -89,6 +89,30 @@ class TestLostRanks:
         steps = [step(0, 0, position=10), step(0, 10, position=20), step(1, 15, position=20), LOST]
         assert audit([*BEGIN, *steps, END[0]]) == (5, 0)
 
+    def test_a_host_takes_with_it_what_its_ranks_had_not_sent(self) -> None:
+        """Several steps before the survivors regrouped without it, as their record says; none after."""
+        lost = {**LOST, "generation": 0}
+        regroup = {"kind": "regroup", "rank": 0, "generation": 1, "position": 30, "members": [0]}
+        steps = [step(0, 0, position=10), step(1, 5, position=10), step(0, 10, position=20), step(0, 20, position=30)]
+        end = {"kind": "end", "rank": 0, "position": 40, "param_hash": "x"}
+        assert audit([*BEGIN, *steps, lost, regroup, step(0, 30, 10, position=40), end]) == (0, 0)
+        assert audit([*BEGIN, *steps, lost, regroup, step(0, 30, 5, position=40), end]) == (5, 0)
+        assert audit([*BEGIN, *steps, lost, step(0, 30, 10, position=40), end]) == (5, 0)
+        none_came = [row for row in [*BEGIN, *steps] if row["rank"] != 1]
+        rest = [regroup, step(0, 30, 10, position=40), end]
+        assert audit([*none_came, {**lost, "role": "worker"}, *rest]) == (0, 0)
+        assert audit([*none_came, {**lost, "role": "server"}, *rest]) == (15, 0)
+
+    def test_a_survivor_that_copied_the_last_step_has_no_line_of_it(self) -> None:
+        begin = [*BEGIN, {"kind": "begin", "rank": 2, "role": "worker", "position": 0}]
+        rows = [step(rank, rank * 2, 2, position=6) for rank in range(3)]
+        rows += [step(0, 6, 2, position=12)]  # worker 1 was lost in this step, and worker 2 had not applied it
+        rows += [step(0, 12, 3, position=18), step(2, 15, 3, position=18)]
+        regroup = {"kind": "regroup", "rank": 0, "generation": 1, "position": 12, "members": [0, 2]}
+        end = {"kind": "end", "rank": 0, "position": 18, "param_hash": "x"}
+        assert audit([*begin, *rows, {**LOST, "generation": 0}, regroup, end]) == (0, 0)
+        assert audit([*begin, *rows, {**LOST, "generation": 0}, end]) == (4, 0)
+
     def test_a_line_that_another_worker_lacks_is_missing(self) -> None:
         begin = [*BEGIN, {"kind": "begin", "rank": 2, "role": "worker", "position": 0}]
         end = {"kind": "end", "rank": 0, "position": 18, "param_hash": "x"}
@@ -110,6 +134,11 @@ class TestLostRanks:
         assert audit([*BEGIN, *steps, *[u for u in updates if u["lease"] != 5], END[0]]) == (5, 0)
         mine = [update(0, row["lease"]) for row in updates]
         assert audit([*BEGIN, *steps, *mine, END[0]]) == (5, 0)  # it was not the lost worker's
+
+    def test_a_short_lease_of_a_lost_worker_is_not_taken_for_a_long_one(self) -> None:
+        steps = [step(0, 0), step(0, 7, 13), LOST]  # the worker that had 5 to 7 was lost before its record came
+        updates = [update(0, 0), update(1, 5), update(0, 7)]
+        assert audit([*BEGIN, *steps, *updates, END[0]]) == (0, 0)
 
     def test_leases_that_were_trained_on_twice_and_applied_once_count_once(self) -> None:
         steps = [step(0, 0), step(1, 5), step(0, 5), step(0, 10, 10)]

@@ -81,6 +81,12 @@ def test_podium_is_installed_on_every_host(make_hosts: Make) -> None:
     assert python(host, "import podium, os; print(podium.__version__, os.getcwd())").endswith(" /tmp")
 
 
+def test_a_command_starts_in_the_hosts_own_folder(make_hosts: Make) -> None:
+    (host,) = make_hosts(1)
+    host.run("touch", "relative")
+    assert (host.folder / "relative").exists()
+
+
 def test_hosts_reach_each_other_by_name(make_hosts: Make) -> None:
     a, b = make_hosts(2)
     listening(b, LISTEN)

@@ -31,7 +31,7 @@ class End:
         self.rank = rank
         listen = f"unix:{folder}/{rank}"
         self.channel = Channel(rank, secret=b"here", listen=listen, deadline_s=deadline_s, limits=limits)
-        self.runner = ScheduleRunner(self.channel)
+        self.runner = self.channel.runner = ScheduleRunner(self.channel)
 
     def issue(self, number: int, chains: list[Chain], tensor: Tensor, members: tuple[int, ...] = (0, 1, 2)) -> Any:
         return self.runner.issue(number, members, chains, tensor)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from podium.comm.gather import gather_schedule
 from podium.comm.schedule import Move
 from podium.errors import CommError, UnknownName
 from podium.exchange.collectives import make_collective
 from podium.exchange.collectives.base import Scheduled
 from podium.exchange.collectives.butterfly import Butterfly
 from podium.exchange.collectives.costs import FORMULAS, seconds, two_level_seconds
-from podium.exchange.collectives.gather import gather_schedule
 from podium.exchange.collectives.halving_doubling import HalvingDoubling
 from podium.exchange.collectives.hierarchical import Hierarchical
 from podium.exchange.collectives.reduce_to_one import ReduceToOne

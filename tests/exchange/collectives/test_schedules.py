@@ -14,15 +14,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from podium.comm.gather import gather_schedule
+from podium.comm.moves import folded, in_window, segments, spans
+from podium.comm.rank_order import Hosts
 from podium.comm.schedule import Chain, Key, Running, carry_out, nbytes_sent
 from podium.errors import ConfigError, UnknownName
 from podium.exchange.collectives import COLLECTIVES, find_collective, make_collective
 from podium.exchange.collectives.base import Scheduled
 from podium.exchange.collectives.butterfly import Butterfly, best_shares
-from podium.exchange.collectives.gather import gather_schedule
 from podium.exchange.collectives.halving_doubling import HalvingDoubling
-from podium.exchange.collectives.hierarchical import Hierarchical, nearest_divisor
-from podium.exchange.collectives.moves import folded, in_window, segments, spans
+from podium.exchange.collectives.hierarchical import ByHost, Hierarchical, nearest_divisor
+from podium.exchange.collectives.rank_order import RankOrder, RankOrderByHost
 from podium.exchange.collectives.reduce_to_one import ReduceToOne
 from podium.exchange.collectives.ring import Ring
 from podium.exchange.collectives.task_graph import TaskGraph
@@ -41,6 +43,14 @@ def groupings(draw: st.DrawFn, size: int) -> tuple[tuple[int, ...], ...]:
     members = draw(st.permutations(range(size)))
     cuts = sorted(draw(st.sets(st.integers(1, size - 1)))) if size > 1 else []
     return tuple(tuple(members[a:b]) for a, b in zip([0, *cuts], [*cuts, size], strict=True))
+
+
+def hosts_of_any_sizes(size: int) -> st.SearchStrategy[Hosts]:
+    """Members on up to four hosts, in any order."""
+    placed = st.lists(st.integers(0, 3), min_size=size, max_size=size)
+    return placed.map(
+        lambda places: tuple(sorted(tuple(m for m in range(size) if places[m] == h) for h in set(places)))
+    )
 
 
 @st.composite
@@ -66,6 +76,7 @@ def cases(draw: st.DrawFn) -> tuple[Scheduled, int]:
             segment_bytes=segment,
             bandwidth=draw(st.none() | st.lists(st.floats(1e-3, 1e3), min_size=size, max_size=size).map(tuple)),
         ),
+        "rank-order": lambda: RankOrder(segment_bytes=segment),
         "task-graph": lambda: TaskGraph(chunk_bytes=segment, least_bytes=draw(LEAST)),
     }
     return kinds[draw(st.sampled_from(sorted(kinds)))](), size
@@ -116,6 +127,52 @@ def carry_out_late(schedules: Schedules, tensors: Sequence[Tensor], chance: rand
         running[source].sent()
         running[to].arrived(source, key, landed)
     assert all(over)
+
+
+class TestByHost:
+    """Members of one host use each other's tensors."""
+
+    @pytest.mark.slow
+    @settings(max_examples=250, deadline=None)
+    @given(st.data())
+    def test_sums_in_rank_order_have_the_bits_of_a_loop_over_the_ranks(self, data: st.DataObject) -> None:
+        hosts = data.draw(st.integers(1, 9).flatmap(hosts_of_any_sizes))
+        size, numel = sum(map(len, hosts)), data.draw(st.sampled_from([1, 100, 5000, 40_000]))
+        collective = RankOrderByHost(hosts=hosts, segment_bytes=data.draw(st.sampled_from([1000, 1 << 20])))
+        tensors = [torch.randn(numel) for _ in range(size)]
+        want = tensors[0].clone()
+        for tensor in tensors[1:]:
+            want += tensor
+        carry_out(
+            all_schedules(collective, size, numel, 4), tensors, hosts if collective.uses_memory(4 * numel) else ()
+        )
+        assert all(torch.equal(tensor, want) for tensor in tensors)
+
+    @pytest.mark.slow
+    @settings(max_examples=250, deadline=None)
+    @given(st.data())
+    def test_rings_of_hosts_add_up_and_give_all_the_same_bits(self, data: st.DataObject) -> None:
+        hosts = data.draw(st.integers(1, 9).flatmap(hosts_of_any_sizes))
+        size, numel = sum(map(len, hosts)), data.draw(st.integers(0, 5000))
+        collective = ByHost(hosts=hosts, segment_bytes=data.draw(SEGMENTS))
+        tensors = [torch.randn(numel, dtype=torch.float64) for _ in range(size)]
+        want = torch.stack(tensors).sum(0)
+        carry_out(all_schedules(collective, size, numel, 8), tensors, hosts)
+        assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+        torch.testing.assert_close(tensors[0], want)
+
+    @pytest.mark.parametrize(("hosts", "leaves"), [(((0, 1), (2, 3)), 1.0), (((0,), (1,), (2,)), 4 / 3)])
+    def test_between_hosts_as_little_is_sent_as_any_algorithm_can(self, hosts: Hosts, leaves: float) -> None:
+        size, numel = sum(map(len, hosts)), 1 << 20
+        for collective in (
+            RankOrderByHost(hosts=hosts, segment_bytes=1 << 16),
+            ByHost(hosts=hosts, segment_bytes=1 << 16),
+        ):
+            schedules = all_schedules(collective, size, numel, 4)
+            for host in hosts:
+                sends = [m for member in host for chain in schedules[member] for m in chain if m.kind == "send"]
+                assert not [m for m in sends if m.peer in host]
+                assert sum(m.stop - m.start for m in sends) == pytest.approx(leaves * numel, rel=0.02)
 
 
 class TestTheSum:
