@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from podium.launch.signals import ASKING, BURST_S, end_as_usual
+from podium.launch.signals import ASKING, BURST_S, end_as_usual, setter
 
 ASKED = "finishing the step, saving… (Ctrl-C again stops at once)"
 
@@ -45,7 +45,7 @@ def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
         now = time.monotonic()
         if asked_at is None:
             asked_at = now
-            stop.set()
+            set_stop()
             with contextlib.suppress(OSError):  # the terminal may be gone
                 # Straight to the descriptor: the signal may have interrupted a write to the buffered stream.
                 os.write(2, f"\n{said}\n".encode())
@@ -66,14 +66,15 @@ def stop_on_interrupt(said: str = ASKED) -> Iterator[threading.Event]:
 
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     numbers = [number for number in ASKING if not (ignored and number == signal.SIGHUP)]
-    before = {number: signal.signal(number, on_signal) for number in numbers}
-    if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
-        before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, on_suspend)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with setter(stop) as set_stop:
+        before = {number: signal.signal(number, on_signal) for number in numbers}
+        if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+            before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, on_suspend)
+        try:
+            yield stop
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _send(pids: Sequence[int], number: signal.Signals) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from podium.launch.signals import BURST_S, end_as_usual
+from podium.launch.signals import BURST_S, end_as_usual, setter
 
 GRACE_S = 8.0
 """How long a run may take to save when its program is terminated; Docker, for example, kills after ten seconds."""
@@ -50,7 +50,7 @@ def termination_saves(stop: threading.Event | None) -> Iterator[threading.Event]
             end_as_usual(number)
         if not asked:
             asked.append((number, time.monotonic()))
-            event.set()
+            set_event()
         elif time.monotonic() - asked[0][1] >= BURST_S:
             _unwind(asked[0][0], frame)
 
@@ -59,19 +59,19 @@ def termination_saves(stop: threading.Event | None) -> Iterator[threading.Event]
         if asked and not over.wait(GRACE_S):
             os.kill(owner, asked[0][0])
 
-    # Started here, since a signal handler, which may interrupt any code, must not start a thread.
     watch = threading.Thread(target=insist, name="termination", daemon=True)
     watch.start()
-    for number in numbers:
-        signal.signal(number, on_signal)
-    try:
-        yield event
-    finally:
-        over.set()
-        event.set()
-        watch.join()
+    with setter(event) as set_event:
         for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, on_signal)
+        try:
+            yield event
+        finally:
+            over.set()
+            event.set()
+            watch.join()
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
     if asked:
         raise SystemExit(128 + asked[0][0])
 

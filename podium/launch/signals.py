@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from types import FrameType
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -46,6 +47,29 @@ def blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def setter(event: threading.Event) -> Iterator[Callable[[], None]]:
+    """A function that sets the event, a moment later, and that a signal handler may call.
+
+    A handler must not call `Event.set`: `set` takes the event's lock, and the code that the signal interrupted may hold
+    that lock (`Event.wait` does for some microseconds). The main thread would then wait for itself for ever.
+    """
+    asked: SimpleQueue[bool] = SimpleQueue()  # `put` is reentrant
+
+    def relay() -> None:
+        if asked.get():
+            event.set()
+
+    # Started here, since a signal handler, which may interrupt any code, must not start a thread.
+    thread = threading.Thread(target=relay, name="signals", daemon=True)
+    thread.start()
+    try:
+        yield lambda: asked.put(True)
+    finally:
+        asked.put(False)
+        thread.join()
 
 
 def leave_to_launcher() -> None:

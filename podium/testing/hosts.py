@@ -194,8 +194,9 @@ class Host:
         own = _process_namespace(self.pid)
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and _process_namespace(int(name)) == own]
 
-    def send_signal(self, process: subprocess.Popen[Any], number: int) -> None:
-        """Send a signal to a command that `start` began; nothing happens if it has ended."""
+    @staticmethod
+    def send_signal(process: subprocess.Popen[Any], number: int) -> None:
+        """Send a signal to a command that a host's `start` began; nothing happens if it has ended."""
         if process.poll() is None:
             for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
                 with contextlib.suppress(ProcessLookupError):

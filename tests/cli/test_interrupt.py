@@ -21,11 +21,18 @@ def test_the_first_interrupt_asks_and_a_later_one_raises(
     with stop_on_interrupt() as stop:
         assert not stop.is_set()
         signal.raise_signal(signal.SIGINT)
-        assert stop.is_set()
+        assert stop.wait(10)
         assert capfd.readouterr().err == f"\n{ASKED}\n"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)  # whoever insisted must not cut the cleaning up short
+
+
+def test_a_signal_that_interrupts_a_wait_for_the_event_itself_does_not_hang() -> None:
+    with stop_on_interrupt() as stop:
+        with stop._cond:  # as `stop.wait` holds it, for a moment
+            signal.raise_signal(signal.SIGINT)
+        assert stop.wait(10)
 
 
 @pytest.mark.parametrize("number", ASKING)
@@ -34,7 +41,7 @@ def test_a_signal_that_comes_twice_within_a_second_is_one(number: int, capfd: py
         signal.raise_signal(number)
         signal.raise_signal(number)
         signal.raise_signal(signal.SIGTERM)
-        assert stop.is_set()
+        assert stop.wait(10)
     assert capfd.readouterr().err == f"\n{ASKED}\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ RUN = {"out": "/tmp/runs", "threads": 1}
 
 def podium(host: Host, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return host.start(sys.executable, "-m", "podium", *words, env=env, **pipes)
+    return host.start(sys.executable, "-X", "faulthandler", "-m", "podium", *words, env=env, **pipes)
 
 
 def train(hosts: Sequence[Host], *words: str, **fields: Any) -> subprocess.Popen[str]:
@@ -34,7 +35,13 @@ def request(**fields: Any) -> list[str]:
 
 
 def ended(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=limit_s)
+    """Exit code, output and errors. A command that does not end in time says where each of its threads is."""
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        Host.send_signal(process, signal.SIGABRT)
+        out, err = process.communicate(timeout=limit_s)
+        raise AssertionError(f"it did not end within {limit_s:g} s\n{out}\n{err}") from None
     return process.returncode, out, err
 
 

@@ -38,7 +38,7 @@ def test_a_run_that_does_not_end_in_time_is_unwound(monkeypatch: pytest.MonkeyPa
     cleaned = False
     with pytest.raises(SystemExit) as caught, termination_saves(None) as stop:
         signal.raise_signal(signal.SIGTERM)
-        assert stop.is_set()
+        assert stop.wait(10)
         try:
             threading.Event().wait(20)
         finally:
