@@ -7,15 +7,43 @@ import os
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
 from podium.errors import ConfigError
 from podium.testing.hosts import START_S, Host
 
 _POLL_S = 0.02
 _LOG_LINES = 20
+
+
+class Service(ABC):
+    """What runs on hosts while a `with` block lasts."""
+
+    def __enter__(self) -> Self:
+        self._check()
+        try:
+            self._begin()
+        except BaseException:  # an interrupt, too, must leave nothing behind
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _check(self) -> None:
+        """Refuse hosts where it cannot start. Nothing was started then, and nothing is removed."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Start it; returns when it serves."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End what was started and remove its files; also after a `_begin` that failed."""
 
 
 class _Daemon(NamedTuple):

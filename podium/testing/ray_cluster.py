@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from typing import final
 
 from podium.errors import ConfigError
+from podium.testing.daemons import Service
 from podium.testing.hosts import Host, why_not
 
 _PORT = 6379
@@ -38,7 +39,7 @@ def why_not_ray() -> str:
 
 
 @final
-class RayCluster:
+class RayCluster(Service):
     """A Ray cluster of all hosts, while the `with` block lasts; every host has joined when it begins."""
 
     def __init__(self, hosts: Iterable[Host], *, cpus: int = 4, gpus: int = 0) -> None:
@@ -57,18 +58,10 @@ class RayCluster:
         }
         """What a driver needs in its environment, on any of the hosts."""
 
-    def __enter__(self) -> RayCluster:
+    def _begin(self) -> None:
         head, *others = self._hosts
-        try:
-            self._start([head], "--head", "--port", str(_PORT), "--include-dashboard", "false")
-            self._start(others, "--address", self.address)
-        except BaseException:  # an interrupt, too, must leave nothing behind
-            self._end()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
+        self._start([head], "--head", "--port", str(_PORT), "--include-dashboard", "false")
+        self._start(others, "--address", self.address)
 
     def _start(self, hosts: Iterable[Host], *role: str) -> None:
         """Start Ray on hosts, at the same time."""

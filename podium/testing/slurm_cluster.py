@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import final
 
 from podium.errors import ConfigError
-from podium.testing.daemons import Daemons, kill, need_new_folder
+from podium.testing.daemons import Daemons, Service, kill, need_new_folder
 from podium.testing.hosts import Host, find_program, why_not, why_without
 
 _FOLDER = "/tmp/slurm"
@@ -57,7 +57,7 @@ def why_not_slurm() -> str:
 
 
 @final
-class SlurmCluster:
+class SlurmCluster(Service):
     """One partition of all hosts, while the `with` block lasts; every host is idle when it begins.
 
     Its end kills the jobs that still run, and commands of SLURM's that still wait.
@@ -71,21 +71,15 @@ class SlurmCluster:
         """What srun, sbatch, scontrol and their like need in their environment, on any of the hosts."""
         self._hosts, self._cpus, self._daemons = tuple(hosts), cpus, Daemons()
 
-    def __enter__(self) -> SlurmCluster:
+    def _check(self) -> None:
         need_new_folder(self._hosts, "slurm")
-        try:
-            self._prepare()
-            self._start_munge()
-            self._start("slurmctld", self._hosts[:1])
-            self._start("slurmd", self._hosts)
-            self._daemons.wait(self._idle, "SLURM", _READY_S)
-        except BaseException:  # an interrupt, too, must leave nothing behind
-            self._end()
-            raise
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._end()
+    def _begin(self) -> None:
+        self._prepare()
+        self._start_munge()
+        self._start("slurmctld", self._hosts[:1])
+        self._start("slurmd", self._hosts)
+        self._daemons.wait(self._idle, "SLURM", _READY_S)
 
     def _prepare(self) -> None:
         key = secrets.token_bytes(_KEY_BYTES)

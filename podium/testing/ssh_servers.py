@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import final
 
 from podium.errors import ConfigError
-from podium.testing.daemons import Daemons, need_new_folder
+from podium.testing.daemons import Daemons, Service, need_new_folder
 from podium.testing.hosts import START_S, Host, find_program, login_environment, why_not, why_without
 
 _HOME = "/tmp/.ssh"
@@ -32,7 +32,7 @@ def why_not_ssh() -> str:
 
 
 @final
-class SshServers:
+class SshServers(Service):
     """An sshd on each host, while the `with` block lasts."""
 
     options = ("-F", f"{_HOME}/config")
@@ -43,21 +43,15 @@ class SshServers:
             raise ConfigError(reason)
         self._hosts, self._daemons = tuple(hosts), Daemons()
 
-    def __enter__(self) -> SshServers:
+    def _check(self) -> None:
         need_new_folder(self._hosts, ".ssh")
-        try:
-            self._make_keys()
-            for host in self._hosts:
-                self._start(host)
-            started = [host.folder / ".ssh" / "sshd.pid" for host in self._hosts]  # written once it listens
-            self._daemons.wait(lambda: all(path.exists() for path in started), "sshd", START_S)
-        except BaseException:  # an interrupt, too, must leave nothing behind
-            self._end()
-            raise
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._end()
+    def _begin(self) -> None:
+        self._make_keys()
+        for host in self._hosts:
+            self._start(host)
+        started = [host.folder / ".ssh" / "sshd.pid" for host in self._hosts]  # written once it listens
+        self._daemons.wait(lambda: all(path.exists() for path in started), "sshd", START_S)
 
     def _make_keys(self) -> None:
         """One key for the user of all hosts; each host has its own, which all others know."""

@@ -11,21 +11,74 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from podium.testing import Host
+from podium.testing import Host, RayCluster, SlurmCluster
 from tests.integration.processes import LIMIT_S, settings
 
 RUN = {"out": "/tmp/runs", "threads": 1}
+CLEAN = {"missing": 0, "repeated": 0}
+"""What a result's `audit` says where no sample was lost or used twice."""
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+SECRET = {"PODIUM_SECRET": "sixteen letters or more", "OMP_NUM_THREADS": "1"}
+_PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+_PODIUM = (sys.executable, "-X", "faulthandler", "-m", "podium")
 
 
 def podium(host: Host, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return host.start(sys.executable, "-X", "faulthandler", "-m", "podium", *words, env=env, **pipes)
+    return host.start(*_PODIUM, *words, env=env, **_PIPES)
 
 
 def train(hosts: Sequence[Host], *words: str, **fields: Any) -> subprocess.Popen[str]:
     """A run over all these hosts by ssh, started at the first of them."""
     named = ("--launcher", "ssh", "--hosts", ",".join(host.name for host in hosts), "--json")
     return podium(hosts[0], *request(**fields), *named, *words)
+
+
+def by_slurm(cluster: SlurmCluster, host: Host, *words: str, nodes: int = 3, **fields: Any) -> subprocess.Popen[str]:
+    """A run in an allocation of some nodes, begun on this host."""
+    allocate = ("salloc", "--quiet", f"--nodes={nodes}", "--no-kill")
+    run = (*_PODIUM, *request(**fields), "--launcher", "slurm", "--json", *words)
+    return host.start(*allocate, *run, env=cluster.env, **_PIPES)
+
+
+def by_ray(cluster: RayCluster, host: Host, *words: str, **fields: Any) -> subprocess.Popen[str]:
+    """A run on the cluster, begun on this host."""
+    env = {**cluster.env, **fields.pop("env", {})}
+    return podium(host, *request(**fields), "--launcher", "ray", "--json", *words, env=env)
+
+
+def torchrun(hosts: Sequence[Host], counts: Sequence[int], **fields: Any) -> list[subprocess.Popen[str]]:
+    """One run over all these hosts with so many ranks on each; the first one's process prints the result."""
+    meeting = ("--master-addr", hosts[0].name, "--master-port", "29511")
+    words = ("-m", "podium.node", *settings({"task": "digits-mlp", **RUN, **fields}))
+    return [
+        host.start(
+            TORCHRUN,
+            "--nnodes",
+            str(len(hosts)),
+            "--nproc-per-node",
+            str(count),
+            "--node-rank",
+            str(i),
+            *meeting,
+            *words,
+            env=SECRET,
+            **_PIPES,
+        )
+        for i, (host, count) in enumerate(zip(hosts, counts, strict=True))
+    ]
+
+
+def result_of_torchrun(processes: Sequence[subprocess.Popen[str]]) -> dict[str, Any]:
+    printed = [ended(process) for process in processes]
+    assert [code for code, _, _ in printed] == [0] * len(processes), printed
+    found: dict[str, Any] = json.loads(printed[0][1].splitlines()[-1])
+    return found
+
+
+def processes_of(host: Host) -> str:
+    """The command lines and environments of a host's processes."""
+    seen = host.run("sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'")
+    return seen.stdout
 
 
 def request(**fields: Any) -> list[str]:

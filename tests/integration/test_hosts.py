@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,46 +13,25 @@ import pytest
 import podium
 from podium.records.recorder import read_records
 from podium.testing import Host, Hosts, make_hosts
-from tests.integration.processes import settings
+from tests.integration import on_hosts
+from tests.integration.on_hosts import CLEAN, RUN, folder_on
+from tests.integration.on_hosts import result_of_torchrun as result_of
 
 Make = Callable[..., Hosts]
 pytestmark = pytest.mark.root
 __all__ = ["make_hosts"]  # the fixture
 
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-SECRET = {"PODIUM_SECRET": "sixteen letters or more", "OMP_NUM_THREADS": "1"}
-RUN = {"task": "digits-mlp", "out": "/tmp/runs", "steps": 12, "threads": 1}
-
 
 def torchrun(hosts: Sequence[Host], *, per_host: int = 1, **fields: Any) -> list[subprocess.Popen[str]]:
     """One run over all these hosts; the first one's process prints the result."""
-    meeting = ("--master-addr", hosts[0].name, "--master-port", "29511")
-    words = ("-m", "podium.node", *settings({**RUN, **fields}))
-    nodes = ("--nnodes", str(len(hosts)), "--nproc-per-node", str(per_host))
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [
-        host.start(TORCHRUN, *nodes, "--node-rank", str(i), *meeting, *words, env=SECRET, **pipes)
-        for i, host in enumerate(hosts)
-    ]
-
-
-def result_of(processes: Sequence[subprocess.Popen[str]]) -> dict[str, Any]:
-    printed = [process.communicate(timeout=100) for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), printed
-    found: dict[str, Any] = json.loads(printed[0][0].splitlines()[-1])
-    return found
-
-
-def folder_on(host: Host, run_dir: str) -> Path:
-    """A run's folder on a host, as seen from outside."""
-    return host.folder / Path(run_dir).relative_to("/tmp")
+    return on_hosts.torchrun(hosts, [per_host] * len(hosts), **{"steps": 12, **fields})
 
 
 def test_the_first_host_has_the_records_and_hashes_of_all(make_hosts: Make) -> None:
     a, b = make_hosts(2)
     result = result_of(torchrun([a, b], strategy="all-reduce"))
     assert len(result["param_hash"]) == 2 and len(set(result["param_hash"].values())) == 1
-    assert result["audit"] == {"missing": 0, "repeated": 0}
+    assert result["audit"] == CLEAN
     home, away = (folder_on(host, result["run_dir"]) / "records" for host in (a, b))
     assert (home / "rank-1.jsonl").read_bytes() == (away / "rank-1.jsonl").read_bytes() != b""
     assert not [path for path in (*home.iterdir(), *away.iterdir()) if path.name.startswith(".")]
@@ -68,11 +45,13 @@ def test_the_same_run_ends_with_the_same_bits_on_one_host_and_on_many(
     make_hosts: Make, tmp_path: Path, count: int, per_host: int
 ) -> None:
     options = {"strategy": "all-reduce", "seed": 3}
-    here = podium.train(**{**RUN, **options, "workers": count * per_host, "out": str(tmp_path)})
+    here = podium.train(
+        here=podium.train("digits-mlp", **RUN | options | {"steps": 12, "workers": count * per_host, "out": tmp_path})
+    )
     result = result_of(torchrun(list(make_hosts(count)), per_host=per_host, **options))
     assert result["param_hash"] == {str(rank): bits for rank, bits in here.param_hash.items()}
     assert len(set(result["param_hash"].values())) == 1
-    assert result["audit"] == {"missing": 0, "repeated": 0}
+    assert result["audit"] == CLEAN
 
 
 @pytest.mark.slow
@@ -80,7 +59,7 @@ def test_the_same_run_ends_with_the_same_bits_on_one_host_and_on_many(
 def test_every_kind_of_collective_serves_two_hosts_with_two_ranks_each(make_hosts: Make, collective: str) -> None:
     result = result_of(torchrun(list(make_hosts(2)), per_host=2, strategy="all-reduce", collective=collective))
     assert len(result["param_hash"]) == 4 and len(set(result["param_hash"].values())) == 1
-    assert result["audit"] == {"missing": 0, "repeated": 0}
+    assert result["audit"] == CLEAN
 
 
 @pytest.mark.slow
@@ -89,7 +68,7 @@ def test_servers_and_workers_of_two_hosts_lose_no_sample(make_hosts: Make) -> No
     options = {"strategy": "parameter-server", "strategy.mode": "async", "strategy.servers": 2}
     result = result_of(torchrun([a, b], per_host=2, **options))
     assert len(set(result["param_hash"].values())) == 1
-    assert result["audit"] == {"missing": 0, "repeated": 0}
+    assert result["audit"] == CLEAN
     home = folder_on(a, result["run_dir"]) / "records"
     assert {path.name for path in home.iterdir()} == {"launcher.jsonl", *(f"rank-{rank}.jsonl" for rank in range(4))}
 
@@ -102,7 +81,7 @@ def test_a_run_resumes_on_the_same_hosts_in_bits_and_on_fewer_to_rounding(make_h
     assert not list(b.folder.glob("runs/*/checkpoints/*")), "only the first host has checkpoints"
     rest = result_of(torchrun(list(hosts), strategy="all-reduce", resume=half["run_dir"]))
     assert rest["param_hash"] == whole["param_hash"] and len(set(rest["param_hash"].values())) == 1
-    assert rest["audit"] == {"missing": 0, "repeated": 0}
+    assert rest["audit"] == CLEAN
     alone = result_of(torchrun([a], strategy="all-reduce", resume=half["run_dir"]))
     assert alone["loss"] == pytest.approx(whole["loss"], rel=1e-4)
 

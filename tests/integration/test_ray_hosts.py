@@ -4,50 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from podium.records.recorder import read_records
-from podium.testing import Host, Hosts, RayCluster, SshServers, make_hosts, start_ray, start_ssh
-from tests.integration.on_hosts import ended, folder_on, podium, request, result_of, steps_at_home, train, wait_for
+from podium.testing import Hosts, RayCluster, make_hosts, start_ray
+from tests.integration.on_hosts import (
+    CLEAN,
+    by_ray,
+    ended,
+    folder_on,
+    podium,
+    processes_of,
+    request,
+    result_of,
+    steps_at_home,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(240)]
-__all__ = ["make_hosts", "start_ray", "start_ssh"]  # the fixtures
+__all__ = ["make_hosts", "start_ray"]  # the fixtures
 Make = Callable[..., Hosts]
-StartSsh = Callable[[Hosts], SshServers]
 StartRay = Callable[..., RayCluster]
-
-CLEAN = {"missing": 0, "repeated": 0}
-
-
-def by_ray(cluster: RayCluster, host: Host, *words: str, **fields: Any) -> subprocess.Popen[str]:
-    """A run on the cluster, begun on this host."""
-    env = {**cluster.env, **fields.pop("env", {})}
-    return podium(host, *request(**fields), "--launcher", "ray", "--json", *words, env=env)
-
-
-def test_it_trains_as_ssh_does_and_resumes_in_bits(make_hosts: Make, start_ray: StartRay, start_ssh: StartSsh) -> None:
-    hosts = make_hosts(3)
-    ray, _ = start_ray(hosts), start_ssh(hosts)
-    by_ssh = result_of(train(list(hosts), workers=3, steps=12))
-    whole = result_of(by_ray(ray, hosts[0], workers=3, steps=12))
-    assert whole["param_hash"] == by_ssh["param_hash"] and len(set(whole["param_hash"].values())) == 1
-    assert whole["audit"] == CLEAN
-    home = folder_on(hosts[0], whole["run_dir"])
-    assert {row["rank"] for row in read_records(home) if row["kind"] == "step"} == {0, 1, 2}
-    assert (home / "model.safetensors").is_file() and (home / "checkpoints" / "step-00000012").is_dir()
-    placed = json.loads((home / "manifest.json").read_text())["placed"]
-    assert sorted(placed.values()) == ["host0", "host1", "host2"]
-    for host in hosts:
-        assert not list(host.folder.glob("podium-*")), "agents remove their folders"
-        assert host is hosts[0] or not (host.folder / "runs").exists()
-    half = result_of(by_ray(ray, hosts[0], workers=3, steps=6))
-    rest = result_of(by_ray(ray, hosts[0], workers=3, steps=12, resume=half["run_dir"]))
-    assert rest["param_hash"] == whole["param_hash"] and rest["audit"] == CLEAN
 
 
 def test_the_driver_may_be_outside_the_cluster(make_hosts: Make, start_ray: StartRay) -> None:
@@ -89,12 +69,6 @@ def test_the_loss_of_a_node_is_the_loss_of_a_host_and_another_one_joins(make_hos
     result = json.loads(out)
     assert code == 130 and len(result["lost"]) == 1 and result["audit"] == CLEAN, (out, err)
     assert len(set(result["param_hash"].values())) == 1
-
-
-def processes_of(host: Host) -> str:
-    """The command lines and environments of a host's processes."""
-    seen = host.run("sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'")
-    return seen.stdout
 
 
 PEEK = """

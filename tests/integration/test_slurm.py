@@ -14,62 +14,28 @@ from typing import Any
 
 import pytest
 
-from podium.records.recorder import read_records
-from podium.testing import Host, Hosts, SlurmCluster, SshServers, make_hosts, start_slurm, start_ssh
+from podium.testing import Host, Hosts, SlurmCluster, make_hosts, start_slurm
 from tests.integration.on_hosts import (
+    CLEAN,
+    by_slurm,
     ended,
-    folder_on,
     podium,
+    processes_of,
     request,
-    result_of,
     rows_at_home,
     steps_at_home,
-    train,
     wait_for,
 )
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(200)]
-__all__ = ["make_hosts", "start_slurm", "start_ssh"]  # the fixtures
+__all__ = ["make_hosts", "start_slurm"]  # the fixtures
 Make = Callable[..., Hosts]
-StartSsh = Callable[[Hosts], SshServers]
 StartSlurm = Callable[..., SlurmCluster]
-
-CLEAN = {"missing": 0, "repeated": 0}
-ALLOCATE = ("salloc", "--quiet", "--nodes=3", "--no-kill")
-
-
-def allocated(cluster: SlurmCluster, host: Host, *words: str, **fields: Any) -> subprocess.Popen[str]:
-    """A run in an allocation of three nodes, begun on this host."""
-    run = (sys.executable, "-m", "podium", *request(**fields), "--launcher", "slurm", "--json", *words)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return host.start(*ALLOCATE, *run, env=cluster.env, **pipes)
 
 
 def submitted(cluster: SlurmCluster, host: Host, *words: str, **fields: Any) -> subprocess.Popen[str]:
     """A run as a batch job, submitted on this host."""
     return podium(host, *request(**fields), "--launcher", "slurm", "--json", *words, env=cluster.env)
-
-
-@pytest.mark.slow
-def test_it_trains_as_ssh_does_and_resumes_in_bits(
-    make_hosts: Make, start_slurm: StartSlurm, start_ssh: StartSsh
-) -> None:
-    hosts = make_hosts(3)
-    slurm, _ = start_slurm(hosts), start_ssh(hosts)
-    by_ssh = result_of(train(list(hosts), workers=3, steps=12))
-    whole = result_of(allocated(slurm, hosts[0], workers=3, steps=12))
-    assert whole["param_hash"] == by_ssh["param_hash"] and len(set(whole["param_hash"].values())) == 1
-    assert whole["audit"] == CLEAN
-    home = folder_on(hosts[0], whole["run_dir"])
-    assert {row["rank"] for row in read_records(home) if row["kind"] == "step"} == {0, 1, 2}
-    assert (home / "model.safetensors").is_file() and (home / "checkpoints" / "step-00000012").is_dir()
-    assert json.loads((home / "manifest.json").read_text())["placed"] == {"0": "host0", "1": "host1", "2": "host2"}
-    for host in hosts:
-        assert not list(host.folder.glob("podium-*")), "agents remove their folders"
-        assert host is hosts[0] or not (host.folder / "runs").exists()
-    half = result_of(allocated(slurm, hosts[0], workers=3, steps=6))
-    rest = result_of(allocated(slurm, hosts[0], workers=3, steps=12, resume=half["run_dir"]))
-    assert rest["param_hash"] == whole["param_hash"] and rest["audit"] == CLEAN
 
 
 @pytest.mark.slow
@@ -128,11 +94,11 @@ def test_ctrl_c_leaves_the_job_in_the_queue(make_hosts: Make, start_slurm: Start
 def test_the_loss_of_a_node_ends_its_ranks_only(make_hosts: Make, start_slurm: StartSlurm) -> None:
     hosts = make_hosts(3)
     slurm = start_slurm(hosts)
-    process = allocated(slurm, hosts[0], workers=3, epochs=2_000, eval_every=500, heartbeat_s=1)
+    process = by_slurm(slurm, hosts[0], workers=3, epochs=2_000, eval_every=500, heartbeat_s=1)
     wait_for(lambda: steps_at_home(hosts[0], 1) > 50, process)
     (control,) = hosts[0].folder.glob("runs/*/control.json")
     secret = json.loads(control.read_text())["secret"]
-    seen = hosts[2].run("sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ | tr '\\0' '\\n'").stdout
+    seen = processes_of(hosts[2])
     assert "podium.node" in seen and secret not in seen
     hosts[1].lose()
     at = steps_at_home(hosts[0])
@@ -156,7 +122,7 @@ def test_what_is_wrong_is_told_with_the_node_the_cause_and_the_next_command(
     assert code == 2 and "invalid partition specified: none" in out and "try: sbatch /tmp/runs/" in out
     hosts[1].run("mount", "-t", "tmpfs", "none", str(Path(sys.executable).parent))  # only the system's Python is left
     began = time.monotonic()
-    code, out, _ = ended(allocated(slurm, hosts[0], workers=3, steps=4))
+    code, out, _ = ended(by_slurm(slurm, hosts[0], workers=3, steps=4))
     assert code == 1 and time.monotonic() - began < 30
     assert re.search(r"host host1: .*No module named '?(podium|torch)", out) and "fix: on host1: " in out
     for pid in hosts[0].run("pgrep", "slurmctld").stdout.split():

@@ -11,15 +11,23 @@ import pytest
 from podium.launch.run import train as train_here
 from podium.records.recorder import read_records
 from podium.testing import Hosts, SshServers, make_hosts, start_ssh
-from tests.integration.on_hosts import ended, folder_on, podium, result_of, steps_at_home, train, wait_for
+from tests.integration.on_hosts import (
+    CLEAN,
+    ended,
+    folder_on,
+    podium,
+    processes_of,
+    result_of,
+    steps_at_home,
+    train,
+    wait_for,
+)
 from tests.integration.processes import settings
 
 pytestmark = pytest.mark.root
 __all__ = ["make_hosts", "start_ssh"]  # the fixtures
 Make = Callable[..., Hosts]
 Start = Callable[[Hosts], SshServers]
-
-CLEAN = {"missing": 0, "repeated": 0}
 
 
 def test_three_hosts_train_as_one_machine_does(make_hosts: Make, start_ssh: Start, tmp_path: Path) -> None:
@@ -53,26 +61,12 @@ def test_the_secret_stands_in_no_argument_no_environment_and_no_file(make_hosts:
     (control,) = hosts[0].folder.glob("runs/*/control.json")
     secret = json.loads(control.read_text())["secret"]
     for host in hosts:
-        seen = host.run("sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'").stdout
+        seen = processes_of(host)
         assert "podium.node" in seen and secret not in seen
     hosts[0].run("pkill", "-INT", "-f", "podium train")
     ended(process)
     files = [path for host in hosts for path in host.folder.rglob("*") if path.is_file()]
     assert not [path for path in files if secret.encode() in path.read_bytes()]
-
-
-@pytest.mark.slow
-def test_a_run_resumes_on_the_same_hosts_in_bits_and_on_two_of_three_to_rounding(
-    make_hosts: Make, start_ssh: Start
-) -> None:
-    hosts = make_hosts(3)
-    start_ssh(hosts)
-    whole = result_of(train(list(hosts), workers=3, steps=12))
-    half = result_of(train(list(hosts), workers=3, steps=6))
-    rest = result_of(train(list(hosts), workers=3, steps=12, resume=half["run_dir"]))
-    assert rest["param_hash"] == whole["param_hash"] and rest["audit"] == CLEAN
-    fewer = result_of(train(list(hosts)[:2], workers=2, steps=12, resume=half["run_dir"]))
-    assert fewer["loss"] == pytest.approx(whole["loss"], rel=1e-4) and fewer["audit"] == CLEAN
 
 
 TASK = """
