@@ -6,8 +6,8 @@ Podium's as its launchers start them, DDP's as in a plain script. Contenders tak
 that are not measured sleep. A round's time is the slowest rank's. At the end `difference` compares all parameters: the
 contenders must have done the same work.
 
-Podium's ranks keep freed memory (`podium.engine.allocator`); so that this is not mistaken for better communication, DDP
-is also measured with the same setting.
+Podium's ranks keep freed memory (`podium.engine.allocator`) and send no buffers (those of batch norm); so that this is
+not mistaken for better communication, DDP is also measured with the same settings: `ddp_tuned`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from podium.engine.worker import Worker
 from podium.errors import DataError
 from podium.exchange.collectives import make_collective
 from podium.lab.bench.harness import check_at_least, check_names, interleave, ratio, spread_ms
-from podium.lab.bench.peers.ddp import ddp_step, join_gloo
+from podium.lab.bench.peers.ddp import DDP_OPTIONS, DDP_TUNED, ddp_step, join_gloo
 from podium.lab.bench.peers.team import Team, answer
 from podium.launch.rendezvous import rendezvous_folder
 from podium.strategies import make_strategy
@@ -49,10 +49,7 @@ TASKS = ("wide-mlp", "cifar10-resnet20")
 _CONTENDERS = (
     "podium",
     "podium_over_gloo",
-    "ddp",
-    "ddp_bucket_views",
-    "ddp_keeping_memory",
-    "ddp_bucket_views_keeping_memory",
+    *DDP_OPTIONS,
 )
 _SHAPES = {"cifar10-resnet20": (3, 32, 32), "mnist-lenet5": (1, 28, 28)}
 _CLASSES = 10
@@ -106,7 +103,7 @@ def _row(setting: Setting, names: Sequence[str], rounds: int) -> dict[str, Any]:
     row: dict[str, Any] = {"task": setting.task, "ranks": setting.ranks, "step_ms": spread}
     peers = [name for name in names if name.startswith("ddp")]
     if peers:
-        as_started = min(peers[:2], key=lambda name: spread[name]["median"])
+        as_started = min(set(peers) - {DDP_TUNED}, key=lambda name: spread[name]["median"])
         tuned = min(peers, key=lambda name: spread[name]["median"])
         row |= {**ratio(times["podium"], times[as_started]), "against": as_started}
         row["ratio_to_fastest_ddp"] = {**ratio(times["podium"], times[tuned]), "against": tuned}
@@ -192,10 +189,10 @@ def _ddp(
 ) -> Contender:
     import torch.distributed as dist
 
-    if "keeping_memory" in name:
+    if name == DDP_TUNED:
         keep_freed_memory()
     join_gloo(rank, setting.ranks, folder / name)
-    step, model = ddp_step(task, batches, gradient_as_bucket_view="bucket_views" in name)
+    step, model = ddp_step(task, batches, **DDP_OPTIONS[name])
     return step, dist.barrier, model
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from podium.errors import ConfigError, UnknownName
 from podium.lab.bench.hosts import bench_hosts
+from podium.lab.bench.peers.ddp import DDP_OPTIONS
 from podium.testing.hosts import why_not
 
 ROOT = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
@@ -32,8 +33,8 @@ def test_podium_and_ddp_do_the_same_work_across_two_hosts() -> None:
         low, high = row["ratio_interval"]
         assert 0 < low <= row["ratio"] <= high
         assert row["against"] in ("ddp", "ddp_bucket_views")
-        assert row["rounds"] == 2 and set(row["step_ms"]) > {"podium", "ddp"}
-    assert document["encrypted"].startswith("no")
+        assert row["rounds"] == 2 and set(row["step_ms"]) == {"podium", "podium_tls", *DDP_OPTIONS, "barrier_only"}
+        assert set(row["exchange_ms"]) == {"podium", "podium_tls", *DDP_OPTIONS}
     (started,) = document["start_up"]
     assert started["launcher"] == "local" and started["ranks"] == 8 and started["seconds"]["min"] > 0
 
@@ -43,7 +44,7 @@ def test_podium_and_ddp_do_the_same_work_across_two_hosts() -> None:
 def test_without_peers_only_podium_is_measured_over_a_shaped_link() -> None:
     options = {"tasks": ("digits-mlp",), "gbits": (1.0,), "ranks_per_host": (1,), "steps": 1, "launchers": ("none",)}
     (row,) = bench_hosts(("none",), rounds=1, **options)["rows"]  # type: ignore[arg-type]  # of several types
-    assert set(row["step_ms"]) == {"podium"} and "ratio" not in row
+    assert set(row["step_ms"]) == {"podium", "podium_tls", "barrier_only"} and "ratio" not in row
 
 
 def test_without_root_it_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

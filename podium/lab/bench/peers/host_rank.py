@@ -22,19 +22,22 @@ from podium.comm.real.arena import Arena
 from podium.comm.real.channel import Channel
 from podium.comm.real.communicator import RealCommunicator
 from podium.comm.real.process_group import Group, client_store, look_up, publish
+from podium.comm.real.tls import Tls
 from podium.engine.allocator import keep_freed_memory
 from podium.engine.files import save_tensors
-from podium.lab.bench.peers.ddp import ddp_step
+from podium.lab.bench.peers.ddp import DDP_OPTIONS, DDP_TUNED, Batches, ddp_step, plain_step
 from podium.lab.bench.peers.work import DEADLINE_S
 from podium.lab.bench.step import Contender, batches_of, podium_step
 from podium.task import Task, load_task
+
+BARRIER_ONLY, PODIUM_TLS = "barrier_only", "podium_tls"
 
 
 class Rank(NamedTuple):
     """One rank of one contender."""
 
     contender: str
-    """`podium`, or `podium:COLLECTIVE`; or `ddp`, with `_bucket_views` or `_keeping_memory` or both."""
+    """`podium`, `podium:COLLECTIVE` or `podium_tls`; `ddp`, `ddp_bucket_views` or `ddp_tuned`; or `barrier_only`."""
     rank: int
     ranks: int
     host: str
@@ -46,6 +49,8 @@ class Rank(NamedTuple):
     """Where the ranks of this contender meet."""
     task: str
     data_dir: str
+    keys: tuple[str, str, str] | None
+    """Paths of a certificate, its key and the authority, where what leaves the host is encrypted."""
 
 
 def main() -> None:
@@ -75,22 +80,26 @@ def main() -> None:
 
 def _contender(me: Rank) -> Contender:
     task = load_task(me.task, data_dir=me.data_dir)
-    if me.contender.startswith("podium"):
-        return _podium(me, task)
-    return _ddp(me, task)
-
-
-def _podium(me: Rank, task: Task) -> Contender:
+    batches = itertools.cycle(batches_of(task, me.rank, me.ranks))
+    if me.contender.startswith("ddp"):
+        return _ddp(me, task, batches)
     keep_freed_memory()
+    collective = me.contender.partition(":")[2] or "default"
+    comm = _communicator(me, over_channel=collective not in ("backend", "auto"))
+    if me.contender == BARRIER_ONLY:
+        return _barrier_only(comm, task, batches)
+    return podium_step(comm, task, {}, batches, collective)
+
+
+def _communicator(me: Rank, *, over_channel: bool) -> RealCommunicator:
     arena, name, ranks = Arena(), f"{me.contender.replace(':', '-')}-{me.rank}", range(me.ranks)
     listen = f"host:{me.host};unix:/tmp/{name};tcp:{me.address}:0"
-    channel = Channel(me.rank, secret=b"of this bench", listen=listen, deadline_s=DEADLINE_S, arena=arena)
+    tls = None if me.keys is None else Tls(*me.keys)
+    channel = Channel(me.rank, secret=b"of this bench", listen=listen, deadline_s=DEADLINE_S, arena=arena, tls=tls)
     store = client_store(me.meeting, me.port, DEADLINE_S, is_host=me.rank == 0, world_size=me.ranks)
     publish(store, f"listens-{me.rank}", channel.address)
     channel.introduce({rank: look_up(store, f"listens-{rank}", DEADLINE_S) for rank in ranks})
-    collective = me.contender.partition(":")[2] or "default"
-    over_channel = collective not in ("backend", "auto")
-    comm = RealCommunicator(
+    return RealCommunicator(
         me.rank,
         ranks,
         (),
@@ -100,19 +109,29 @@ def _podium(me: Rank, task: Task) -> Contender:
         deadline_s=DEADLINE_S,
         over_channel=over_channel,
     )
-    batches = itertools.cycle(batches_of(task, me.rank, me.ranks))
-    return podium_step(comm, task, {}, batches, collective)
 
 
-def _ddp(me: Rank, task: Task) -> Contender:
+def _barrier_only(comm: RealCommunicator, task: Task, batches: Batches) -> Contender:
+    """A plain step on every rank alone, and a barrier: synchronous training without its exchange."""
+    torch.manual_seed(0)
+    model = task.model()
+    plain = plain_step(task, model, batches)
+
+    def step() -> None:
+        plain()
+        comm.barrier()
+
+    return step, comm.barrier, model
+
+
+def _ddp(me: Rank, task: Task, batches: Batches) -> Contender:
     import torch.distributed as dist
 
-    if "keeping_memory" in me.contender:
+    if me.contender == DDP_TUNED:
         keep_freed_memory()
     where = f"tcp://{me.meeting}:{me.port}"
     dist.init_process_group("gloo", init_method=where, rank=me.rank, world_size=me.ranks)
-    batches = itertools.cycle(batches_of(task, me.rank, me.ranks))
-    step, model = ddp_step(task, batches, gradient_as_bucket_view="bucket_views" in me.contender)
+    step, model = ddp_step(task, batches, **DDP_OPTIONS[me.contender])
     return step, dist.barrier, model
 
 
