@@ -100,7 +100,10 @@ class RunConfig:
     while it validates or writes a checkpoint it has a dozen times as long.
     """
     heartbeat_s: float = 2.0
-    """A rank whose process is stopped or gone counts as lost after this long; a running process has `deadline_s`."""
+    """A rank whose process is stopped or gone, or whose host is silent, counts as lost after this long.
+
+    A process that is known to run has `deadline_s`.
+    """
     start_deadline_s: float = 60.0
     """How long all ranks together may take to start."""
     checksums: bool = False

@@ -92,10 +92,10 @@ def _host(host: HostReport) -> Check:
     if host.failure is not None:
         return Check(name=host.host, status="failed", detail=host.failure.what, fix=host.failure.fix)
     facts = host.facts
-    assert facts is not None and host.ahead_s is not None and host.cpu_ms is not None  # of a host that was reached
+    assert facts is not None and host.clock_skew_s is not None and host.cpu_ms is not None  # of a host that was reached
     parts = [
         f"podium {facts.podium}, torch {facts.torch}, Python {facts.python}",
-        f"clock {host.ahead_s:+.2f} s",
+        f"clock {host.clock_skew_s:+.2f} s",
         f"{facts.cores} core{'' if facts.cores == 1 else 's'}, {facts.memory_bytes / 1e9:.1f} GB of memory",
         f"{facts.free_bytes / 1e9:.1f} GB free in {facts.folder}",
         f"matrices multiplied in {host.cpu_ms:.1f} ms",

@@ -206,8 +206,9 @@ class Running:
             mine.copy_(part)
 
     def _elements(self, member: int, move: Move) -> Tensor:
-        """These elements of a member of this host."""
-        return self._near.get(member, self._tensor)[move.start : move.stop]
+        """These elements of a member of this host; such a move names this member as its peer."""
+        tensor = self._tensor if member == move.peer else self._near[member]
+        return tensor[move.start : move.stop]
 
     def _is_added_to_next(self, c: int, move: Move) -> bool:
         """Whether the next move adds to elements that are still being sent."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from podium.engine.files import Checksum, checksum_of, load_tree, save_tree, verify
 from podium.errors import CheckpointError
-from podium.records.disk import make_folder, sync_folder, write_atomically
+from podium.records.disk import make_folder, sync_file, sync_folder, write_atomically
 
 FACTS = "checkpoint.json"
 _SHARED = "shared.safetensors"
@@ -136,6 +136,8 @@ def publish_copy(run_dir: Path, step: int, keep: int) -> None:
     """Give a checkpoint that was copied into its `.partial` folder its final name, once every file is verified."""
     partial, target = _partial(run_dir, step), folder_for(run_dir, step)
     _open(partial, verified=True)
+    for path in partial.iterdir():  # before older checkpoints are removed
+        sync_file(path)
     _publish(partial, target)
     _remove_old(partial, target, keep)
 

@@ -23,7 +23,7 @@ from podium.errors import PodiumError
 from podium.launch.base import LaunchResult, RunPlan, hosts_of
 from podium.launch.coordination.coordinator import Coordinator
 from podium.launch.coordination.owner import ProcessOwner
-from podium.launch.coordination.rules import COORDINATOR, MOST_RANKS, Role, Rules
+from podium.launch.coordination.rules import COORDINATOR, LIMITS, MOST_RANKS, Role, Rules
 from podium.launch.event import Event
 from podium.launch.process import NodeSpec
 from podium.launch.rank_processes import RankProcesses, Ranks
@@ -87,7 +87,9 @@ class Processes(ProcessOwner):
         self._began_ns = time.monotonic_ns() if began_ns is None else began_ns
         assert job.run_dir is not None
         self.recorder = Recorder(-1, job.run_dir / "records" / "launcher.jsonl")
-        channel = Channel(COORDINATOR, secret=meeting.secret, listen=meeting.coordinator, tls=meeting.tls)
+        channel = Channel(
+            COORDINATOR, secret=meeting.secret, listen=meeting.coordinator, limits=LIMITS, tls=meeting.tls
+        )
         self.coordinator = Coordinator(self._rules(), self, channel, self.recorder, WallClock(self._began_ns))
 
     def show_output_of(self, rank: int) -> None:

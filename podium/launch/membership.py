@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from podium.comm.base import BUSY_DEADLINES, DEPARTED, Meta
-from podium.comm.real.asked_store import AskedStore
 from podium.comm.real.channel import Channel
+from podium.comm.real.coordinator_store import CoordinatorStore
 from podium.comm.real.sockets import VANISHED_S, Address
 from podium.comm.real.tls import Tls
 from podium.engine.checkpoint import folder_for, publish_copy
@@ -27,7 +27,7 @@ from podium.engine.report import Report
 from podium.errors import CheckpointError, CommError, DeadlineExceeded, Lost
 from podium.launch.blobs import CHUNK_BYTES, as_bytes, as_tensor
 from podium.launch.checkpoint_copy import CheckpointFiles, fetch, partial_of
-from podium.launch.coordination.rules import COORDINATOR, MOST_REPLACEMENTS
+from podium.launch.coordination.rules import COORDINATOR, LIMITS, MOST_REPLACEMENTS
 from podium.launch.record_stream import RecordStream
 
 _BEATS_PER_LIMIT = 6
@@ -42,8 +42,6 @@ class Peers(NamedTuple):
     addresses: dict[int, Address]
     workers: tuple[int, ...]
     servers: tuple[int, ...]
-    lost: tuple[int, ...]
-    """Ranks that were lost before this process joined."""
     backend: str
     """What the workers exchange tensors on GPUs with, until the next plan."""
 
@@ -66,7 +64,13 @@ class Membership(Control):
     ) -> None:
         vanished_s = min(VANISHED_S, _SILENT_BEATS * heartbeat_s)  # the coordinator is as patient with this rank
         self._channel = Channel(
-            rank, secret=secret, listen=listen, deadline_s=deadline_s, tls=tls, vanished_s=vanished_s
+            rank,
+            secret=secret,
+            listen=listen,
+            limits=LIMITS,
+            deadline_s=deadline_s,
+            tls=tls,
+            vanished_s=vanished_s,
         )
         self._channel.introduce({COORDINATOR: coordinator})
         self._beat_s, self._deadline_s = min(heartbeat_s, deadline_s) / _BEATS_PER_LIMIT, deadline_s
@@ -84,8 +88,8 @@ class Membership(Control):
         self._copies_into: Path | None = None
         self.spreads = False
         """Whether checkpoints are copied to other hosts before training continues."""
-        self.on_lost: Callable[[Collection[int]], None] = _ignore
-        """Called from the membership's thread with ranks that the coordinator has given up."""
+        self._lost: set[int] = set()
+        self._on_lost: Callable[[Collection[int]], None] = _ignore
         self.on_plan: Callable[[str], None] = _ignore
         """Called with the backend of each new generation, before it forms."""
 
@@ -101,10 +105,20 @@ class Membership(Control):
         if "ended" in answer:
             raise Lost(f"rank {self._channel.rank}: the run ended before it began: {answer['ended']}")
         self.joined = True
+        self._lost.update(answer["lost"])
         self._thread = threading.Thread(target=self._keep_in_touch, name="membership", daemon=True)
         self._thread.start()
-        workers, servers, lost = (tuple(answer[name]) for name in ("workers", "servers", "lost"))
-        return Peers(_by_rank(answer["addresses"]), workers, servers, lost, answer["backend"])
+        return Peers(
+            _by_rank(answer["addresses"]), tuple(answer["workers"]), tuple(answer["servers"]), answer["backend"]
+        )
+
+    def report_losses(self, to: Callable[[Collection[int]], None]) -> None:
+        """Call `to` with the ranks that the coordinator has given up so far, and from now on with every other one.
+
+        Later calls come from the membership's thread. A rank may be reported twice.
+        """
+        self._on_lost = to
+        to(tuple(self._lost))
 
     def send_records(self, folder: Path, ranks: Iterable[int]) -> None:
         """From now on send these ranks' records to the coordinator, unless it sees this folder on a shared disk."""
@@ -124,9 +138,9 @@ class Membership(Control):
             self._copies_into = run_dir
             self._channel.send(COORDINATOR, "keeps", {})
 
-    def store(self) -> AskedStore:
+    def store(self) -> CoordinatorStore:
         """A store for process groups, whose values the coordinator holds."""
-        return AskedStore(self._ask, self._deadline_s)
+        return CoordinatorStore(self._ask, self._deadline_s)
 
     def relocate(self, rank: int, old: Address) -> Address:
         """The new address of a server that cannot be reached at `old`; blocks until it has one.
@@ -305,7 +319,8 @@ class Membership(Control):
             elif message.kind == "copy":
                 threading.Thread(target=self._copy, args=(message.meta,), name="copy", daemon=True).start()
             elif message.kind == "lost":
-                self.on_lost(message.meta["ranks"])
+                self._lost.update(message.meta["ranks"])
+                self._on_lost(message.meta["ranks"])
             elif message.kind == "ended":
                 return f"the run ended: {message.meta['why']}"
             elif message.kind == DEPARTED:

@@ -57,7 +57,7 @@ _NOT_THE_USERS = (
 )
 
 
-ASKED = "coordinator"
+AT_COORDINATOR = "coordinator"
 """The store of ranks that share no disk: the coordinator holds its values."""
 
 
@@ -79,7 +79,7 @@ class NodeSpec:
     secret: str
     """Hexadecimal."""
     store: str
-    """Where groups form: a path, `tcp:host:port` of torch's store, or `ASKED`: by way of the coordinator."""
+    """Where groups form: a path, `tcp:host:port` of torch's store, or `AT_COORDINATOR`: by way of it."""
     rendezvous: str | None
     """A private folder for sockets; None where ranks share no file system."""
     store_part: str = ""
@@ -299,14 +299,13 @@ class Node:
                 over_channel=group is not None and spec.knows_hosts and transport in ("schedule", "hosts"),
             )
             comms[e].ground = spec.ground
-        self.membership.on_lost = functools.partial(_lose, tuple(comms.values()))
-        self.membership.on_lost(joined.lost)
+        self.membership.report_losses(functools.partial(_lose, tuple(comms.values())))
         return comms
 
     def _open_store(self) -> Any:
         """Where the workers' groups form."""
         spec = self.spec
-        if spec.store == ASKED:
+        if spec.store == AT_COORDINATOR:
             return self.membership.store()
         if not spec.store.startswith("tcp:"):
             return file_store(Path(spec.store))

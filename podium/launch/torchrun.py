@@ -49,7 +49,7 @@ from podium.launch.checkpoint_copy import CheckpointFiles, find_or_copy
 from podium.launch.coordination.before_joining import BeforeJoining
 from podium.launch.coordination.coordinator import Coordinator
 from podium.launch.coordination.owner import Owner
-from podium.launch.coordination.rules import COORDINATOR, FIRST_ASKER
+from podium.launch.coordination.rules import COORDINATOR, FIRST_ASKER, LIMITS
 from podium.launch.event import Event
 from podium.launch.join import run_user_script
 from podium.launch.local import endpoints_of, rules_of
@@ -255,7 +255,7 @@ class _Rank:
         secret = leave_secret(folder, self.environment.run) if folder is not None else self._given
         assert secret is not None
         listen = f"tcp:{self._host()}:0" if folder is None else _socket_in(folder)
-        channel = Channel(COORDINATOR, secret=secret, listen=listen, tls=tls_of(self._config))
+        channel = Channel(COORDINATOR, secret=secret, listen=listen, limits=LIMITS, tls=tls_of(self._config))
         publish(self.store, _MEET, channel.address if folder is None else folder.name)
         self._continue(channel)
         self.job = job = self._plan(None)

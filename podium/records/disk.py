@@ -57,6 +57,11 @@ def make_folder(path: Path) -> None:
     sync_folder(path.parent)
 
 
+def sync_file(path: Path) -> None:
+    """Flush a file's bytes, which may otherwise be gone after a power failure."""
+    _sync(path, os.O_RDONLY)
+
+
 def sync_folder(path: Path) -> None:
     """Flush a folder's entries: otherwise a file that was renamed into it may be gone after a power failure."""
     try:

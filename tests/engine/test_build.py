@@ -174,6 +174,18 @@ def test_workers_have_devices_in_turn(
     assert devices(setting, len(expected)) == expected
 
 
+def test_a_host_may_offer_some_of_its_gpus_and_say_which_worker_has_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 8)
+    assert [str(device_of("cuda", rank, nth=nth, most=2)) for rank, nth in ((4, 0), (9, 1), (11, 2))] == [
+        "cuda:0",
+        "cuda:1",
+        "cuda:0",
+    ]
+    assert str(device_of("auto", 3, nth=1, most=0)) == "cpu"
+    with pytest.raises(ConfigError, match="gpus=0"):
+        device_of("cuda", 3, nth=1, most=0)
+
+
 @pytest.mark.parametrize("setting", ["", "gpu", "cuda,", "cuda:", "cuda:x", "cuda,auto", "cpu;cuda"])
 def test_what_is_no_device_is_refused_before_anything_starts(setting: str) -> None:
     with pytest.raises(ConfigError, match="device must be 'cpu', 'cuda', 'cuda:N' or 'auto'"):

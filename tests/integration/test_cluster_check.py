@@ -79,7 +79,7 @@ def test_rates_are_those_of_the_links_and_the_file_says_what_the_document_says(h
         assert link["mbit"] == pytest.approx(MBIT, rel=0.3)
         assert 0 < link["round_trip_us"] < 1e6
     for host in found["hosts"]:
-        assert host["cpu_ms"] > 0 and host["cores"] >= 1 and abs(host["ahead_s"]) < 5
+        assert host["cpu_ms"] > 0 and host["cores"] >= 1 and abs(host["clock_skew_s"]) < 5
         assert host["python"] == found["head"]["python"] and host["gpus_ms"] == []
     written = read_cluster(hosts[0].folder / "cluster.toml")
     assert written.to_dict() == found["cluster"] and written.names == ("host1", "host2", "host3")

@@ -204,8 +204,11 @@ class Channel:
         sent: Callable[[bool], None],
         *,
         in_memory: bool = False,
+        wanted: Callable[[], bool] | None = None,
     ) -> None:
         """One way, and returns at once. `part` must not change until `sent(ok)` is called, on any thread.
+
+        A message that still waits when `wanted()` is no longer true is not sent.
 
         `in_memory`: only where `part` lies in our memory is sent; the peer must be able to map it (`maps`).
         """
@@ -213,7 +216,7 @@ class Channel:
         link = self._reach(to)
         locate = self.arena.locate if in_memory and self.arena is not None else None
         buffers = frames.encode_frame(kind, self.rank, 0, meta, body, self.limits, locate, sums=link.sums)
-        link.transmit(buffers, later=True, sent=sent)
+        link.transmit(buffers, later=True, sent=sent, wanted=wanted)
 
     def maps(self, rank: int) -> bool:
         """Whether this endpoint is connected to `rank` and can map its memory."""

@@ -184,11 +184,13 @@ class Link:
         later: bool = False,
         more: bool = False,
         sent: Callable[[bool], None] | None = None,
+        wanted: Callable[[], bool] | None = None,
     ) -> None:
         """Send a frame. `later`: if it cannot be sent at once, the sender's thread may send it after this returns.
 
         `more`: another follows at once; a frame without a body waits for it and travels with it. With `sent` this never
         blocks, so that a receiving thread may use it: `sent(ok)` is called once the frame was written, or has failed.
+        A frame that still waits when `wanted()` is no longer true is left out, which counts as failed.
         """
         with self._turn:
             self._check_whole()
@@ -209,7 +211,7 @@ class Link:
             elif sent is not None or (later and (large or ticket != self._serving)):
                 # Under the lock, so in the order of tickets: the one thread must not wait for a frame behind it.
                 # An error breaks the link, and so reaches the thread that waits for the reply.
-                self._sender.submit(self._send, ticket, buffers, body, sent, gone)
+                self._sender.submit(self._send, ticket, buffers, body, sent, gone, wanted if not gone else None)
                 return
         if sent is None:
             return self._send(ticket, buffers, body)
@@ -223,10 +225,13 @@ class Link:
         body: int,
         sent: Callable[[bool], None] | None = None,
         gone: int = 0,
+        wanted: Callable[[], bool] | None = None,
     ) -> None:
         """Write a frame of which `gone` bytes were written before, and report the outcome to `sent`."""
         try:
-            self._write(ticket, buffers, body, gone)
+            if not self._write(ticket, buffers, body, gone, wanted):
+                assert sent is not None
+                return sent(False)
         except CommError:
             if sent is not None:
                 sent(False)
@@ -243,13 +248,27 @@ class Link:
         except OSError:  # it is full; or closed, which the sender's thread will find too
             return 0
 
-    def _write(self, ticket: int, buffers: list[memoryview], body: int, gone: int = 0) -> None:
-        """Write a frame when its turn has come, and wait until it is written; `body` of its bytes are tensors'."""
+    def _write(
+        self,
+        ticket: int,
+        buffers: list[memoryview],
+        body: int,
+        gone: int,
+        wanted: Callable[[], bool] | None,
+    ) -> bool:
+        """Write a frame when its turn has come, and wait until it is written; `body` of its bytes are tensors'.
+
+        Returns whether it was written, or was not wanted any more.
+        """
         with self._turn:
             came = self._serving == ticket or self._turn.wait_for(
                 lambda: self._broken or self._serving == ticket, self.channel.deadline_s
             )
             self._check_whole()
+            if came and wanted is not None and not wanted():
+                self._serving += 1
+                self._turn.notify_all()
+                return False
             self._sending |= came
         if not came:
             raise self._give_up()
@@ -265,6 +284,7 @@ class Link:
                 self._sending, self._serving = False, self._serving + 1
                 self._turn.notify_all()
         self.channel.count(sent=(body, wire))
+        return True
 
     def _give_up(self) -> DeadlineExceeded:
         took = f"{self.channel.deadline_s:g} s"

@@ -113,7 +113,9 @@ class ScheduleRunner:
 
         def post(peer: int, name: Key, part: Tensor) -> None:
             meta: Meta = {"of": key, "name": name}
-            self._channel.post(members[peer], MOVE, meta, part, partial(went, peer))
+            # A failed exchange may have much waiting for a slow link, and the next generation forms over the same link.
+            wanted = lambda: handle.error is None  # noqa: E731
+            self._channel.post(members[peer], MOVE, meta, part, partial(went, peer), wanted=wanted)
 
         def went(peer: int, well: bool) -> None:
             if well:

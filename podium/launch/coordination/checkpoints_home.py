@@ -9,7 +9,7 @@ from podium.comm.base import Message
 from podium.engine.checkpoint import publish_copy
 from podium.errors import CheckpointError
 from podium.launch.coordination.context import RunContext
-from podium.records.disk import make_folder
+from podium.records.disk import make_folder, sync_file
 
 _FILE = re.compile(r"checkpoints/step-\d{8}\.partial/[\w.-]+|model\.safetensors\.partial")
 """What a worker may write: a path can lead nowhere else."""
@@ -43,6 +43,7 @@ class CheckpointsHome:
         try:
             if step is None:
                 model = self._path("model.safetensors.partial")
+                sync_file(model)
                 model.replace(model.with_suffix(""))
             else:
                 assert self._run_dir is not None

@@ -102,6 +102,7 @@ class Coordinator:
             "store-set": store.set,
             "store-get": store.get,
             "store-add": store.add,
+            "store-check": store.check,
             "store-delete": store.delete,
             "done": self._done,
             "failed": self._losses.fail,

@@ -29,6 +29,8 @@ class Heartbeats:
 
     def check(self) -> None:
         now, rules = self._run.now, self._run.rules
+        if now - self._looked_at > rules.heartbeat_s / 2:
+            return  # something else took long: what members sent meanwhile is read first
         for member in self._run.roster.active():
             silent_s = now - member.heard_at
             if silent_s <= min(rules.heartbeat_s, rules.start_deadline_s):

@@ -38,6 +38,9 @@ class KeyStore:
         deleted = self._values.pop(str(message.meta["key"]), None) is not None
         self._run.post.answer(message, {"deleted": deleted})
 
+    def check(self, message: Message) -> None:
+        self._run.post.answer(message, {"exist": all(key in self._values for key in message.meta["keys"])})
+
     def get(self, message: Message) -> None:
         self._questions.append(message)
         self._answer_questions()

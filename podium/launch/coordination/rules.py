@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from podium.comm.real.frames import Limits
+
 Role = Literal["worker", "server"]
 
 MOST_RANKS = 4096
@@ -22,6 +24,8 @@ FIRST_AGENT = 0x20000
 HEAD = 0x2FFFF
 """Endpoint of the head, which agents connect to."""
 
+LIMITS = Limits(header_bytes=1 << 20)
+"""Of messages between ranks and the coordinator: those with the addresses of all ranks have about 90 bytes for each."""
 MOST_REPLACEMENTS = 3
 """Limit for one server, within `deadline_s` or before a replacement began to serve."""
 

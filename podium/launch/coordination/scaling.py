@@ -53,7 +53,7 @@ class Scaling:
             if ending:
                 raise ConfigError("scale: the run must not be ending, and is")
             begun = self._begin(message.meta)
-        except ConfigError as error:
+        except (PodiumError, OSError) as error:  # a request that cannot be met costs the run nothing
             post.answer(message, {"refused": str(error)})
             return
         if begun["starting"] or begun["retiring"]:

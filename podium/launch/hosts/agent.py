@@ -25,16 +25,17 @@ from typing import Any, final
 from podium.comm.base import DEPARTED, Message, Meta
 from podium.comm.real.channel import Channel
 from podium.comm.real.tls import Tls
+from podium.engine.checkpoint import FACTS
 from podium.engine.device import device_of
 from podium.errors import CommError, ConfigError, DeadlineExceeded, Lost, PodiumError
 from podium.launch.blobs import CHUNK_BYTES, as_bytes, as_tensor
 from podium.launch.coordination.rules import FIRST_AGENT, HEAD
-from podium.launch.forking import keep_fork_server
+from podium.launch.forking import fork_server
 from podium.launch.hosts import probe
 from podium.launch.hosts.code import place_code
 from podium.launch.hosts.facts import HostFacts, route_to, sees
 from podium.launch.hosts.invitation import Invitation, read_invitation, write_keys
-from podium.launch.hosts.trees import Tree, fetch
+from podium.launch.hosts.trees import Tree, digest_of, fetch
 from podium.launch.join import run_user_script
 from podium.launch.process import NodeSpec, run_node
 from podium.launch.rank_processes import Body, RankProcesses
@@ -79,6 +80,8 @@ class Agent:
         self._channel = Channel(number, secret=invitation.secret, listen=listen, deadline_s=self._deadline_s, tls=tls)
         self._host_id = secrets.token_hex(8)
         self._processes: dict[int, RankProcesses] = {}
+        self._starts: dict[int, int] = {}
+        """By rank: the head's number of its latest start."""
         self._logs: dict[int, Path] = {}
         self._sent: dict[int, int] = {}
         self._code: tuple[dict[str, str], tuple[str, ...]] = ({}, ())
@@ -90,7 +93,7 @@ class Agent:
     def run(self) -> None:
         threading.Thread(target=self._end_with_input, name="input", daemon=True).start()
         if self._invitation.for_run:
-            keep_fork_server()  # it imports torch while this process fetches what it needs
+            fork_server()  # it imports torch while this process fetches what it needs
         self._connect()
         try:
             welcome = self._hello()
@@ -129,8 +132,10 @@ class Agent:
         if "refused" in answer.meta:
             raise Lost(str(answer.meta["refused"]))
         welcome: Meta = json.loads(as_bytes(answer.body))
-        # The run began `elapsed_ns` before the head answered, which was half a round trip ago.
-        self._clock_ns = now_ns - int(welcome.get("elapsed_ns", 0)) - (now_ns - asked_ns) // 2
+        if "elapsed_ns" in welcome:
+            # When the run began, by this host's clock: question and answer were under way for equally long.
+            asked_there_ns, answered_there_ns = welcome["elapsed_ns"]
+            self._clock_ns = (asked_ns - asked_there_ns + now_ns - answered_there_ns) // 2
         return welcome
 
     # What ranks need.
@@ -143,19 +148,26 @@ class Agent:
         roots = {name: str(self._fetch(name, self._folder)) for name in welcome["code"]["trees"]}
         self._code = place_code(welcome["code"]["settings"], welcome["code"]["paths"], roots)
         if welcome["resume"] is not None:
-            self._own["resume"] = str(welcome["resume"]) if shared else str(self._fetch("resume", self._folder))
+            self._own["resume"] = str(self._find_checkpoint(welcome["resume"]))
         if welcome["data"] is not None:
             self._own["data_dir"] = str(self._find_data(welcome["data"]))
         if self._tls is not None:
             self._own |= {"tls_cert": self._tls.cert, "tls_key": self._tls.key, "tls_ca": self._tls.ca}
+
+    def _find_checkpoint(self, resume: Meta) -> Path:
+        """The checkpoint's folder on this host: the same path on a shared disk, or a copy of the head's."""
+        facts = Path(resume["path"]) / FACTS
+        if facts.is_file() and digest_of(facts) == resume["digest"]:
+            return facts.parent
+        return self._fetch("resume", self._folder)
 
     def _find_data(self, data: Meta) -> Path:
         """The data's folder on this host: the same path with the same files, or a copy of the head's."""
         folder = Path(data["path"])
         if all((folder / name).is_file() and (folder / name).stat().st_size == n for name, n in data["sizes"].items()):
             return folder
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / _CACHE
-        return self._fetch("data", home)
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return self._fetch("data", Path(home) / _CACHE)
 
     def _fetch(self, name: str, into: Path) -> Path:
         answer = self._ask("tree", {"name": name})
@@ -196,12 +208,13 @@ class Agent:
 
     def _start(self, meta: Meta) -> None:
         rank = int(meta["spec"]["rank"])
+        self._starts[rank] = int(meta["start"])
         try:
             spec = self._spec(meta)  # raises where this host has not the device
             processes = RankProcesses(_body_of(meta["script"], self._code[0]), task_name=str(spec.config["task"]))
             processes.launch(spec)
         except (PodiumError, OSError) as error:
-            self._channel.send(HEAD, "ended", {"rank": rank, "how": f"it could not be started: {error}"})
+            self._report_end(rank, f"it could not be started: {error}")
             return
         self._processes[rank] = processes
         self._logs[spec.rank] = Path(spec.log or "")
@@ -214,10 +227,10 @@ class Agent:
         rank, settings = int(values["rank"]), {**values["config"], **self._own, **self._code[0]}
         settings["threads"] = settings["threads"] or max(1, len(os.sched_getaffinity(0)) // int(meta["placed"]))
         if values["role"] == "worker":
-            nth = list(meta["workers"]).index(rank)
-            settings["device"] = str(device_of(settings["device"], rank, first=rank - nth))
+            settings["device"] = str(device_of(settings["device"], rank, nth=meta["nth"], most=meta["gpus"]))
         return dataclasses.replace(
             NodeSpec(**values),
+            secret=self._invitation.secret.hex(),  # the head does not send it
             config=settings,
             rendezvous=str(self._folder),
             host=self._address,
@@ -246,9 +259,12 @@ class Agent:
             self._send_log(rank)
             if how is not None:
                 del self._processes[rank]
-                self._channel.send(HEAD, "ended", {"rank": rank, "how": how})
+                self._report_end(rank, how)
         running = {str(rank): processes.is_running(rank) for rank, processes in self._processes.items()}
         self._channel.send(HEAD, "beat", {"running": running})
+
+    def _report_end(self, rank: int, how: str) -> None:
+        self._channel.send(HEAD, "ended", {"rank": rank, "start": self._starts[rank], "how": how})
 
     def _send_log(self, rank: int) -> None:
         """What a rank has written since the last report."""

@@ -152,4 +152,5 @@ class Command(StartedAgent):
                 self._process.wait(_END_S)
         self._reader.join(_END_S)
         assert self._process.stdout is not None
-        self._process.stdout.close()
+        if not self._reader.is_alive():  # or something that the command left behind holds the pipe, and this would wait
+            self._process.stdout.close()

@@ -286,7 +286,7 @@ class _Check:
                     host=name,
                     failure=self._failures.get(name),
                     facts=None if state is None else state.facts,
-                    ahead_s=None if state is None else state.ahead_s,
+                    clock_skew_s=None if state is None else state.clock_skew_s,
                     cpu_ms=answer.get("cpu_ms"),
                     gpus_ms=tuple(answer.get("gpus_ms", ())),
                     slow=slow.get(name, ()),

@@ -1,15 +1,16 @@
 """The user's own code: which files of it ranks on other hosts need, and its names there.
 
 A setting may name code: `file.py:function` or `package.module:Class`. A file can import the files beside it, so the
-text files below its folder are sent; of a package, those below the package. Code that is installed (in site-packages)
-is expected on every host, as Podium itself is.
+text files below its folder are sent; of a package, those below the package, and the Python files beside it, since it
+can import those, too. Code that is installed (in site-packages) is expected on every host, as Podium itself is.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def place_code(
 
 def user_code(config: Mapping[str, Any], script: str | None = None) -> UserCode:
     """The code that this configuration names, and the script of a run with its own loop."""
-    roots: dict[Path, Path] = {}  # folder to the folder that is sent
+    roots: dict[Path, set[Path]] = {}  # a folder that is sent, and the folders in it whose text files all are
     settings, paths = dict[str, str](), list[str]()
     named = {name: str(config[name]) for name in NAMING if ":" in str(config.get(name) or "")}
     if script is not None:
@@ -63,11 +64,12 @@ def user_code(config: Mapping[str, Any], script: str | None = None) -> UserCode:
         first, _, rest = text.partition(":")
         if first.endswith(".py"):
             settings[name] = f"{_in_tree(Path(first), roots)}:{rest}"
-        elif "=" not in rest.partition(":")[0] and (folder := _package_folder(first)) is not None:
-            path = _in_tree(folder / "any", roots).removesuffix("/any")
-            if path not in paths:
-                paths.append(path)
-    offers = [Offer.of(_name(n), root, _files(root)) for n, root in enumerate(roots)]
+        elif "=" not in rest.partition(":")[0]:
+            for root, whole in _package_folders(first):
+                path = _in_tree(root / "any", roots, whole).removesuffix("/any")
+                if path not in paths:
+                    paths.append(path)
+    offers = [Offer.of(_name(n), root, _files(root, whole)) for n, (root, whole) in enumerate(roots.items())]
     return UserCode(offers, settings, paths)
 
 
@@ -75,30 +77,38 @@ def _name(number: int) -> str:
     return f"code-{number}"
 
 
-def _in_tree(file: Path, roots: dict[Path, Path]) -> str:
+def _in_tree(file: Path, roots: dict[Path, set[Path]], whole: Path | None = None) -> str:
     folder = file.resolve().parent
-    roots.setdefault(folder, folder)
+    roots.setdefault(folder, set()).add(whole or folder)
     return "{" + _name(list(roots).index(folder)) + "}/" + file.name
 
 
-def _package_folder(module: str) -> Path | None:
-    """The folder that holds a module's top-level package; None where it is installed, or is no module."""
+def _package_folders(module: str) -> list[tuple[Path, Path]]:
+    """Of a module's top-level package: the folder that it is imported from, and its own; none where it is installed."""
     top = module.partition(".")[0]
     try:
         found = importlib.util.find_spec(top)
     except (ImportError, ValueError):
-        return None
-    if found is None or found.origin is None or not found.origin.endswith(".py"):
-        return None
-    origin = Path(found.origin).resolve()
-    if top == "podium" or any(origin.is_relative_to(place) for place in _INSTALLED):
-        return None
-    return origin.parent.parent if found.submodule_search_locations else origin.parent
+        return []
+    if found is None or top == "podium":
+        return []
+    if found.submodule_search_locations is not None:  # more than one where it is a namespace package
+        own = [Path(place).resolve() for place in found.submodule_search_locations]
+        folders = [(folder.parent, folder) for folder in own]
+    elif found.origin is not None and found.origin.endswith(".py"):
+        folder = Path(found.origin).resolve().parent
+        folders = [(folder, folder)]
+    else:
+        return []
+    return [pair for pair in folders if not any(pair[1].is_relative_to(place) for place in _INSTALLED)]
 
 
-def _files(root: Path) -> list[Path]:
+def _files(root: Path, whole: set[Path]) -> list[Path]:
+    """The text files of the folders that are sent whole, and the Python files of all others below the root."""
     found, total = list[Path](), 0
-    for path in _walk(root):
+    for path in _walk(root, set()):
+        if path.suffix != ".py" and not any(path.is_relative_to(folder) for folder in whole):
+            continue
         found.append(path)
         total += path.stat().st_size
         if len(found) > _MOST_FILES or total > _MOST_BYTES:
@@ -109,15 +119,21 @@ def _files(root: Path) -> list[Path]:
     return found
 
 
-def _walk(folder: Path) -> list[Path]:
-    """Text files below a folder, without hidden folders, caches and environments."""
-    found = []
-    for path in sorted(folder.iterdir()):
+def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    """Text files below a folder, without hidden folders, caches, environments and what this user may not read."""
+    real = folder.resolve()
+    if real in seen:  # a link that leads back
+        return
+    seen.add(real)
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError:
+        return
+    for path in paths:
         if path.name.startswith(".") or path.name in _SKIPPED:
             continue
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir():
             if not (path / "pyvenv.cfg").exists():
-                found += _walk(path)
-        elif path.suffix in _SENT and path.is_file():
-            found.append(path)
-    return found
+                yield from _walk(path, seen)
+        elif path.suffix in _SENT and path.is_file() and os.access(path, os.R_OK):
+            yield path

@@ -67,7 +67,7 @@ def read_hosts(text: str) -> list[HostEntry]:
 
 def parse_entry(line: str, where: str = "host") -> HostEntry:
     """`user@host slots=4 gpus=2`."""
-    target, *words = line.partition("#")[0].split()
+    target, *words = line.partition("#")[0].split() or [""]  # which HostEntry refuses
     hints, given = get_type_hints(HostEntry), dict[str, Any]()
     for word in words:
         key, equals, value = word.partition("=")

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from podium.comm.real.channel import Channel
 from podium.comm.real.tls import Tls, tls_of
 from podium.config import RunConfig
 from podium.engine.build import Job
+from podium.engine.checkpoint import FACTS
 from podium.errors import ConfigError
 from podium.launch.base import LaunchResult, RunPlan
 from podium.launch.coordination.rules import HEAD
@@ -35,9 +37,9 @@ from podium.launch.hosts.pool import HostPool
 from podium.launch.hosts.ranks import HostRanks, place
 from podium.launch.hosts.slurm import Slurm
 from podium.launch.hosts.ssh import Ssh
-from podium.launch.hosts.trees import Offer, all_files
+from podium.launch.hosts.trees import Offer, all_files, digest_of
 from podium.launch.local import Meeting, Processes, endpoints_of
-from podium.launch.process import ASKED
+from podium.launch.process import AT_COORDINATOR
 from podium.launch.rendezvous import rendezvous_folder
 
 MOST_DATA_BYTES = 2 << 30
@@ -139,7 +141,7 @@ class _Head:
         with rendezvous_folder() as folder:
             keys = keys_for(config, address)
             tls = None if keys is None else write_keys(keys, folder)
-            self.meeting = Meeting(f"tcp:{address}:0", ASKED, None, secret, tls)
+            self.meeting = Meeting(f"tcp:{address}:0", AT_COORDINATOR, None, secret, tls)
             channel = head_channel(address, secret, tls)
             invitation = Invitation(channel.address, secret, None, keys, config.start_deadline_s)
             (self._run_dir / self._probe).touch()
@@ -147,7 +149,7 @@ class _Head:
                 channel,
                 self._starter,
                 invitation,
-                welcome=lambda: self._welcome(code),
+                welcome=lambda asked_ns: self._welcome(code, asked_ns),
                 offers=self._offers(code),
                 logs=self._run_dir / "logs",
                 shown="rank-0.log" if self._script is not None else None,
@@ -158,12 +160,26 @@ class _Head:
                 self.pool.close()
                 (self._run_dir / self._probe).unlink(missing_ok=True)
 
-    def _welcome(self, code: UserCode) -> Meta:
-        config = self._job.config
-        data = None if config.data_dir is None else Path(config.data_dir).resolve()
-        sizes = {} if data is None else {p.relative_to(data).as_posix(): p.stat().st_size for p in all_files(data)}
+    @cached_property
+    def _data(self) -> Meta | None:
+        """Where this machine has the data, and the sizes of their files."""
+        if self._job.config.data_dir is None:
+            return None
+        folder = Path(self._job.config.data_dir).resolve()
+        sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in all_files(folder)}
+        return {"path": str(folder), "sizes": sizes}
+
+    @cached_property
+    def _resume(self) -> Meta | None:
+        """The checkpoint that the run begins with: where it lies here, and what tells it from another at that path."""
+        if self._job.config.resume is None:
+            return None
+        folder = Path(self._job.config.resume).resolve()
+        return {"path": str(folder), "digest": digest_of(folder / FACTS)}
+
+    def _welcome(self, code: UserCode, asked_ns: int) -> Meta:
+        data = self._data
         return {
-            "elapsed_ns": time.monotonic_ns() - self.began_ns,
             "run_dir": str(self._run_dir),
             "probe": self._probe,
             "code": {
@@ -171,8 +187,10 @@ class _Head:
                 "settings": code.settings,
                 "paths": code.paths,
             },
-            "resume": None if config.resume is None else str(Path(config.resume).resolve()),
-            "data": None if data is None else {"path": str(data), "sizes": sizes},
+            "resume": self._resume,
+            "data": data,
+            # When the agent asked, and when it is answered: its clock follows from both.
+            "elapsed_ns": [asked_ns - self.began_ns, time.monotonic_ns() - self.began_ns],
         }
 
     def _offers(self, code: UserCode) -> dict[str, Callable[[], Offer]]:

@@ -28,7 +28,7 @@ class HostReport:
     failure: Failure | None = None
     """Why it cannot take part."""
     facts: HostFacts | None = None
-    ahead_s: float | None = None
+    clock_skew_s: float | None = None
     """Its clock less this machine's."""
     cpu_ms: float | None = None
     """Median time of the computation that all hosts do."""
@@ -43,7 +43,7 @@ class HostReport:
     def to_dict(self) -> dict[str, Any]:
         facts = {} if self.facts is None else self.facts._asdict()
         facts.pop("time", None)
-        measured = {"ahead_s": self.ahead_s, "cpu_ms": self.cpu_ms, "gpus_ms": list(self.gpus_ms)}
+        measured = {"clock_skew_s": self.clock_skew_s, "cpu_ms": self.cpu_ms, "gpus_ms": list(self.gpus_ms)}
         return {"host": self.host, "ok": self.ok, **_told(self.failure), **facts, **measured, "slow": list(self.slow)}
 
 

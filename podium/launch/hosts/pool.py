@@ -1,6 +1,8 @@
 """The head's side of the agents: who they are, what they fetch, and which ranks run there.
 
-One thread reads what agents send. Other threads ask `HostPool` for its state, and wait on its condition.
+One thread reads what agents send, and only notes it: agents that are not heard in time count as lost. A thread per host
+reads and sends files, and another one writes logs. The launcher asks `HostPool` for its state, and waits on its
+condition.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from podium.comm.real.link import ChannelHandle
 from podium.errors import CommError, ConfigError, DeadlineExceeded, PodiumError
 from podium.launch.blobs import as_bytes, as_tensor
 from podium.launch.coordination.rules import FIRST_AGENT
+from podium.launch.hosts.background import Background
 from podium.launch.hosts.base import StartedAgent, Starter
 from podium.launch.hosts.entries import HostEntry
 from podium.launch.hosts.facts import HostFacts, complaint
@@ -30,7 +33,7 @@ from podium.launch.hosts.invitation import Invitation
 from podium.launch.hosts.trees import Offer
 
 SILENT_S = 1.0
-"""An agent that was silent for longer does not vouch for its ranks: it sends four messages a second."""
+"""What an agent that was silent for longer said of its ranks no longer counts: it sends four messages a second."""
 _POLL_S = 0.2
 _LEAVE_S = 5.0
 _LOG = re.compile(r"rank-\d+\.log")
@@ -44,7 +47,7 @@ class HostState:
     entry: HostEntry
     started: StartedAgent | None = None
     facts: HostFacts | None = None
-    ahead_s: float | None = None
+    clock_skew_s: float | None = None
     """Its clock less this machine's."""
     ready: bool = False
     failure: Failure | None = None
@@ -56,6 +59,8 @@ class HostState:
     """By rank: whether its latest process runs, or is stopped."""
     ended: dict[int, str] = field(default_factory=dict)
     """By rank: how its latest process ended."""
+    starts: dict[int, int] = field(default_factory=dict)
+    """By rank: how many processes it was asked to start; an agent's report names the one that it is about."""
 
     @property
     def label(self) -> str:
@@ -67,8 +72,15 @@ class HostState:
 
     @property
     def answers(self) -> bool:
-        """Whether its agent was heard a moment ago, and so can vouch for its ranks."""
+        """Whether its agent was heard a moment ago, so that what it said of its ranks still holds."""
         return self.facts is not None and self.gone is None and time.monotonic() - self.heard_at <= SILENT_S
+
+    def why_gone(self) -> str | None:
+        """Why the agent is gone, with what it printed last; None while it is there."""
+        if self.gone is None:
+            return None
+        last = None if self.started is None else self.started.ended()
+        return self.gone if last is None or last in self.gone else f"{self.gone}; {last}"
 
 
 @final
@@ -81,12 +93,14 @@ class HostPool:
         starter: Starter,
         invitation: Invitation,
         *,
-        welcome: Callable[[], Meta] = dict,
+        welcome: Callable[[int], Meta] = lambda _asked_ns: {},
         offers: Mapping[str, Callable[[], Offer]] | None = None,
         logs: Path | None = None,
         shown: str | None = None,
     ) -> None:
-        """`welcome` makes the answer to an agent that may take part; `offers` are trees by name, made when asked for.
+        """`welcome` makes the answer to an agent that may take part, by the time when it asked (`time.monotonic_ns`).
+
+        `offers` are trees by name, made when asked for.
 
         `logs`: the folder that ranks' output is appended to; `shown`: the file that is also shown on the terminal.
         """
@@ -94,6 +108,9 @@ class HostPool:
         self._welcome, self._offers, self._logs = welcome, dict(offers or {}), logs
         self._shown = shown
         self._made: dict[str, Offer] = {}
+        self._making = threading.Lock()
+        self._files: dict[int, Background] = {}
+        self._output = Background("agent-logs", self._stop_showing)
         self.changed = threading.Condition()
         """Guards the states of the hosts, and is notified whenever one changes."""
         self.hosts: dict[int, HostState] = {}
@@ -150,8 +167,8 @@ class HostPool:
         if not state.ready and state.started is not None and (why := state.started.ended()) is not None:
             what = f"the agent could not be started, or could not stay: {why}"
             return Failure(what, self._starter.remedy(state.entry, why))
-        if state.gone is not None:
-            return Failure(f"its agent was lost: {state.gone}", self._starter.advice(state.entry))
+        if (why := state.why_gone()) is not None:
+            return Failure(f"its agent was lost: {why}", self._starter.advice(state.entry))
         return None
 
     def _lateness(self, *, reached: bool) -> Failure:
@@ -205,52 +222,73 @@ class HostPool:
             except CommError:
                 return
             state = self.hosts.get(message.source - FIRST_AGENT)
-            if state is not None:
+            if state is None:
+                continue
+            try:
                 self._take(state, message)
+            except Exception as error:  # of one agent; without this thread all others would count as lost
+                self._drop(state, error)
 
     def _take(self, state: HostState, message: Message) -> None:
-        meta = message.meta
+        asked_ns, meta, kind = time.monotonic_ns(), message.meta, message.kind
         with self.changed:
             state.heard_at = time.monotonic()
-            if message.kind == "hello":
-                self._greet(state, message)
-            elif message.kind == "tree":
-                self._send_tree(state, message)
-            elif message.kind == "chunk":
-                self._send_chunk(message)
-            elif message.kind == "ready":
+            if kind == "hello":
+                self._note_facts(state, meta)
+            elif kind == "ready":
                 state.ready = True
-            elif message.kind == "beat":
+            elif kind == "beat":
                 state.running = {int(rank): bool(runs) for rank, runs in meta["running"].items()}
-            elif message.kind == "ended":
+            elif kind == "ended" and int(meta["start"]) == state.starts.get(int(meta["rank"])):
                 state.ended[int(meta["rank"])] = str(meta["how"])
-            elif message.kind == "log":
-                self._append_log(str(meta["name"]), message)
-            elif message.kind == "failed":
+            elif kind == "failed":
                 told = str(meta["message"])
                 failure = Failure(told, self._starter.remedy(state.entry, told), meta.get("exit_code") == 2)
                 state.failure = state.failure or failure
-            elif message.kind == DEPARTED and not self._closing.is_set():
+            elif kind == DEPARTED and not self._closing.is_set():
                 state.gone = str(meta.get("error", "its connection closed without a message"))
             self.changed.notify_all()
+        if kind == "hello":
+            self._serve_files(state, lambda: self._greet(state, message, asked_ns))
+        elif kind == "tree":
+            self._serve_files(state, lambda: self._send_tree(state, message))
+        elif kind == "chunk":
+            self._serve_files(state, lambda: self._send_chunk(message))
+        elif kind == "log":
+            self._output.submit(lambda: self._append_log(str(meta["name"]), message))
 
-    def _greet(self, state: HostState, message: Message) -> None:
+    def _serve_files(self, state: HostState, task: Callable[[], None]) -> None:
+        if state.number not in self._files:
+            name = f"agent-files-{state.number}"
+            self._files[state.number] = Background(name, lambda error: self._drop(state, error))
+        self._files[state.number].submit(task)
+
+    def _drop(self, state: HostState, error: Exception) -> None:
+        """What this agent sent could not be understood or answered."""
+        with self.changed:
+            state.gone = state.gone or f"the launcher failed with its message: {type(error).__name__}: {error}"
+            self.changed.notify_all()
+
+    def _note_facts(self, state: HostState, meta: Meta) -> None:
         now = time.time()
-        state.facts = HostFacts.from_meta(message.meta)
-        state.ahead_s = state.facts.time - now
+        state.facts = HostFacts.from_meta(meta)
+        state.clock_skew_s = state.facts.time - now
         state.failure = complaint(state.facts, state.label, now)
+
+    def _greet(self, state: HostState, message: Message, asked_ns: int) -> None:
         if state.failure is not None:
             return self._answer(message, {"refused": state.failure.what})
         try:  # in the body: a header has 64 KB, and data may have many files
-            self._answer(message, {}, json.dumps(self._welcome()).encode())
+            self._answer(message, {}, json.dumps(self._welcome(asked_ns)).encode())
         except OSError as error:
             self._refuse(state, message, error)
 
     def _send_tree(self, state: HostState, message: Message) -> None:
         name = str(message.meta["name"])
         try:
-            if name not in self._made:
-                self._made[name] = self._offers[name]()
+            with self._making:  # one host's thread reads the files for all
+                if name not in self._made:
+                    self._made[name] = self._offers[name]()
         except (PodiumError, OSError) as error:
             return self._refuse(state, message, error)
         self._answer(message, {}, self._made[name].tree.to_json())
@@ -259,7 +297,9 @@ class HostPool:
         """This machine cannot give the host what it needs."""
         what = str(error)
         fix = error.fix_on(state.label) if isinstance(error, NotOffered) else self._starter.remedy(state.entry, what)
-        state.failure = Failure(what, fix, of_request=True)
+        with self.changed:
+            state.failure = Failure(what, fix, of_request=True)
+            self.changed.notify_all()
         self._answer(message, {"refused": what})
 
     def _send_chunk(self, message: Message) -> None:
@@ -271,8 +311,11 @@ class HostPool:
 
     def _append_log(self, name: str, message: Message) -> None:
         if name == self._shown:
-            sys.stdout.write(as_bytes(message.body).decode(errors="replace"))
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(as_bytes(message.body).decode(errors="replace"))
+                sys.stdout.flush()
+            except (OSError, ValueError):  # `| head` has ended, or a terminal that cannot show a letter; the log has it
+                self._shown = None
         if self._logs is None or _LOG.fullmatch(name) is None:
             return
         try:
@@ -281,6 +324,10 @@ class HostPool:
                 file.write(as_bytes(message.body))
         except OSError:  # a full disk must not end a run because of its logs; records report it
             self._logs = None
+
+    def _stop_showing(self, error: Exception) -> None:
+        """The run continues without its logs."""
+        self._logs = self._shown = None
 
     def _answer(self, message: Message, meta: Meta, data: bytes = b"") -> None:
         with contextlib.suppress(CommError):  # the agent has just left: its departure is the next message
@@ -307,6 +354,8 @@ class HostPool:
         self._starter.close()
         self._channel.close()
         self._thread.join(_LEAVE_S)
+        for background in (self._output, *self._files.values()):
+            background.close(_LEAVE_S)
 
     def describe(self) -> list[dict[str, Any]]:
         """The hosts, for the manifest."""

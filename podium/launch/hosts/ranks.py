@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from podium.comm.base import Meta
+from podium.config import devices_in
 from podium.errors import CommError, ConfigError, PodiumError, RankFailed
 from podium.launch.hosts.entries import HostEntry, divide, parse_entry
 from podium.launch.hosts.pool import HostPool, HostState
@@ -53,7 +54,11 @@ class HostRanks(Ranks):
         """
         self._pool, self._placed, self._script, self._threads = pool, placed, script, threads
         self._where: dict[int, int] = {}
-        self._workers: set[int] = set()
+        self._nth: dict[int, int] = {}
+        """Each worker's place among those of its host with the same device, which decides its GPU.
+
+        The place of a lost worker is free again.
+        """
         self._starting: set[int] = set()
         """Hosts that were added during the run and are not ready yet."""
 
@@ -70,15 +75,28 @@ class HostRanks(Ranks):
         with pool.changed:
             first = rank not in self._where and not spec.late and not spec.replaces
             host = pool.hosts[self._placed[rank]] if first else self._least_loaded()
-            if spec.role == "worker":
-                self._workers.add(rank)
             self._where[rank] = host.number
             host.ended.pop(rank, None)
             host.running[rank] = True
-            here = sorted(r for r, number in self._where.items() if number == host.number)
-        beside = {"workers": [r for r in here if r in self._workers], "placed": max(len(here), self._planned(host))}
-        spec = dataclasses.replace(spec, config={**spec.config, "threads": spec.config["threads"] or self._threads})
-        order = {"spec": dataclasses.asdict(spec), "script": self._script, **beside}
+            host.starts[rank] = host.starts.get(rank, 0) + 1
+            here = [r for r in self._living(host) if r != rank]
+            if spec.role == "worker":
+                devices = devices_in(spec.config["device"])
+                alike = [r for r in here if r in self._nth and (r - rank) % len(devices) == 0]
+                self._nth[rank] = min(set(range(len(alike) + 1)) - {self._nth[r] for r in alike})
+        spec = dataclasses.replace(
+            spec,
+            secret="",  # the agent has it; without TLS, this order can be read on the way
+            config={**spec.config, "threads": spec.config["threads"] or self._threads},
+        )
+        order = {
+            "spec": dataclasses.asdict(spec),
+            "script": self._script,
+            "start": host.starts[rank],
+            "nth": self._nth.get(rank),
+            "gpus": host.entry.gpus,
+            "placed": max(len(here) + 1, self._planned(host)),
+        }
         if host.ready:
             self._send(host, order)
         else:
@@ -102,19 +120,22 @@ class HostRanks(Ranks):
                 self._pool.changed.notify_all()
         self._starting.discard(host.number)
 
+    def _living(self, host: HostState) -> list[int]:
+        """Ranks that were started on this host and have not ended."""
+        return [rank for rank, number in self._where.items() if number == host.number and rank not in host.ended]
+
     def _planned(self, host: HostState) -> int:
         """How many ranks of the run the host is to have: they share its cores."""
         return max(1, sum(number == host.number for number in self._placed.values()))
 
     def _least_loaded(self) -> HostState:
         """The host with most free slots, for a rank that joins or replaces another."""
-        up = self._pool.up() + [self._pool.hosts[n] for n in self._starting if self._pool.hosts[n].gone is None]
+        there = [state for state in self._pool.hosts.values() if state.gone is None]
+        up = [state for state in there if state.number in self._starting or (state.is_up and state.answers)]
+        up = up or [state for state in there if state.ready]  # none was heard a moment ago: this machine was busy
         if not up:
             raise RankFailed("no host is left that could start a rank")
-        load = {state.number: 0 for state in up}
-        for rank, number in self._where.items():
-            if number in load and rank not in self._pool.hosts[number].ended:
-                load[number] += 1
+        load = {state.number: len(self._living(state)) for state in up}
         return min(up, key=lambda s: (load[s.number] >= (s.entry.slots or _NO_LIMIT), load[s.number], s.number))
 
     def kill(self, rank: int) -> None:
@@ -133,7 +154,8 @@ class HostRanks(Ranks):
             self._pool.changed.wait_for(lambda: rank in state.ended or state.gone is not None, wait_s)
             if rank in state.ended:
                 return f"on host {state.label}: {state.ended[rank]}"
-            return None if state.gone is None else f"its host {state.label} is lost: {state.gone}"
+            why = state.why_gone()
+            return None if why is None else f"its host {state.label} is lost: {why}"
 
     def where(self, rank: int) -> str:
         state = self._state(rank)

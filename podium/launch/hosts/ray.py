@@ -153,7 +153,7 @@ class Ray(Starter):
             raise ConfigError(f"{_WHO}: {entry.name} must be a node of the cluster, which has {_listed(alive)}")
         ranks = entry.slots or 1
         bundle = {"CPU": ranks * (self._config.threads or 1), f"node:{node['NodeManagerAddress']}": 0.001}
-        if any(device.startswith("cuda") for device in devices_in(self._config.device)):
+        if any("GPU" in place.size for place in self._places.values()):  # as the hosts that are there have it
             bundle["GPU"] = ranks
         return _Place(self._group([bundle], "PACK"), 0, bundle)
 

@@ -69,7 +69,8 @@ class Ssh(Starter):
 
     def words(self, entry: HostEntry) -> list[str]:
         limits = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ServerAliveInterval=15")
-        return ["ssh", *extra_options(), *limits, "-T", entry.target, remote_command(entry)]
+        command = f"exec sh -c {shlex.quote(remote_command(entry))}"  # whatever the user's login shell is
+        return ["ssh", *extra_options(), *limits, "-T", entry.target, command]
 
     def advice(self, entry: HostEntry) -> str:
         return f"ssh {entry.target} {entry.python or 'python3'} -m podium --version"
@@ -117,7 +118,9 @@ def find_address(entry: HostEntry) -> str | Failure:
             return str(socket.getaddrinfo(name, 22, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
         except OSError as error:
             why = error.strerror
-    return Failure(f"its name cannot be resolved: {why}", _REMEDIES["Could not resolve hostname"], of_request=True)
+    what = f"its name cannot be resolved to an IPv4 address from here: {why}"
+    fix = f"{_REMEDIES['Could not resolve hostname']}; where only a jump host knows it: --set head=ADDRESS"
+    return Failure(what, fix, of_request=True)
 
 
 def _configured_name(entry: HostEntry) -> str:

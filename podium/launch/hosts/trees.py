@@ -7,17 +7,23 @@ nothing of it is unpickled.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
-import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from podium.errors import ConfigError, DataError
 from podium.launch.blobs import CHUNK_BYTES
+
+_PARTIAL = ".partial-"
+_ABANDONED_S = 3600.0
+_TRIES = 3
 
 Ask = Callable[[str, str, int], bytes]
 """(tree, file, offset) to the bytes from there on, at most a chunk."""
@@ -84,23 +90,56 @@ def all_files(folder: Path) -> list[Path]:
 
 
 def fetch(tree: Tree, into: Path, ask: Ask) -> Path:
-    """The tree's folder on this host, below `into`; fetched unless it is there already, and verified."""
+    """The tree's folder on this host, below `into`; fetched unless it is there already, and verified.
+
+    Other processes may fetch the same tree at the same time, on this host or on another one that has the same home: the
+    first to finish wins, and nobody removes what another one uses.
+    """
     target = into / f"{tree.name}-{tree.digest}"
-    if target.is_dir() and _is_whole(target, tree):
+    if _is_whole(target, tree):
         return target
-    into.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = into / f".{secrets.token_hex(8)}"
+    partial = into / f"{_PARTIAL}{secrets.token_hex(8)}"
     try:
+        into.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_abandoned(into)
         for path, file in tree.files.items():
             _fetch_file(tree.name, path, file, partial / path, ask)
         partial.mkdir(exist_ok=True)  # a tree without files
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(partial, target)
+        _put(partial, target, tree)
     except OSError as error:
-        raise DataError(f"{target}: cannot be written: {error.strerror or error}") from error
+        raise DataError(
+            f"{target}: cannot be written: {error.strerror or error}; XDG_CACHE_HOME and TMPDIR name other folders"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _put(partial: Path, target: Path, tree: Tree) -> None:
+    """Give a whole tree its name, unless another process has done so meanwhile."""
+    for _ in range(_TRIES):
+        if _is_whole(target, tree):
+            return
+        if target.exists():  # damaged; whoever has opened its files keeps them
+            with contextlib.suppress(FileNotFoundError):  # another process has just done the same
+                target.replace(partial.with_name(f"{partial.name}-damaged"))
+            shutil.rmtree(partial.with_name(f"{partial.name}-damaged"), ignore_errors=True)
+        try:
+            partial.replace(target)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
+                raise
+    raise DataError(f"{target}: other processes keep putting damaged copies there")
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what a process that was killed has fetched in part."""
+    for path in folder.glob(f"{_PARTIAL}*"):
+        with contextlib.suppress(OSError):
+            newest = max(p.stat().st_mtime for p in (path, *path.rglob("*")))
+            if time.time() - newest > _ABANDONED_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _fetch_file(tree: str, path: str, file: File, target: Path, ask: Ask) -> None:
@@ -118,12 +157,16 @@ def _fetch_file(tree: str, path: str, file: File, target: Path, ask: Ask) -> Non
 
 
 def _is_whole(folder: Path, tree: Tree) -> bool:
+    if not folder.is_dir():
+        return False
     return all((folder / path).is_file() and _describe(folder / path) == file for path, file in tree.files.items())
 
 
 def _describe(path: Path) -> File:
-    sum_ = hashlib.sha256()
+    return File(path.stat().st_size, digest_of(path))
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file."""
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            sum_.update(chunk)
-    return File(path.stat().st_size, sum_.hexdigest())
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -256,6 +256,30 @@ def test_bytes_are_counted_on_both_sides(two: tuple[Channel, Channel]) -> None:
     assert (right.wire.sent, right.wire.received) == (left.wire.received, left.wire.sent)
 
 
+def test_messages_that_are_no_longer_wanted_are_not_sent(open_channel: Open) -> None:
+    may_read, reading, wanted = threading.Event(), threading.Event(), threading.Event()
+
+    def sink(header: Any) -> None:
+        reading.set()
+        assert may_read.wait(20)
+
+    left, right = open_channel(0), open_channel(1, sink=sink)
+    left.introduce({1: right.address})
+    wanted.set()
+    outcomes: list[bool] = []
+    for n in range(5):  # the first fills the connection, the others wait
+        left.post(1, "part", {"n": n}, torch.zeros(4_000_000), outcomes.append, wanted=wanted.is_set)
+    assert reading.wait(20)
+    wanted.clear()
+    left.post(1, "later", {}, None, outcomes.append)
+    may_read.set()
+    messages = [right.recv()]
+    while messages[-1].kind != "later":
+        messages.append(right.recv())
+    assert [message.meta for message in messages] == [{"n": 0}, {}]
+    assert sorted(outcomes) == [False] * 4 + [True] * 2
+
+
 # Leaving.
 
 

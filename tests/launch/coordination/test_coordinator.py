@@ -8,8 +8,9 @@ import pytest
 
 from podium.engine.recovery import Regroup
 from podium.errors import ConfigError, Lost, MissingExtra, PodiumError, RankFailed, UnknownName
+from podium.launch.scale import open_to_change, scale
 from tests.launch.coordination.conftest import Make
-from tests.launch.coordination.place import LIMIT_S, Place, wait_until
+from tests.launch.coordination.place import LIMIT_S, SECRET, Place, wait_until
 
 
 def test_a_busy_rank_is_waited_for_beyond_the_deadline_and_then_regroups(place: Make) -> None:
@@ -102,6 +103,26 @@ def test_where_nobody_can_say_how_a_process_is_a_few_heartbeats_of_silence_are_a
     here.pass_time(1.0)
     assert here.regroup(first).result(LIMIT_S).members == (0,)
     assert "heartbeat_s" in here.lost()[1]
+
+
+def test_a_launcher_that_takes_long_to_answer_costs_nobody(place: Make) -> None:
+    busy: list[int] = []
+
+    def ended(rank: int, wait_s: float) -> str | None:
+        """How a newcomer is: the answer takes an hour, once."""
+        if busy == [0]:
+            busy.append(1)
+            here.clock.advance(3600.0)
+        return None
+
+    here = place(still=True, runs=lambda _rank: False, ended=ended, heartbeat_s=6.0, start_deadline_s=1e6)
+    here.begin()
+    busy.append(0)
+    with open_to_change(here.folder, here.coordinator.address, SECRET):
+        scale(here.folder, workers=3)
+    wait_until(lambda: len(busy) == 2)
+    here.hear_all()
+    assert not here.lost() and here.killed == []
 
 
 def test_a_coordinator_that_stood_still_itself_blames_nobody(place: Make) -> None:

@@ -42,6 +42,21 @@ def plans(here: Place, steps: dict[int, int]) -> Regroup:
 # More.
 
 
+def test_hosts_that_cannot_be_added_cost_the_run_nothing(place: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = place(2)
+    here.begin()
+    for error in (OSError(24, "Too many open files"), RankFailed("no Ray answers")):
+
+        def fail(lines: object, error: Exception = error) -> int:
+            raise error
+
+        monkeypatch.setattr(here.launcher, "add_hosts", fail, raising=False)
+        with pytest.raises(ConfigError, match=r"Too many open files|no Ray answers"):
+            ask(here, hosts=["host4"])
+    here.hear_all()
+    assert not here.outcome.done() and not here.lost()
+
+
 def test_newcomers_start_beside_the_run_and_are_in_the_plan_once_they_are_ready(place: Make) -> None:
     here = place(2, 1)
     here.begin()

@@ -20,7 +20,7 @@ Ask = Callable[[str, Meta, float], Meta]
 
 
 @final
-class AskedStore(Store):
+class CoordinatorStore(Store):
     """Set, get, wait and add, as c10d calls them. Values are bytes."""
 
     def __init__(self, ask: Ask, timeout_s: float) -> None:
@@ -40,8 +40,14 @@ class AskedStore(Store):
     def add(self, key: str, amount: int) -> int:
         return int(self._ask("store-add", {"key": key, "amount": amount})["value"])
 
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of these exist. nccl's watchdog asks once a second."""
+        return bool(self._ask("store-check", {"keys": list(keys)})["exist"])
+
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("store-delete", {"key": key})["deleted"])
+
+    deleteKey = delete_key  # as c10d calls it
 
     def _ask(self, kind: str, meta: Meta, timeout: timedelta | None = None) -> Meta:
         limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
