@@ -16,7 +16,6 @@ own private folder. All else, such as the run's folder, comes from the coordinat
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -29,18 +28,17 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from podium.comm.base import Message, Meta
 from podium.comm.clocks import WallClock
 from podium.comm.real.channel import Channel
 from podium.comm.real.frames import Refused
-from podium.comm.real.process_group import client_store, look_up, named_part, publish
+from podium.comm.real.process_group import look_up, named_part, publish
 from podium.comm.real.sockets import Address
 from podium.comm.real.tls import tls_of
-from podium.config import RunConfig, check_script, named_in, resolve
+from podium.config import RunConfig
 from podium.engine.build import Job
-from podium.engine.device import device_of
 from podium.errors import CheckpointError, CommError, ConfigError, DeadlineExceeded, PodiumError, RecordError
 from podium.launch.attempts import COPIED, Attempts, may_be_started_again, restarts_allowed
 from podium.launch.base import RunPlan
@@ -61,9 +59,9 @@ from podium.launch.rendezvous import rendezvous_folder
 from podium.launch.run import conclude
 from podium.launch.run_folder_lock import claimed
 from podium.launch.secret import find_secret, leave_secret, need_secret, removed_with_this_process
+from podium.launch.torchrun_environment import Environment, open_store, own_settings, read_config
 from podium.records.manifest import write_manifest
 from podium.records.recorder import Recorder, merge_records, to_json
-from podium.strategies import make_strategy
 
 STOPPED_BY_OTHERS = 75
 """Exit code of a rank whose run another host stopped: to torchrun a failure, after which it starts the ranks again."""
@@ -84,62 +82,12 @@ class _Unreachable(CommError):
         self.address = address
 
 
-@dataclasses.dataclass(frozen=True)
-class Environment:
-    """What torchrun tells a process."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    """Its place among the processes of its node, whose ranks follow one another."""
-    local_world_size: int
-    host: str
-    port: int
-    agent_store: bool  # whether torchrun's agent holds the store, rather than rank 0
-    restarts: str  # how often this node's agent has started its ranks again; agents of other nodes may count otherwise
-
-    @classmethod
-    def read(cls) -> Environment:
-        """From the environment; refuses, with the missing names, when it is not torchrun's."""
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in names if name not in os.environ]
-        if missing:
-            raise ConfigError(f"podium.node needs torchrun's environment variables; missing: {', '.join(missing)}")
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return cls(
-            rank,
-            world,
-            int(os.environ.get("LOCAL_RANK", rank)),
-            int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )
-
-    @property
-    def one_host(self) -> bool:
-        """Whether all ranks are on this host."""
-        return self.local_world_size == self.world_size
-
-    @property
-    def run(self) -> str:
-        """What tells this start of these ranks from all others on this host at the same time."""
-        name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-        return f"{name} start {self.restarts} on port {self.port} with {self.world_size} ranks"
-
-    @property
-    def store_part(self) -> str:
-        """The prefix of what rank 0 publishes in a store that may remember earlier starts."""
-        return f"podium-{self.restarts}" if self.one_host else "podium"
-
-
 def run_under_torchrun(argv: list[str]) -> int:
     """One rank's run; rank 0 prints the result as one line of JSON. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run begins there is nothing to save
     try:
         environment = Environment.read()
-        config, script, given = _config(argv, environment)
+        config, script, given = read_config(argv, environment)
         return _Rank(environment, config, script, given).run()
     except PodiumError as error:
         print(f"podium: {error}", file=sys.stderr)
@@ -196,7 +144,7 @@ class _Rank:
         self.environment, self._config, self._script, self._named = environment, config, script, named
         # Before anybody is waited for: what the user has to set is said at once, by every rank.
         self._given = None if environment.one_host else need_secret()
-        self.store = named_part(_open_store(environment, config.start_deadline_s), environment.store_part)
+        self.store = named_part(open_store(environment, config.start_deadline_s), environment.store_part)
         self._attempts = Attempts.of(config)
         self._continued: str | None = None
         """The name of the folder of the first start, where this one continues it."""
@@ -550,56 +498,3 @@ class _Rank:
 def _socket_in(folder: Path) -> Address:
     """Where the coordinator listens, in the private folder of a run on one host."""
     return f"unix:{folder}/k"
-
-
-def _open_store(environment: Environment, limit_s: float) -> Any:
-    """torch's store, at torchrun's address."""
-    is_host = environment.rank == 0 and not environment.agent_store
-    try:
-        return client_store(
-            environment.host, environment.port, limit_s, is_host=is_host, world_size=environment.world_size
-        )
-    except CommError as error:
-        if not environment.agent_store or environment.restarts == "0":
-            raise
-        raise CommError(
-            f"{error}; torchrun's agents keep the address of their first store, also when its host is lost: set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all hosts"
-        ) from error
-
-
-def own_settings(config: RunConfig, environment: Environment) -> dict[str, Any]:
-    """What of a run's settings is this process's own, where there are several nodes: its device and its threads.
-
-    GPUs and cores are shared with the others of this node, however many other nodes have.
-    """
-    if environment.one_host:
-        return {}
-    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // environment.local_world_size)
-    if environment.rank >= config.workers:  # a server, which has no device
-        return {"threads": threads}
-    device = device_of(config.device, environment.rank, first=environment.rank - environment.local_rank)
-    return {"threads": threads, "device": str(device)}
-
-
-def _config(argv: list[str], environment: Environment) -> tuple[RunConfig, list[str], frozenset[str]]:
-    """The configuration, the user's script with its arguments, if one was named, and which settings were."""
-    parser = argparse.ArgumentParser(prog="podium.node", description="One rank of a run, under torchrun.")
-    parser.add_argument("--config", help="a run file (TOML)")
-    parser.add_argument("--task")
-    parser.add_argument("--strategy")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--script", nargs=argparse.REMAINDER, default=[], help="the user's own loop; the rest is its")
-    given = vars(parser.parse_args(argv))
-    file, overrides, script = given.pop("config"), given.pop("overrides"), given.pop("script")
-    named = named_in(overrides, given)
-    if script:
-        check_script(resolve(file, overrides, given))
-        given["task"] = script[0]
-    config = resolve(file, overrides, given)
-    strategy = make_strategy(config.strategy, config.strategy_options, environment.world_size)
-    servers = strategy.server_spec.processes
-    if environment.world_size <= servers:
-        raise ConfigError(f"{config.strategy} needs more than {servers} processes, got {environment.world_size}")
-    return dataclasses.replace(config, workers=environment.world_size - servers), script, named

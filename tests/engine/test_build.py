@@ -19,7 +19,7 @@ import podium
 from podium.config import RunConfig, devices_in
 from podium.engine.device import device_of
 from podium.errors import CheckpointError, ConfigError
-from podium.launch.torchrun import Environment, own_settings
+from podium.launch.torchrun_environment import Environment, own_settings
 from podium.strategies.all_reduce import AllReduce
 from podium.strategies.solo import Solo
 from podium.task import Task
