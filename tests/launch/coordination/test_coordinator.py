@@ -105,6 +105,18 @@ def test_where_nobody_can_say_how_a_process_is_a_few_heartbeats_of_silence_are_a
     assert "heartbeat_s" in here.lost()[1]
 
 
+def test_the_coordinators_store_is_one_as_process_groups_use_it(place: Make) -> None:
+    here = place(2)
+    first, second = (member.store() for member in here.begin())
+    assert not first.check(["generation-0/a"])
+    first.set("generation-0/a", b"\x00\xff")
+    assert second.check(["generation-0/a"]) and not second.check(["generation-0/a", "generation-0/b"])
+    assert second.get("generation-0/a") == b"\x00\xff"
+    assert [first.add("generation-0/n", 2), second.add("generation-0/n", 3)] == [2, 5]
+    assert second.delete_key("generation-0/a") and not second.deleteKey("generation-0/a")
+    assert not first.check(["generation-0/a"])
+
+
 def test_a_launcher_that_takes_long_to_answer_costs_nobody(place: Make) -> None:
     busy: list[int] = []
 
