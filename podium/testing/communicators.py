@@ -319,14 +319,13 @@ def _poll_beside_a_call(comm: Communicator) -> tuple[list[str], Any] | None:
         for _ in range(2):
             comm.wait(comm.call(0, "meanwhile", {}))
         comm.send(2, "now", {})
-        comm.recv()
+        _receive_until(comm, "go")
         return None
     if comm.rank == 2:
-        asked = comm.recv()  # the call arrives first: rank 1 waits for rank 0
-        while comm.recv().kind != "now":
-            pass
-        comm.reply(asked, {"answer": 42})
-        comm.recv()
+        # The two come over different connections, so in any order.
+        asked = {message.kind: message for message in (comm.recv(), comm.recv())}
+        comm.reply(asked["ask"], {"answer": 42})
+        _receive_until(comm, "go")  # and not until the departure of rank 1, which had it before
         return None
     call, kinds = comm.call(2, "ask", {}), []
     while (message := comm.poll(call, deadline_s=300)) is not None:  # nothing else ends it: no rank leaves meanwhile
@@ -337,6 +336,11 @@ def _poll_beside_a_call(comm: Communicator) -> tuple[list[str], Any] | None:
     for rank in (1, 2):
         comm.send(rank, "go", {})
     return kinds, None if answer is None else answer.meta
+
+
+def _receive_until(comm: Communicator, kind: str) -> None:
+    while comm.recv().kind != kind:
+        pass
 
 
 def _poll_beside_a_lost_call(comm: Communicator) -> str:

@@ -272,8 +272,10 @@ class Link:
             self._sending |= came
         if not came:
             raise self._give_up()
+        # Before the bytes go: the peer may answer before this thread runs again, and whoever gets the answer may ask.
+        self.channel.count(sent=(body, sum(buffer.nbytes for buffer in buffers)))
         try:
-            wire = gone + frames.send_buffers(self.sock, frames.after(buffers, gone))
+            frames.send_buffers(self.sock, frames.after(buffers, gone))
         except BlockingIOError:  # by SO_SNDTIMEO: nothing went out for the whole deadline
             raise self._give_up() from None
         except OSError as error:
@@ -283,7 +285,6 @@ class Link:
             with self._turn:
                 self._sending, self._serving = False, self._serving + 1
                 self._turn.notify_all()
-        self.channel.count(sent=(body, wire))
         return True
 
     def _give_up(self) -> DeadlineExceeded:

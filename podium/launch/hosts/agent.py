@@ -10,6 +10,7 @@ which are kept in the user's cache for the next run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -126,8 +127,9 @@ class Agent:
 
     def _hello(self) -> Meta:
         self._address = route_to(self._invitation.head)
+        facts = HostFacts.here(self._address)  # which may start CUDA: before any clock is read
         asked_ns = time.monotonic_ns()
-        answer = self._ask("hello", HostFacts.here(self._address)._asdict())
+        answer = self._ask("hello", facts._replace(time=time.time())._asdict())
         now_ns = time.monotonic_ns()
         if "refused" in answer.meta:
             raise Lost(str(answer.meta["refused"]))
@@ -157,15 +159,17 @@ class Agent:
     def _find_checkpoint(self, resume: Meta) -> Path:
         """The checkpoint's folder on this host: the same path on a shared disk, or a copy of the head's."""
         facts = Path(resume["path"]) / FACTS
-        if facts.is_file() and digest_of(facts) == resume["digest"]:
-            return facts.parent
+        with contextlib.suppress(OSError):  # it is not there, or not for this user
+            if digest_of(facts) == resume["digest"]:
+                return facts.parent
         return self._fetch("resume", self._folder)
 
     def _find_data(self, data: Meta) -> Path:
         """The data's folder on this host: the same path with the same files, or a copy of the head's."""
         folder = Path(data["path"])
-        if all((folder / name).is_file() and (folder / name).stat().st_size == n for name, n in data["sizes"].items()):
-            return folder
+        with contextlib.suppress(OSError):  # a file is not there, or not for this user
+            if all((folder / name).stat().st_size == size for name, size in data["sizes"].items()):
+                return folder
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         return self._fetch("data", Path(home) / _CACHE)
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import final
 
-_WAITING = 1000
+_WAITING = 100
 
 
 @final
@@ -24,6 +24,14 @@ class Background:
     def submit(self, task: Callable[[], None]) -> None:
         """Returns at once, unless very many tasks wait."""
         self._tasks.put(task)
+
+    def offer(self, task: Callable[[], None]) -> bool:
+        """Returns at once: whether the task will be run, or too many wait."""
+        try:
+            self._tasks.put_nowait(task)
+        except queue.Full:
+            return False
+        return True
 
     def close(self, limit_s: float) -> None:
         """Wait until all tasks are done, at most this long."""

@@ -103,6 +103,7 @@ class Command(StartedAgent):
             start_new_session=True,  # Ctrl-C is for the head, which tells the agents
         )
         self._said: deque[str] = deque(maxlen=keep)
+        self._last_words: str | None = None
         self._reader = threading.Thread(target=self._read, name="agent-output", daemon=True)
         self._reader.start()
         assert self._process.stdin is not None
@@ -139,9 +140,12 @@ class Command(StartedAgent):
         code = self._process.poll()
         if code is None:
             return None
-        self._reader.join(_END_S)
-        words = [line.removeprefix("podium: ") for line in self._said if not line.startswith(("Warning: Permanently",))]
-        return "; ".join(words[-3:]) or f"it ended with exit code {code} and said nothing"
+        if self._last_words is None:  # once: something that the command left behind may hold the pipe
+            self._reader.join(_END_S)
+            lines = [line for line in self.said if not line.startswith("Warning: Permanently")]
+            words = "; ".join(line.removeprefix("podium: ") for line in lines[-3:])
+            self._last_words = words or f"it ended with exit code {code} and said nothing"
+        return self._last_words
 
     def end(self, *, at_once: bool = False) -> None:
         self.close_input()

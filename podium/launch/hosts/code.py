@@ -106,7 +106,7 @@ def _package_folders(module: str) -> list[tuple[Path, Path]]:
 def _files(root: Path, whole: set[Path]) -> list[Path]:
     """The text files of the folders that are sent whole, and the Python files of all others below the root."""
     found, total = list[Path](), 0
-    for path in _walk(root, set()):
+    for path in _walk(root, frozenset(root.parents)):
         if path.suffix != ".py" and not any(path.is_relative_to(folder) for folder in whole):
             continue
         found.append(path)
@@ -119,12 +119,14 @@ def _files(root: Path, whole: set[Path]) -> list[Path]:
     return found
 
 
-def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
-    """Text files below a folder, without hidden folders, caches, environments and what this user may not read."""
+def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
+    """Text files below a folder, without hidden folders, caches, environments and what this user may not read.
+
+    `above`: the folders that it lies in; a link to one of them is left out, or the walk would not end.
+    """
     real = folder.resolve()
-    if real in seen:  # a link that leads back
+    if real in above:
         return
-    seen.add(real)
     try:
         paths = sorted(folder.iterdir())
     except OSError:
@@ -134,6 +136,6 @@ def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
             continue
         if path.is_dir():
             if not (path / "pyvenv.cfg").exists():
-                yield from _walk(path, seen)
+                yield from _walk(path, above | {real})
         elif path.suffix in _SENT and path.is_file() and os.access(path, os.R_OK):
             yield path

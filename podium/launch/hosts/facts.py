@@ -8,7 +8,6 @@ import shutil
 import socket
 import tempfile
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -116,4 +115,4 @@ def routed(host: str, port: int) -> str:
 
 def sees(folder: str, probe: str) -> bool:
     """Whether this host sees the file that the head has just made in a folder of its own."""
-    return (Path(folder) / probe).is_file()
+    return os.path.isfile(os.path.join(folder, probe))  # unlike Path's, false where this user may not look

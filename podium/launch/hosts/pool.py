@@ -110,7 +110,8 @@ class HostPool:
         self._made: dict[str, Offer] = {}
         self._making = threading.Lock()
         self._files: dict[int, Background] = {}
-        self._output = Background("agent-logs", self._stop_showing)
+        self._log_files = Background("agent-logs", lambda _error: self._stop_logging())
+        self._terminal = Background("terminal", lambda _error: self._stop_showing())
         self.changed = threading.Condition()
         """Guards the states of the hosts, and is notified whenever one changes."""
         self.hosts: dict[int, HostState] = {}
@@ -255,7 +256,7 @@ class HostPool:
         elif kind == "chunk":
             self._serve_files(state, lambda: self._send_chunk(message))
         elif kind == "log":
-            self._output.submit(lambda: self._append_log(str(meta["name"]), message))
+            self._take_output(str(meta["name"]), as_bytes(message.body))
 
     def _serve_files(self, state: HostState, task: Callable[[], None]) -> None:
         if state.number not in self._files:
@@ -309,25 +310,29 @@ class HostPool:
         except (ConfigError, OSError) as error:
             self._answer(message, {"refused": f"the launcher's host cannot read {meta['path']}: {error}"})
 
-    def _append_log(self, name: str, message: Message) -> None:
-        if name == self._shown:
-            try:
-                sys.stdout.write(as_bytes(message.body).decode(errors="replace"))
-                sys.stdout.flush()
-            except (OSError, ValueError):  # `| head` has ended, or a terminal that cannot show a letter; the log has it
-                self._shown = None
-        if self._logs is None or _LOG.fullmatch(name) is None:
-            return
-        try:
+    def _take_output(self, name: str, data: bytes) -> None:
+        if name == self._shown and not self._terminal.offer(lambda: self._show(data)):
+            self._stop_showing()  # the terminal takes nothing for long; the log has it all
+        if self._logs is not None and _LOG.fullmatch(name) is not None:
+            self._log_files.submit(lambda: self._append_log(name, data))
+
+    def _show(self, data: bytes) -> None:
+        """Raises where `| head` has ended, or where the terminal cannot show a letter."""
+        sys.stdout.write(data.decode(errors="replace"))
+        sys.stdout.flush()
+
+    def _append_log(self, name: str, data: bytes) -> None:
+        """Raises on a full disk, which must not end a run because of its logs; records report it."""
+        if self._logs is not None:
             self._logs.mkdir(parents=True, exist_ok=True)
             with (self._logs / name).open("ab") as file:
-                file.write(as_bytes(message.body))
-        except OSError:  # a full disk must not end a run because of its logs; records report it
-            self._logs = None
+                file.write(data)
 
-    def _stop_showing(self, error: Exception) -> None:
-        """The run continues without its logs."""
-        self._logs = self._shown = None
+    def _stop_showing(self) -> None:
+        self._shown = None
+
+    def _stop_logging(self) -> None:
+        self._logs = None
 
     def _answer(self, message: Message, meta: Meta, data: bytes = b"") -> None:
         with contextlib.suppress(CommError):  # the agent has just left: its departure is the next message
@@ -354,7 +359,7 @@ class HostPool:
         self._starter.close()
         self._channel.close()
         self._thread.join(_LEAVE_S)
-        for background in (self._output, *self._files.values()):
+        for background in (self._log_files, self._terminal, *self._files.values()):
             background.close(_LEAVE_S)
 
     def describe(self) -> list[dict[str, Any]]:

@@ -82,7 +82,8 @@ class HostRanks(Ranks):
             here = [r for r in self._living(host) if r != rank]
             if spec.role == "worker":
                 devices = devices_in(spec.config["device"])
-                alike = [r for r in here if r in self._nth and (r - rank) % len(devices) == 0]
+                mine = devices[rank % len(devices)]
+                alike = [r for r in here if r in self._nth and devices[r % len(devices)] == mine]
                 self._nth[rank] = min(set(range(len(alike) + 1)) - {self._nth[r] for r in alike})
         spec = dataclasses.replace(
             spec,
@@ -154,8 +155,8 @@ class HostRanks(Ranks):
             self._pool.changed.wait_for(lambda: rank in state.ended or state.gone is not None, wait_s)
             if rank in state.ended:
                 return f"on host {state.label}: {state.ended[rank]}"
-            why = state.why_gone()
-            return None if why is None else f"its host {state.label} is lost: {why}"
+        why = state.why_gone()  # without the lock: what the agent printed last may take a moment
+        return None if why is None else f"its host {state.label} is lost: {why}"
 
     def where(self, rank: int) -> str:
         state = self._state(rank)

@@ -117,20 +117,31 @@ def fetch(tree: Tree, into: Path, ask: Ask) -> Path:
 
 def _put(partial: Path, target: Path, tree: Tree) -> None:
     """Give a whole tree its name, unless another process has done so meanwhile."""
-    for _ in range(_TRIES):
-        if _is_whole(target, tree):
-            return
-        if target.exists():  # damaged; whoever has opened its files keeps them
-            with contextlib.suppress(FileNotFoundError):  # another process has just done the same
-                target.replace(partial.with_name(f"{partial.name}-damaged"))
-            shutil.rmtree(partial.with_name(f"{partial.name}-damaged"), ignore_errors=True)
-        try:
-            partial.replace(target)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
-                raise
-    raise DataError(f"{target}: other processes keep putting damaged copies there")
+    damaged = partial.with_name(f"{partial.name}-damaged")
+    try:
+        for _ in range(_TRIES):
+            found = _inode(target)
+            if _is_whole(target, tree):
+                return
+            if found is not None and _inode(target) == found:  # and not what another process has put there meanwhile
+                with contextlib.suppress(FileNotFoundError):
+                    target.replace(damaged)
+            try:
+                partial.replace(target)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
+                    raise
+        raise DataError(f"{target}: other processes keep putting damaged copies there")
+    finally:
+        shutil.rmtree(damaged, ignore_errors=True)
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _remove_abandoned(folder: Path) -> None:

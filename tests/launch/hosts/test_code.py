@@ -50,12 +50,14 @@ def test_code_that_is_installed_or_no_code_is_not_sent() -> None:
     assert user_code({"task": "podium.tasks.digits:digits_mlp"}) == ([], {}, [])
 
 
-def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
-    write(tmp_path, "code/my.py", "library/tools.py")
+def test_links_to_folders_are_followed_except_to_those_above(tmp_path: Path) -> None:
+    write(tmp_path, "code/my.py", "code/package/tools.py", "library/tools.py", "other/secrets.json")
+    (tmp_path / "code" / "alias").symlink_to(tmp_path / "code" / "package")  # which comes first
     (tmp_path / "code" / "library").symlink_to(tmp_path / "library")
     (tmp_path / "library" / "back").symlink_to(tmp_path / "code")
+    (tmp_path / "code" / "up").symlink_to(tmp_path)
     (offer,) = user_code({"task": f"{tmp_path}/code/my.py:make"}).offers
-    assert set(offer.tree.files) == {"my.py", "library/tools.py"}
+    assert set(offer.tree.files) == {"my.py", "alias/tools.py", "package/tools.py", "library/tools.py"}
 
 
 def test_a_folder_that_may_not_be_read_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,29 @@ def test_files_of_a_copy_that_another_process_reads_stay(offer: Offer, tmp_path:
     assert (folder / "a").stat().st_ino == inodes[0]
 
 
+@pytest.mark.parametrize("was_damaged", [False, True])
+def test_a_copy_that_another_process_puts_there_while_this_one_looks_stays(
+    offer: Offer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_damaged: bool
+) -> None:
+    here, real, looks, inodes = tmp_path / "here", trees._is_whole, [0], list[int]()
+    if was_damaged:
+        (fetch(offer.tree, here, of(offer)) / "a").write_bytes(b"?" * 1000)
+
+    def is_whole(folder: Path, tree: Tree) -> bool:
+        """The second look, when all is fetched, finds nothing whole; at the same moment another process is done."""
+        looks[0] += 1
+        if looks[0] != 2:
+            return real(folder, tree)
+        monkeypatch.setattr(trees, "_is_whole", real)
+        inodes.append((fetch(offer.tree, here, of(offer)) / "a").stat().st_ino)
+        return False
+
+    monkeypatch.setattr(trees, "_is_whole", is_whole)
+    folder = fetch(offer.tree, here, of(offer))
+    assert (folder / "a").stat().st_ino == inodes[0] and contents(folder) == contents(offer.root)
+    assert len(list(here.iterdir())) == 1
+
+
 def test_what_a_killed_process_left_is_removed_after_an_hour(offer: Offer, tmp_path: Path) -> None:
     here = tmp_path / "here"
     for name, age_s in (("old", 2 * 3600.0), ("new", 60.0)):
