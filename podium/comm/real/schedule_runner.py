@@ -111,10 +111,12 @@ class ScheduleRunner:
         key = (self._generation, number)
         handle = ExchangeHandle(key, members, tensor, near)
 
+        def wanted() -> bool:
+            # A failed exchange may have much waiting for a slow link, and the next generation forms over the same link.
+            return handle.error is None
+
         def post(peer: int, name: Key, part: Tensor) -> None:
             meta: Meta = {"of": key, "name": name}
-            # A failed exchange may have much waiting for a slow link, and the next generation forms over the same link.
-            wanted = lambda: handle.error is None  # noqa: E731
             self._channel.post(members[peer], MOVE, meta, part, partial(went, peer), wanted=wanted)
 
         def went(peer: int, well: bool) -> None:
